@@ -1,0 +1,324 @@
+"""What a run is: frozen dataclasses whose fields are Megatron's flags. `cli` turns one into the other.
+
+The docstring under a field is its help. A boolean field is a switch that is off unless given; where Megatron names the
+negative (`--disable-bias-linear`), the field has that name too and a property says the positive.
+Nothing here is ever changed after parsing: what Megatron fills in during validation is a property.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Nothing about layout, data or training."""
+
+    num_layers: int | None = None
+    """Transformer layers. Required."""
+    hidden_size: int | None = None
+    """Model width. Required."""
+    ffn_hidden_size: int | None = None
+    """MLP width; per half with --swiglu. Default: 4 x hidden, with --swiglu 4 x hidden x 2/3 rounded down to 64."""
+    num_attention_heads: int | None = None
+    """Query heads. Required; must divide by the tensor-parallel size."""
+    kv_channels: int | None = None
+    """Size of one head. Default: hidden / heads."""
+    group_query_attention: bool = False
+    """Use grouped-query attention with --num-query-groups key/value heads."""
+    num_query_groups: int = 1
+    """Key/value heads, with --group-query-attention."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table and limit of RoPE. Required; at least --seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that is rotated."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of every norm."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance."""
+    swiglu: bool = False
+    """Gated SiLU in the MLP instead of GELU."""
+    disable_bias_linear: bool = False
+    """No bias in any linear layer."""
+    add_qkv_bias: bool = False
+    """Bias on the QKV projection even with --disable-bias-linear (Qwen2)."""
+    qk_layernorm: bool = False
+    """Norm of each query and key head, of --normalization kind (Qwen3)."""
+    untie_embeddings_and_output_weights: bool = False
+    """An output head of its own instead of the word embedding's weight."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; projections back into the residual stream use std / sqrt(2 x layers)."""
+    attention_dropout: float = 0.1
+    """Dropout of attention probabilities."""
+    hidden_dropout: float = 0.1
+    """Dropout of embeddings and of each block's output."""
+    padded_vocab_size: int | None = None
+    """Rows of the embedding. Default: the tokenizer's size rounded up to --make-vocab-size-divisible-by."""
+    make_vocab_size_divisible_by: int = 128
+    """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
+    transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
+    """Layers of plain torch (local) or of Transformer Engine. auto takes what is installed and says which."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Which scaled-dot-product kernel torch may use."""
+
+    # Widths that Megatron derives, valid once the required flags are given.
+    @property
+    def layers(self) -> int:
+        assert self.num_layers is not None
+        return self.num_layers
+
+    @property
+    def hidden(self) -> int:
+        assert self.hidden_size is not None
+        return self.hidden_size
+
+    @property
+    def heads(self) -> int:
+        assert self.num_attention_heads is not None
+        return self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups if self.group_query_attention else self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    def padded_vocab(self, vocab_size: int) -> int:
+        """Rows of the embedding for a tokenizer of this size."""
+        to = self.make_vocab_size_divisible_by
+        return self.padded_vocab_size or math.ceil(vocab_size / to) * to
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread: tensor, pipeline and data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers among them."""
+    pipeline_schedule: str = "1f1b"
+    """Order of the passes: naive, gpipe, 1f1b (case-blind)."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl with a GPU, gloo without."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective or message may take before the run is stopped."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, length of the run, precision, optimizer, learning rate."""
+
+    micro_batch_size: int | None = None
+    """Sequences per microbatch and data-parallel rank. Required."""
+    global_batch_size: int | None = None
+    """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
+    seq_length: int | None = None
+    """Tokens per sequence. Required."""
+    train_iters: int | None = None
+    """Steps to train. This or --train-samples is required."""
+    train_samples: int | None = None
+    """Sequences to train on, instead of --train-iters."""
+    exit_interval: int | None = None
+    """Stop after an iteration that is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and stop after this many minutes."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    calculate_per_token_loss: bool = False
+    """Divide by the tokens of the whole global batch instead of averaging the microbatches' means."""
+    bf16: bool = False
+    """Compute in bfloat16; gradients, main parameters and optimizer state stay float32."""
+    optimizer: Literal["adam"] = "adam"
+    """adam is AdamW with decoupled weight decay."""
+    lr: float | None = None
+    """Peak learning rate. Required."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Curve after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Steps of the curve. Default: --train-iters."""
+    lr_decay_samples: int | None = None
+    """Sequences of the curve, with --train-samples."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay length."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """Sequences of linear warm-up, with --train-samples."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at which the warm-up starts."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Last part of the WSD curve."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the last part of the WSD curve."""
+    lr_wsd_decay_samples: int | None = None
+    """Sequences of the last part of the WSD curve."""
+    weight_decay: float = 0.01
+    """Decoupled; not applied to biases and other one-dimensional parameters."""
+    clip_grad: float = 1.0
+    """Largest L2 norm of the whole gradient; 0 switches clipping off."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    no_check_for_nan_in_loss_and_grad: bool = False
+    """Skip the update at a loss or gradient that is not finite, instead of stopping the run."""
+    override_opt_param_scheduler: Annotated[bool, tyro.conf.arg(name="override-opt_param-scheduler")] = False
+    """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
+    use_checkpoint_opt_param_scheduler: Annotated[bool, tyro.conf.arg(name="use-checkpoint-opt_param-scheduler")] = False
+    """On --load take learning-rate and weight-decay settings from the checkpoint."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Tokens, where they come from and in which order."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
+    split: str | None = None
+    """Proportions of train, validation and test, such as 969,30,1 (the default with one --data-path)."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices. Default: beside each prefix, in cache/GPTDataset_indices."""
+    mock_data: bool = False
+    """Synthetic tokens, no files; with --tokenizer-type NullTokenizer --vocab-size N."""
+    num_workers: int = 2
+    """Background threads that read ahead; 0 reads in the training loop."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "NullTokenizer"] = "SentencePieceTokenizer"
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = None
+    """File of a SentencePiece model."""
+    vocab_size: int | None = None
+    """Vocabulary of the NullTokenizer, without its end-of-document token."""
+    eval_iters: int = 100
+    """Batches per evaluation."""
+    eval_interval: int | None = None
+    """Evaluate every so many steps."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = None
+    """Folder for checkpoints."""
+    save_interval: int | None = None
+    """Save every so many steps."""
+    load: str | None = None
+    """Folder to resume from; without a checkpoint in it the run starts fresh."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop if --load holds no checkpoint."""
+    ckpt_step: int | None = None
+    """Load this iteration instead of the newest."""
+    finetune: bool = False
+    """Load the weights only and start at iteration 0."""
+    no_save_optim: bool = False
+    """Leave the optimizer state out."""
+    no_load_optim: bool = False
+    """Do not load the optimizer state."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """torch distributed checkpoint, stored as safetensors."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Console, TensorBoard, profiler."""
+
+    log_interval: int = 100
+    """Print a line every so many steps."""
+    log_throughput: bool = False
+    """TFLOP/s per device in the line."""
+    log_params_norm: bool = False
+    """Norm of the parameters in the line."""
+    log_num_zeros_in_grad: bool = False
+    """Count of zeros in the gradient in the line."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+    tensorboard_log_interval: int = 1
+    """Write to TensorBoard every so many steps."""
+    tensorboard_queue_size: int = 1000
+    """Events held back before a write."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Validation perplexity in TensorBoard too."""
+    log_world_size_to_tensorboard: bool = False
+    """World size in TensorBoard too."""
+    log_memory_to_tensorboard: bool = False
+    """Device memory in TensorBoard too (GPU only)."""
+    profile: bool = False
+    """Record the steps of the window below; needs --use-pytorch-profiler."""
+    use_pytorch_profiler: bool = False
+    """One Perfetto-readable trace per rank, torch_profile/rank-N.json.gz beside --tensorboard-dir."""
+    profile_step_start: int = 10
+    """First step of the window."""
+    profile_step_end: int = 12
+    """Step at which the window closes."""
+    profile_ranks: tuple[int, ...] = ()
+    """Ranks to profile. Default: all."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    world_size: Annotated[int, tyro.conf.Suppress] = 1
+    """Number of processes, from the launcher; not a flag."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        assert self.train.micro_batch_size is not None
+        return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step and data-parallel rank."""
+        assert self.train.micro_batch_size is not None
+        return self.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def train_iters(self) -> int:
+        if self.train.train_iters is not None:
+            return self.train.train_iters
+        assert self.train.train_samples is not None
+        return self.train.train_samples // self.global_batch_size

@@ -1,0 +1,34 @@
+"""The errors a user can act on. Their text is complete: flag or file, value, rule, remedy. No traceback is shown for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.schedule import ScheduleError
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "ScheduleError", "UserError"]
+
+
+class UserError(Exception):
+    """Something the user can change. `problems` holds one complete text each; all are shown at once."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return f"{len(self.problems)} problems\n" + "\n".join(f"  {p}" for p in self.problems)
+
+
+class ConfigError(UserError):
+    """Flags that contradict each other or what is at hand."""
+
+
+class DataError(UserError):
+    """A data set, text or tokenizer file that is missing, damaged or of another kind."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged or belongs to another model."""

@@ -1,0 +1,147 @@
+"""The words of every schedule: passes, placements, tables.
+
+A schedule is a table: for each rank the passes it runs, in order. Where a stage lives is a Placement; the two are
+independent, so loop, V and DualPipe's mirror are three one-line placements under the same machinery.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, read or run. The message lists every problem found."""
+
+
+class Kind(str, Enum):
+    """What a pass computes: F forward, B gradient of the input, W gradient of the weights, BW both (as autograd does)."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+    @property
+    def is_backward(self) -> bool:
+        """True for the passes that produce the gradient of the stage's input."""
+        return self in (Kind.B, Kind.BW)
+
+
+class Pass(NamedTuple):
+    """One microbatch through one stage. Prints as stage, kind, microbatch: `2F0`, `1BW3`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+Step = tuple[Pass, ...]
+"""One pass, or a forward and a backward run as one: DualPipe's overlapped pair."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage.
+
+    Attributes:
+        rank_of: rank of each stage.
+        chain: stages from one end of the model to the other. Stage s holds the model's slice s % chain; DualPipe has
+            two chains (its stages s and s + chain are replicas on mirrored ranks), everything else one.
+    """
+
+    rank_of: tuple[int, ...]
+    chain: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of) + 1
+
+    @property
+    def num_chains(self) -> int:
+        return self.num_stages // self.chain
+
+    def position(self, stage: int) -> int:
+        """The slice of the model that this stage holds, 0..chain-1."""
+        return stage % self.chain
+
+    def is_first(self, stage: int) -> bool:
+        """Does the stage hold the embedding?"""
+        return self.position(stage) == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Does the stage hold the loss?"""
+        return self.position(stage) == self.chain - 1
+
+    def prev(self, stage: int) -> int | None:
+        """The stage whose output this one takes, None at the embedding."""
+        return None if self.is_first(stage) else stage - 1
+
+    def next(self, stage: int) -> int | None:
+        """The stage that takes this one's output, None at the loss."""
+        return None if self.is_last(stage) else stage + 1
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Stages of a rank in ascending order; its model chunks are numbered in this order."""
+        return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
+
+    def consumer(self, made_by: Pass) -> int | None:
+        """The stage that takes what a pass makes: an F's output, a B's input gradient. W makes nothing to send."""
+        if made_by.kind is Kind.F:
+            return self.next(made_by.stage)
+        return self.prev(made_by.stage) if made_by.kind.is_backward else None
+
+
+def loop(ranks: int, chunks: int = 1) -> Placement:
+    """Stages dealt round-robin: naive, GPipe, 1F1B, interleaved, ZB-H1, ZB-H2."""
+    return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
+
+
+def vee(ranks: int) -> Placement:
+    """Down and up again, so that rank 0 holds both ends: ZB-V, V-Half, V-Min, DualPipeV."""
+    return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
+
+
+def mirror(ranks: int) -> Placement:
+    """Two copies of the model in opposite directions: DualPipe. The V's rank_of, cut in two chains."""
+    return Placement((*range(ranks), *reversed(range(ranks))), ranks)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of steps for each rank. Nothing in it depends on costs, torch or process groups."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Step, ...], ...]
+
+
+class Message(NamedTuple):
+    """What a pass made, on its way from rank src to rank dst."""
+
+    made_by: Pass
+    src: int
+    dst: int
+
+    def __str__(self) -> str:
+        return f"{self.made_by}:{self.src}->{self.dst}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages that one rank posts together, in the one global order."""
+
+    messages: tuple[Message, ...]
+
+
+Program = tuple[Step | Exchange, ...]
+"""What one rank does: steps and exchanges, in order."""
