@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import tyro
+from tyro.conf import Suppress, arg
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = False
     """An output head of its own instead of the word embedding's weight."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; projections back into the residual stream use std / sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; projections into the residual stream: std / sqrt(2 x layers)."""
     attention_dropout: float = 0.1
     """Dropout of attention probabilities."""
     hidden_dropout: float = 0.1
@@ -192,9 +192,9 @@ class TrainConfig:
     """Added to the root of the second moment."""
     no_check_for_nan_in_loss_and_grad: bool = False
     """Skip the update at a loss or gradient that is not finite, instead of stopping the run."""
-    override_opt_param_scheduler: Annotated[bool, tyro.conf.arg(name="override-opt_param-scheduler")] = False
+    override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
-    use_checkpoint_opt_param_scheduler: Annotated[bool, tyro.conf.arg(name="use-checkpoint-opt_param-scheduler")] = False
+    use_checkpoint_opt_param_scheduler: Annotated[bool, arg(name="use-checkpoint-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the checkpoint."""
 
 
@@ -298,12 +298,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    world_size: Annotated[int, tyro.conf.Suppress] = 1
+    world_size: Annotated[int, Suppress] = 1
     """Number of processes, from the launcher; not a flag."""
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
+        model_parallel = self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        return self.world_size // model_parallel
 
     @property
     def global_batch_size(self) -> int:

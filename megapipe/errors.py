@@ -1,4 +1,4 @@
-"""The errors a user can act on. Their text is complete: flag or file, value, rule, remedy. No traceback is shown for them."""
+"""The errors a user can act on. Each text is complete: flag or file, value, rule, remedy; no traceback is shown."""
 
 from __future__ import annotations
 

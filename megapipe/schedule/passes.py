@@ -7,7 +7,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
@@ -15,8 +15,8 @@ class ScheduleError(ValueError):
     """A schedule that cannot be built, read or run. The message lists every problem found."""
 
 
-class Kind(str, Enum):
-    """What a pass computes: F forward, B gradient of the input, W gradient of the weights, BW both (as autograd does)."""
+class Kind(StrEnum):
+    """What a pass computes: F forward, B input gradient, W weight gradient, BW both (as autograd does)."""
 
     F = "F"
     B = "B"
