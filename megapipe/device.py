@@ -1,0 +1,47 @@
+"""The only module that touches CUDA. Everything else takes the device and backend it is given."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megapipe.config import ParallelConfig
+
+
+def has_cuda() -> bool:
+    """Is there a GPU that torch can use?"""
+    return torch.cuda.is_available()
+
+
+def pick_device(parallel: ParallelConfig) -> torch.device:
+    """This process's device: its own GPU where there is one and gloo was not asked for, else the CPU."""
+    if has_cuda() and parallel.distributed_backend != "gloo":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """The torch.distributed backend of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the device; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Reserved and allocated device memory under TensorBoard's tag names; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }

@@ -1,0 +1,217 @@
+"""Who a process is and with whom it talks: tensor, data and pipeline axes over one world of ranks.
+
+Read once from torch's device mesh into plain frozen objects; nothing else in the package asks torch.distributed who it
+is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from megapipe.config import ParallelConfig
+from megapipe.device import backend_of
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as a rank sees it. Size 1 needs no group and its collectives are the identity.
+
+    Attributes:
+        rank: position on the axis, 0..size-1.
+        ranks: global rank at each position.
+        group: communicator; None where size is 1.
+        device: where its tensors live.
+    """
+
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+    device: torch.device = CPU
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Combine x over the axis in place and return it. op: sum, max or min."""
+        if self.size > 1:
+            dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] on each rank -> [size * n, ...], in rank order."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        _all_gather(out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size * n, ...] on each rank -> the sum's own slice [n, ...]."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        _reduce_scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Overwrite x with the one at position `source`."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis is here."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. JSON, so that nothing is unpickled."""
+        if self.size == 1:
+            return [value]
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.all_gather(torch.tensor([data.numel()], device=self.device)).tolist()
+        padded = data.new_zeros(max(sizes))
+        padded[: data.numel()] = data
+        rows = self.all_gather(padded).view(self.size, -1).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """The axes of one process.
+
+    Attributes:
+        ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
+            placement; size 1 for all others and where both are the same rank.
+        device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
+            and for ranks that are threads.
+    """
+
+    tp: Axis = Axis()
+    dp: Axis = Axis()
+    pp: Axis = Axis()
+    world: Axis = Axis()
+    ends: Axis = Axis()
+    device: torch.device = CPU
+    device_mesh: DeviceMesh | None = None
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> ProcessMesh:
+        """One process, no groups."""
+        return ProcessMesh(device=device or CPU)
+
+    @staticmethod
+    def create(parallel: ParallelConfig, device: torch.device) -> ProcessMesh:
+        """The mesh of this process as torchrun started it; `single` when it is alone.
+
+        Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return ProcessMesh.single(device)
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
+        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            backend_of(device),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        shape = (pp, world_size // (tp * pp), tp)
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+
+        def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if name in ("tp", "dp", "pp"):
+                return device_mesh.get_group(name) if rank in ranks else None
+            return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
+
+        return build_mesh(shape, rank, device, make_group, device_mesh)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self.device_mesh is not None:
+            dist.destroy_process_group()
+
+
+def build_mesh(
+    shape: tuple[int, int, int],
+    rank: int,
+    device: torch.device,
+    make_group: Callable[[str, tuple[int, ...]], dist.ProcessGroup | None],
+    device_mesh: DeviceMesh | None = None,
+) -> ProcessMesh:
+    """The mesh of one rank of a (pp, dp, tp) grid; `make_group` is called for every group of the grid, in one order."""
+    grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
+
+    def axis(name: str, sets: Iterable[Iterable[int]]) -> Axis:
+        mine = Axis(ranks=(rank,), device=device)
+        for ranks in map(tuple, sets):
+            if len(ranks) > 1:
+                group = make_group(name, ranks)
+                if rank in ranks:
+                    mine = Axis(ranks.index(rank), len(ranks), ranks, group, device)
+        return mine
+
+    def along(dim: int) -> list[list[int]]:
+        return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+
+    return ProcessMesh(
+        tp=axis("tp", along(2)),
+        dp=axis("dp", along(1)),
+        pp=axis("pp", along(0)),
+        world=axis("world", [grid.flatten().tolist()]),
+        ends=axis("ends", [sorted({ranks[0], ranks[-1]}) for ranks in along(0)]),
+        device=device,
+        device_mesh=device_mesh,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter lies over the tensor-parallel axis, and what it is called in the whole model.
+
+    Attributes:
+        full: shape in which the parameter is saved, the same under every layout. The local tensor, viewed as `full`
+            with size full[dim] / t in dimension `dim`, is this rank's slice.
+        dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
+        tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
+    """
+
+    full: tuple[int, ...]
+    dim: int | None = None
+    tied_to: str | None = None
+
+    def local(self, tp_size: int) -> tuple[int, ...]:
+        """`full` with this layout's dimension divided over tp."""
+        return tuple(n // tp_size if d == self.dim else n for d, n in enumerate(self.full))
+
+
+def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """Write down how a parameter is split; returns it."""
+    setattr(param, "layout", layout)  # noqa: B010
+    return param
+
+
+def layout_of(param: nn.Parameter) -> Layout:
+    """How a parameter is split; one that says nothing is whole on every rank."""
+    return getattr(param, "layout", Layout(tuple(param.shape)))

@@ -1,0 +1,57 @@
+"""All ranks of a mesh as threads of one process, over real gloo groups on the loopback interface.
+
+Nothing in megapipe is global, so a rank is just a ProcessMesh; a schedule is tried on a laptop in milliseconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from megapipe.mesh import CPU, ProcessMesh, build_mesh
+
+T = TypeVar("T")
+
+
+def run_threads(
+    body: Callable[[ProcessMesh], T], *, tp: int = 1, dp: int = 1, pp: int = 1, timeout_s: float = 60
+) -> list[T]:
+    """Call `body(mesh)` once per rank of a tp x dp x pp mesh; the results in rank order.
+
+    Raises: the first error of any rank, at once; ranks that wait for the failed one are left to their timeout.
+    """
+    world = tp * dp * pp
+    store = HashStore()
+    results: list[T | None] = [None] * world
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def rank_main(rank: int) -> None:
+        def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if rank not in ranks:
+                return None
+            prefix = PrefixStore(f"{name}{ranks}", store)
+            position, size = ranks.index(rank), len(ranks)
+            group = dist.ProcessGroup(prefix, position, size)
+            gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
+            group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+            return group
+
+        try:
+            results[rank] = body(build_mesh((pp, dp, tp), rank, CPU, make_group))
+            done.put(None)
+        except BaseException as error:
+            error.add_note(f"on rank {rank} of {world}")
+            done.put(error)
+
+    for rank in range(world):
+        threading.Thread(target=rank_main, args=(rank,), daemon=True).start()
+    for _ in range(world):
+        if (error := done.get()) is not None:
+            raise error
+    return results  # type: ignore[return-value]
