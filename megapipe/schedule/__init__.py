@@ -1,5 +1,9 @@
 """Pipeline schedules as data. Pure Python: works without torch."""
 
+from megapipe.schedule.catalogue import SCHEDULES, Entry, build
+from megapipe.schedule.classic import gpipe, naive, one_f_one_b
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.lower import forward_only, lower
 from megapipe.schedule.passes import (
     Exchange,
     Kind,
@@ -14,18 +18,35 @@ from megapipe.schedule.passes import (
     mirror,
     vee,
 )
+from megapipe.schedule.recorder import Recorder
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.verify import verify, verify_programs
 
 __all__ = [
+    "SCHEDULES",
+    "Costs",
+    "Entry",
     "Exchange",
     "Kind",
     "Message",
     "Pass",
     "Placement",
     "Program",
+    "Recorder",
     "Schedule",
     "ScheduleError",
     "Step",
+    "Timeline",
+    "build",
+    "forward_only",
+    "gpipe",
     "loop",
+    "lower",
     "mirror",
+    "naive",
+    "one_f_one_b",
+    "simulate",
     "vee",
+    "verify",
+    "verify_programs",
 ]

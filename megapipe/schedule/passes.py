@@ -23,6 +23,9 @@ class Kind(StrEnum):
     W = "W"
     BW = "BW"
 
+    # Enum's own hash runs in Python; passes are keys of large dicts.
+    __hash__ = str.__hash__
+
     @property
     def is_backward(self) -> bool:
         """True for the passes that produce the gradient of the stage's input."""
@@ -123,6 +126,10 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
+
+    def chain_of(self, microbatch: int) -> int:
+        """The chain a microbatch runs through: each chain carries an equal run of consecutive microbatches."""
+        return microbatch * self.placement.num_chains // self.num_microbatches
 
 
 class Message(NamedTuple):

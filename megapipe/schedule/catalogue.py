@@ -1,0 +1,84 @@
+"""Every schedule by name, for the command line and for `build`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from megapipe.schedule.classic import gpipe, naive, one_f_one_b
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Schedule, ScheduleError
+from megapipe.schedule.verify import verify
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of the catalogue.
+
+    Attributes:
+        generate: takes (ranks, microbatches) and those of chunks, costs, memory and further options it names.
+        placement: loop, v or mirror; for a search also "loop or v".
+        chunks: stages on each rank; None: any number.
+        about: one line.
+        split: do input and weight gradient run apart?
+        copies: of the parameters.
+    """
+
+    generate: Callable[..., Schedule]
+    placement: str
+    chunks: int | None
+    about: str
+    split: bool = False
+    copies: int = 1
+
+
+SCHEDULES: dict[str, Entry] = {
+    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time"),
+    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m"),
+    "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
+}
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    memory: float | None = None,
+    **options: object,
+) -> Schedule:
+    """Make a schedule by its name, in any case.
+
+    Args:
+        chunks: stages on each rank, where the schedule leaves a choice. None: the schedule's own default.
+        costs: for schedules that are searched.
+        memory: limit for a searched schedule; any other is refused if it holds more.
+        options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
+    Raises: ScheduleError in one line if there is no such schedule or it cannot mean these numbers.
+    """
+    key = name.lower()
+    if key not in SCHEDULES:
+        close = get_close_matches(key, SCHEDULES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"There are {', '.join(SCHEDULES)}, or a .json or .csv file."
+        raise ScheduleError(f"unknown schedule {name}; {hint}")
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{key} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+    entry = SCHEDULES[key]
+    takes = inspect.signature(entry.generate).parameters
+    unknown = [option for option in options if option not in takes]
+    if unknown:
+        raise ScheduleError(f"{key} takes no option {', '.join(unknown)}.")
+    if chunks is not None and "chunks" in takes:
+        options["chunks"] = chunks
+    elif chunks not in (None, 1, entry.chunks):
+        raise ScheduleError(f"{key} has {entry.chunks} chunk(s) per rank, not {chunks}.")
+    if "costs" in takes:
+        return entry.generate(ranks, microbatches, costs=costs, memory=memory, **options)
+    schedule = entry.generate(ranks, microbatches, **options)
+    if memory is not None:
+        verify(schedule, memory=memory, costs=costs)
+    return schedule

@@ -1,0 +1,167 @@
+"""Finds everything that is wrong with a table before its first step.
+
+First what can be seen without running it (every pass once, on its rank, after what it needs on the same rank), then who
+waits for whom, then memory, and last the programs themselves, played through with sends that wait for their receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.lower import lower
+from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule, ScheduleError
+from megapipe.schedule.simulate import simulate
+
+
+def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UNIT) -> None:
+    """Check that a schedule trains every microbatch exactly once and can be run.
+
+    Args:
+        memory: most activation a rank may hold, in the unit of `costs` (by default what one microbatch leaves behind in
+            one device share: 1F1B peaks at its number of ranks).
+    Raises: ScheduleError naming every problem with its rank, step and pass.
+    """
+    problems = list(_table_problems(schedule))
+    if not problems:
+        peaks = simulate(schedule, costs).peak
+        problems += [
+            f"rank {rank} holds up to {peak:g}, over the memory limit of {memory:g}"
+            for rank, peak in enumerate(peaks)
+            if memory is not None and peak > memory + 1e-9
+        ]
+        verify_programs(schedule, lower(schedule, costs))
+    if problems:
+        raise ScheduleError(f"{schedule.name} is not valid:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Play programs through with rendezvous semantics: a send waits for its receive, an exchange for all its messages.
+
+    Raises: ScheduleError if ranks wait for each other for ever, if two ranks disagree about the order of the messages
+        between them, or if a pass runs before its input has arrived.
+    """
+    problems = [*_order_problems(programs), *_replay(schedule, programs)]
+    if problems:
+        raise ScheduleError(f"{schedule.name}, as lowered:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+def _table_problems(schedule: Schedule) -> Iterator[str]:
+    place, m = schedule.placement, schedule.num_microbatches
+    if len(schedule.ranks) != place.num_ranks:
+        yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
+        return
+    seen: dict[Pass, tuple[int, int]] = {}
+    for rank, row in enumerate(schedule.ranks):
+        for i, step in enumerate(row):
+            if len(step) != 1 and (len(step) != 2 or step[0].kind is not Kind.F or not step[1].kind.is_backward):
+                yield f"rank {rank}, step {i}, {_text(step)}: a step is one pass, or a forward and a backward"
+            for item in step:
+                where = f"rank {rank}, step {i}, {item}:"
+                if not 0 <= item.stage < place.num_stages:
+                    yield f"{where} there is no stage {item.stage}, only 0 to {place.num_stages - 1}"
+                elif not 0 <= item.microbatch < m:
+                    yield f"{where} there is no microbatch {item.microbatch}, only 0 to {m - 1}"
+                elif schedule.chain_of(item.microbatch) != item.stage // place.chain:
+                    own = schedule.chain_of(item.microbatch)
+                    yield f"{where} microbatch {item.microbatch} runs through chain {own}, this stage is in another"
+                elif place.rank_of[item.stage] != rank:
+                    yield f"{where} stage {item.stage} is on rank {place.rank_of[item.stage]}"
+                elif item in seen:
+                    yield f"{where} runs twice, first at step {seen[item][1]}"
+                else:
+                    seen[item] = rank, i
+    yield from _missing_or_early(schedule, seen)
+
+
+def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> Iterator[str]:
+    """Each stage needs F, then B, then W (or BW) of each of its microbatches; `seen` says where they are."""
+    place = schedule.placement
+    for microbatch in range(schedule.num_microbatches):
+        first = schedule.chain_of(microbatch) * place.chain
+        for stage in range(first, first + place.chain):
+            rank = place.rank_of[stage]
+            f, b, w, bw = (Pass(kind, stage, microbatch) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+            whole = bw in seen
+            if whole:
+                for item in (b, w):
+                    if item in seen:
+                        yield f"rank {rank}, step {seen[item][1]}, {item}: {bw} at step {seen[bw][1]} does it too"
+            needed = [f, bw] if whole else [f, b, w]
+            yield from (f"rank {rank}: {item} is missing" for item in needed if item not in seen)
+            there = [item for item in needed if item in seen]
+            for before, after in pairwise(there):
+                if seen[after][1] <= seen[before][1]:
+                    yield f"rank {rank}, step {seen[after][1]}, {after}: runs before {before} at step {seen[before][1]}"
+
+
+def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
+    """Both ends of every link must list its messages in the same order."""
+    sends: dict[tuple[int, int], list[Message]] = {}
+    receives: dict[tuple[int, int], list[Message]] = {}
+    for rank, program in enumerate(programs):
+        for item in program:
+            if isinstance(item, Exchange):
+                for message in item.messages:
+                    side = sends if message.src == rank else receives
+                    side.setdefault((message.src, message.dst), []).append(message)
+    for src, dst in sorted(sends.keys() | receives.keys()):
+        sent, received = sends.get((src, dst), []), receives.get((src, dst), [])
+        if sent == received:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None)
+        if at is None:
+            yield f"rank {src} sends {len(sent)} messages to rank {dst}, which receives {len(received)}"
+        else:
+            ours, theirs = sent[at].made_by, received[at].made_by
+            yield f"message {at} from rank {src} to rank {dst} is {ours}, received is {theirs}"
+
+
+def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
+    place = schedule.placement
+    at, waits = [0] * len(programs), [0] * len(programs)
+    posted: set[Message] = set()
+    here: set[tuple[int, bool, int, int]] = set()  # rank, is forward, stage it is for, microbatch
+    ready = list(range(len(programs)))
+    while ready:
+        rank = ready.pop()
+        program = programs[rank]
+        while at[rank] < len(program) and not waits[rank]:
+            item = program[at[rank]]
+            if isinstance(item, Exchange):
+                for message in item.messages:
+                    if message not in posted:
+                        posted.add(message)
+                        waits[rank] += 1
+                        continue
+                    kind, stage, microbatch = message.made_by
+                    forward = kind is Kind.F
+                    here.add((message.dst, forward, stage + 1 if forward else stage - 1, microbatch))
+                    other = message.src if message.dst == rank else message.dst
+                    waits[other] -= 1
+                    if not waits[other]:
+                        at[other] += 1
+                        ready.append(other)
+                if waits[rank]:
+                    break
+            else:
+                for x in item:
+                    forward = x.kind is Kind.F
+                    source = place.prev(x.stage) if forward else place.next(x.stage)
+                    if x.kind is Kind.W or source is None:
+                        continue
+                    if (rank, forward, x.stage, x.microbatch) not in here:
+                        yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
+                for x in item:
+                    consumer = place.consumer(x)
+                    if consumer is not None and place.rank_of[consumer] == rank:
+                        here.add((rank, x.kind is Kind.F, consumer, x.microbatch))
+            at[rank] += 1
+    for rank, program in enumerate(programs):
+        if at[rank] < len(program):
+            yield f"rank {rank} waits at item {at[rank]}, {_text(program[at[rank]])}"
+
+
+def _text(item: tuple[Pass, ...] | Exchange) -> str:
+    return " ".join(str(x) for x in (item.messages if isinstance(item, Exchange) else item))
