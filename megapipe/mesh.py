@@ -195,11 +195,14 @@ class Layout:
             with size full[dim] / t in dimension `dim`, is this rank's slice.
         dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
         tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
+        mean, std: the initial weight is mean + std x N(0, 1).
     """
 
     full: tuple[int, ...]
     dim: int | None = None
     tied_to: str | None = None
+    mean: float = 0.0
+    std: float = 0.0
 
     def local(self, tp_size: int) -> tuple[int, ...]:
         """`full` with this layout's dimension divided over tp."""

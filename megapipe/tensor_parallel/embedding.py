@@ -1,0 +1,60 @@
+"""The word embedding with its rows split over tensor-parallel ranks (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.tensor_parallel.collectives import reduce_from_tensor_parallel
+
+
+class _Lookup(torch.autograd.Function):
+    """weight[ids], zero where an id is not of this rank; the gradient is added row by row into main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+        local = ids - first
+        outside = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside, weight)
+        return weight[local].masked_fill(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        local, outside, weight = ctx.saved_tensors
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        into = torch.zeros_like(weight) if main_grad is None else main_grad
+        rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
+        into.index_add_(0, local.reshape(-1), rows.to(into.dtype))
+        return None, into if main_grad is None else None, None
+
+
+_lookup: Callable[..., Tensor] = _Lookup.apply
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Weight [v/t, h]: rank r holds rows r v/t .. (r+1) v/t - 1.
+
+    Args:
+        num_embeddings: v, rows of the whole table; must divide by tp.
+        embedding_dim: h.
+        init_std: standard deviation of the initial weight.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, tp: Axis, init_std: float = 0.02) -> None:
+        super().__init__()
+        assert num_embeddings % tp.size == 0, f"{num_embeddings} rows do not divide over {tp.size} ranks"
+        self.tp = tp
+        self.weight = set_layout(
+            nn.Parameter(torch.empty(num_embeddings // tp.size, embedding_dim)),
+            Layout((num_embeddings, embedding_dim), 0, std=init_std),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids of any shape, 0..v-1 -> [*ids.shape, h], the same on all tp ranks."""
+        rows = _lookup(ids, self.weight, self.tp.rank * self.weight.shape[0])
+        return reduce_from_tensor_parallel(rows, self.tp)

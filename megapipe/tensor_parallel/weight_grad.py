@@ -1,0 +1,96 @@
+"""The B/W split: weight-gradient products that wait.
+
+A stage owns one WeightGrads. Layers catch it at forward (no global switch: two stages of a rank may be in flight) and
+hand it their products in backward; it adds them into the main gradient at once, or keeps them for the W pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+
+import torch
+from torch import Tensor
+
+_current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
+
+
+class WeightGrads:
+    """The weight-gradient products of one stage, in the order of its backward passes."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, list[Callable[[], None]]] = {}
+        self._deferring: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Layers that run forward in this context hand their weight gradients here."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def deferring(self, microbatch: int) -> Iterator[None]:
+        """The B pass of a microbatch: products are kept until `run(microbatch)`."""
+        self._deferring = self._owed[microbatch] = []
+        try:
+            yield
+        finally:
+            self._deferring = None
+
+    def run(self, microbatch: int) -> None:
+        """The W pass of a microbatch."""
+        for job in self._owed.pop(microbatch):
+            job()
+
+    @property
+    def owed(self) -> tuple[int, ...]:
+        """Microbatches whose W pass has not come yet."""
+        return tuple(self._owed)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a product now, or keep it if the stage is in a B pass."""
+        if self._deferring is None:
+            job()
+        else:
+            self._deferring.append(job)
+
+
+def current_weight_grads() -> WeightGrads | None:
+    """The stage whose forward is running, None outside a pipeline. Layers keep it for their backward."""
+    return _current.get()
+
+
+def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner: WeightGrads | None) -> Tensor | None:
+    """The weight gradient of a linear layer, dy^T x.
+
+    Args:
+        weight: [out, in]; its `main_grad` takes the product if there is one.
+        grad_output: [..., out].
+        x: [..., in].
+        owner: the stage that may put the product off.
+    Returns: the gradient for autograd if the weight has no main_grad, else None.
+    """
+    dy, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return dy.t() @ x
+    job = partial(_add_product, main_grad, dy, x)
+    if owner is None:
+        job()
+    else:
+        owner.submit(job)
+    return None
+
+
+def _add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    if dy.dtype == main_grad.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+    else:  # CPU kernels have no out_dtype; a product rounded to bf16 would cost three digits
+        main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
