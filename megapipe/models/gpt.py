@@ -1,0 +1,119 @@
+"""The GPT: one stage of it, or all. GPT-2 and Llama styles are settings of the same files.
+
+Parameter names are global: a layer is called by its number in the whole model wherever it lives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import ModelConfig
+from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.models.layer import TransformerLayer
+from megapipe.models.norm import Norm
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.rng import dropout
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+class Embedding(nn.Module):
+    """Word embedding plus learned positions, if the model has them."""
+
+    def __init__(self, config: ModelConfig, tp: Axis) -> None:
+        super().__init__()
+        assert config.padded_vocab_size is not None
+        self.hidden_dropout = config.hidden_dropout
+        self.word_embeddings = VocabParallelEmbedding(
+            config.padded_vocab_size, config.hidden, tp=tp, init_std=config.init_method_std
+        )
+        self.position_embeddings = None
+        if config.position_embedding_type == "learned_absolute":
+            assert config.max_position_embeddings is not None
+            shape = (config.max_position_embeddings, config.hidden)
+            self.position_embeddings = nn.Embedding(*shape)
+            weight = set_layout(nn.Parameter(torch.empty(shape)), Layout(shape, std=config.init_method_std))
+            self.position_embeddings.weight = weight
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """tokens and position_ids [b, s] -> [s, b, h]."""
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(position_ids.t())
+        return dropout(x, self.hidden_dropout, "embedding") if self.training else x
+
+
+class Decoder(nn.Module):
+    """The layers of a span, and the final norm where the loss is."""
+
+    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(config, tp, n) for n in span.layers})
+        self.final_layernorm = Norm(config, config.hidden) if span.loss else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+class GPTModel(nn.Module):
+    """The part of a GPT that `span` names: any run of layers, with or without embedding, with or without the loss.
+
+    A tied output head is a parameter of its own with its own gradient (Layout.tied_to says whose weight it repeats), so
+    that the sum of both uses is the same number whether they share a rank or not.
+    """
+
+    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
+        super().__init__()
+        assert config.padded_vocab_size is not None
+        self.span, self.tp = span, tp
+        self.embedding = Embedding(config, tp) if span.embedding else None
+        self.decoder = Decoder(config, span, tp)
+        self.output_layer = None
+        if span.loss:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden,
+                config.padded_vocab_size,
+                tp=tp,
+                bias=False,
+                init_std=config.init_method_std,
+                tied_to=WORD_EMBEDDINGS if config.tied else None,
+            )
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        """Give a stage without embedding the output [s, b, h] of the one before it (Megatron's name)."""
+        self._input = x
+
+    def forward(
+        self, tokens: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """One microbatch through this span.
+
+        Args:
+            tokens, position_ids: [b, s]; used with the embedding, position_ids default to 0..s-1.
+            labels: [b, s]; with the loss.
+        Returns: hidden states [s, b, h]; with the loss, token losses [b, s] if there are labels, else logits
+            [b, s, v/t].
+        """
+        if self.embedding is not None:
+            assert tokens is not None, "the stage with the embedding needs tokens"
+            if position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            x = self.embedding(tokens, position_ids)
+        else:
+            assert self._input is not None, "a stage without embedding needs set_input_tensor first"
+            x, self._input = self._input, None
+        x = self.decoder(x)
+        if self.output_layer is None:
+            return x  # type: ignore[no-any-return]
+        logits = self.output_layer(x)
+        if labels is None:
+            return logits.transpose(0, 1)  # type: ignore[no-any-return]
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()
