@@ -14,13 +14,14 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
 from megapipe.errors import ConfigError, UserError
+from megapipe.flag_rules import ACCEPTED, KNOWN, accepted_problem, refusal
 
 T = TypeVar("T")
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
@@ -156,6 +157,7 @@ def _split(argv: Sequence[str], flags: dict[str, Flag]) -> tuple[dict[str, list[
     # Megatron takes --override-opt_param-scheduler and --override-opt-param-scheduler, and no other second spelling.
     ours = {spelling: name for name in flags for spelling in (name, name.replace("_", "-"))}
     given: dict[str, list[str]] = {}
+    others: list[tuple[str, list[str]]] = []
     problems: list[str] = []
     values: list[str] | None = None
     for token in argv:
@@ -170,12 +172,17 @@ def _split(argv: Sequence[str], flags: dict[str, Flag]) -> tuple[dict[str, list[
         if name in ours:
             given[ours[name]] = values
         else:
-            problems.append(_unknown(name, list(ours)))
-    return given, problems
+            others.append((name, values))
+    return given, problems + [line for name, values in others if (line := _other(name, values, ours))]
 
 
-def _unknown(name: str, ours: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, ours, n=1, cutoff=0.75)
+def _other(name: str, values: list[str], ours: Iterable[str]) -> str | None:
+    """The line about a flag that is no field; None if it asks for what is always so."""
+    if name in ACCEPTED:
+        return accepted_problem(name, values)
+    if name in KNOWN:
+        return refusal(name)
+    near = difflib.get_close_matches(name, {*ours, *KNOWN}, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
