@@ -9,8 +9,11 @@ from difflib import get_close_matches
 
 from megapipe.schedule.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.dualpipe import dualpipe, dualpipe_v
+from megapipe.schedule.interleaved import interleaved, interleaved_zb
 from megapipe.schedule.passes import Schedule, ScheduleError
 from megapipe.schedule.verify import verify
+from megapipe.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ SCHEDULES: dict[str, Entry] = {
     "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time"),
     "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m"),
     "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
+    "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
+    "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
+    "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
+    "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
+    "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
+    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2),
+    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True),
 }
 
 

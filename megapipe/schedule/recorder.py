@@ -29,8 +29,11 @@ class Recorder:
         self.steps.append((item,))
         self.owed.append(Pass(Kind.W, stage, item.microbatch))
 
-    def w(self) -> None:
-        self.steps.append((self.owed.popleft(),))
+    def w(self, stage: int | None = None) -> None:
+        """The oldest weight gradient owed, or the oldest of one stage."""
+        item = next(x for x in self.owed if stage in (None, x.stage))
+        self.owed.remove(item)
+        self.steps.append((item,))
 
     def bw(self, stage: int) -> None:
         self.steps.append((self._backward(Kind.BW, stage),))
