@@ -1,0 +1,1 @@
+"""Flat buffers, AdamW and the learning rate."""

@@ -1,0 +1,105 @@
+"""The learning rate as a pure function of the samples consumed, by Megatron's rules.
+
+Everything is counted in samples (sequences), also where the user gave iterations: a run that resumes with another batch
+size stays on its curve.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A curve: warm-up, then a style. Lengths in samples.
+
+    Attributes:
+        warmup: a fraction of `decay` need not be whole.
+        decay: where the curve has come down to `min_lr`, warm-up included.
+        wsd_style, wsd: shape and length of the last part of WSD.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    style: str = "linear"
+    warmup: float = 0.0
+    decay: int = 1
+    wsd_style: str = "exponential"
+    wsd: int = 0
+
+    @staticmethod
+    def of(config: Config) -> LRSchedule:
+        """The curve that the flags describe. Raises: ConfigError for flags that describe none."""
+        train, batch = config.train, config.global_batch_size
+        if train.train_samples is None:
+            unit, decay = "iters", (train.lr_decay_iters or config.train_iters) * batch
+            warmup, wsd = train.lr_warmup_iters * batch, (train.lr_wsd_decay_iters or 0) * batch
+        else:
+            unit, decay = "samples", train.lr_decay_samples or train.train_samples
+            warmup, wsd = train.lr_warmup_samples, train.lr_wsd_decay_samples or 0
+        fraction = train.lr_warmup_fraction
+        assert train.lr is not None
+        schedule = LRSchedule(
+            train.lr,
+            train.min_lr,
+            train.lr_warmup_init,
+            train.lr_decay_style,
+            warmup if fraction is None else fraction * decay,
+            decay,
+            train.lr_wsd_decay_style,
+            wsd,
+        )
+        if problems := schedule._problems(unit):
+            raise ConfigError(problems)
+        return schedule
+
+    def _problems(self, unit: str) -> list[str]:
+        problems = []
+        if self.warmup >= self.decay:
+            problems.append(
+                f"the learning rate warms up for {self.warmup:g} samples but decays until sample {self.decay}; "
+                f"give a shorter warm-up or a longer --lr-decay-{unit}"
+            )
+        if self.style == "WSD" and not 0 < self.wsd <= self.decay:
+            problems.append(
+                f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} between 1 and the length of the curve: "
+                f"the last part has {self.wsd} of {self.decay} samples"
+            )
+        return problems
+
+
+def learning_rate(schedule: LRSchedule, samples: int) -> float:
+    """The rate of a step that starts after `samples` consumed samples, as Megatron-LM's OptimizerParamScheduler gives
+    it (WSD: Hu et al. 2024, MiniCPM, sec. 4)."""
+    s = schedule
+    if s.warmup > 0 and samples <= s.warmup:
+        return s.init_lr + (s.lr - s.init_lr) * samples / s.warmup
+    if s.style == "constant":
+        return s.lr
+    if samples > s.decay:
+        return s.min_lr
+    if s.style == "inverse-square-root":
+        return max(s.min_lr, s.lr * math.sqrt(max(s.warmup, 1)) / math.sqrt(max(samples, 1)))
+    if s.style == "WSD":
+        past = samples - (s.decay - s.wsd)
+        height = 1.0 if past <= 0 else _fall(s.wsd_style, past / s.wsd)
+    else:
+        height = _fall(s.style, (samples - s.warmup) / (s.decay - s.warmup))
+    return s.min_lr + height * (s.lr - s.min_lr)
+
+
+def _fall(style: str, r: float) -> float:
+    """From 1 at r = 0 to 0 at r = 1."""
+    if style == "linear":
+        return 1 - r
+    if style == "cosine":
+        return (math.cos(math.pi * r) + 1) / 2
+    if style == "exponential":
+        return 2 * math.pow(0.5, r) - 1
+    assert style == "minus_sqrt", style
+    return 1 - math.sqrt(r)

@@ -1,0 +1,96 @@
+"""The learning-rate curves at points computed by hand from Megatron's rules, and at every boundary."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megapipe.config import Config, TrainConfig
+from megapipe.errors import ConfigError
+from megapipe.optim.lr import LRSchedule, learning_rate
+
+CURVE = LRSchedule(lr=1.0, min_lr=0.1, warmup=100, decay=1100)
+
+
+@pytest.mark.parametrize(("samples", "lr"), [(0, 0.2), (50, 0.6), (100, 1.0)])
+def test_warm_up_is_a_line_from_its_initial_rate(samples, lr):
+    assert learning_rate(replace(CURVE, init_lr=0.2), samples) == pytest.approx(lr, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "lr"),
+    [
+        ("constant", 101, 1.0),
+        ("constant", 5000, 1.0),
+        ("linear", 350, 0.1 + 0.9 * 0.75),
+        ("linear", 1100, 0.1),
+        ("cosine", 350, 0.1 + 0.9 * (math.sqrt(0.5) + 1) / 2),
+        ("cosine", 600, 0.55),
+        ("cosine", 1100, 0.1),
+        ("inverse-square-root", 400, 0.5),
+        ("inverse-square-root", 1100, math.sqrt(1 / 11)),
+        ("linear", 1101, 0.1),
+        ("cosine", 9999, 0.1),
+        ("inverse-square-root", 1101, 0.1),
+    ],
+)
+def test_styles(style, samples, lr):
+    assert learning_rate(replace(CURVE, style=style), samples) == pytest.approx(lr, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("wsd_style", "quarter"),
+    [
+        ("linear", 0.75),
+        ("cosine", (math.sqrt(0.5) + 1) / 2),
+        ("exponential", 2 * 0.5**0.25 - 1),
+        ("minus_sqrt", 0.5),
+    ],
+)
+def test_wsd_is_flat_and_then_falls(wsd_style, quarter):
+    curve = replace(CURVE, style="WSD", wsd_style=wsd_style, wsd=400)
+    assert learning_rate(curve, 101) == learning_rate(curve, 700) == 1.0
+    assert learning_rate(curve, 800) == pytest.approx(0.1 + 0.9 * quarter, rel=1e-15)
+    assert learning_rate(curve, 1100) == pytest.approx(0.1, rel=1e-12)
+    assert learning_rate(curve, 1101) == 0.1
+
+
+def test_without_warm_up_the_first_step_has_the_peak():
+    assert learning_rate(replace(CURVE, warmup=0), 0) == 1.0
+    assert learning_rate(replace(CURVE, warmup=0, style="inverse-square-root"), 0) == 1.0
+
+
+def test_inverse_square_root_never_falls_below_the_minimum():
+    assert learning_rate(replace(CURVE, warmup=1, style="inverse-square-root"), 900) == 0.1
+
+
+def config(**train):
+    return Config(train=TrainConfig(micro_batch_size=2, global_batch_size=8, lr=1e-3, **train))
+
+
+def test_iterations_are_counted_in_samples():
+    schedule = LRSchedule.of(config(train_iters=100, lr_warmup_iters=5, lr_decay_style="WSD", lr_wsd_decay_iters=10))
+    assert (schedule.warmup, schedule.decay, schedule.wsd) == (40, 800, 80)
+    assert LRSchedule.of(config(train_iters=100, lr_decay_iters=50)).decay == 400
+
+
+def test_samples_are_taken_as_they_are():
+    schedule = LRSchedule.of(config(train_samples=1000, lr_warmup_samples=30))
+    assert (schedule.warmup, schedule.decay) == (30, 1000)
+    assert LRSchedule.of(config(train_samples=1000, lr_decay_samples=600)).decay == 600
+
+
+def test_the_fraction_is_one_of_the_decay_and_not_rounded():
+    schedule = LRSchedule.of(config(train_iters=100, lr_decay_iters=9, lr_warmup_fraction=0.01))
+    assert schedule.warmup == pytest.approx(0.72)
+
+
+def test_a_curve_that_cannot_be():
+    with pytest.raises(ConfigError) as caught:
+        LRSchedule.of(config(train_iters=10, lr_warmup_iters=10, lr_decay_style="WSD"))
+    assert caught.value.problems == (
+        "the learning rate warms up for 80 samples but decays until sample 80; "
+        "give a shorter warm-up or a longer --lr-decay-iters",
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters between 1 and the length of the curve: "
+        "the last part has 0 of 80 samples",
+    )
