@@ -211,10 +211,10 @@ class Layout:
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Write down how a parameter is split; returns it."""
-    setattr(param, "layout", layout)  # noqa: B010
+    setattr(param, "mesh_layout", layout)  # noqa: B010
     return param
 
 
 def layout_of(param: nn.Parameter) -> Layout:
     """How a parameter is split; one that says nothing is whole on every rank."""
-    return getattr(param, "layout", Layout(tuple(param.shape)))
+    return getattr(param, "mesh_layout", Layout(tuple(param.shape)))

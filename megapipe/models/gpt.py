@@ -72,7 +72,7 @@ class GPTModel(nn.Module):
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
         super().__init__()
         assert config.padded_vocab_size is not None
-        self.span, self.tp = span, tp
+        self.config, self.span, self.tp = config, span, tp
         self.embedding = Embedding(config, tp) if span.embedding else None
         self.decoder = Decoder(config, span, tp)
         self.output_layer = None

@@ -76,11 +76,11 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
     Drawn on the CPU in float32 one parameter at a time, so every device and layout starts from the same bits.
     """
     for name, param in module.named_parameters():
-        if not hasattr(param, "layout"):
+        if not hasattr(param, "mesh_layout"):
             continue  # a layer we do not know has initialised itself
         layout = layout_of(param)
         name = layout.tied_to or name
-        whole = torch.empty(layout.full)
+        whole = torch.empty(layout.full, dtype=torch.float32)
         if layout.std:
             whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
         else:

@@ -1,0 +1,108 @@
+"""`get_forward_backward_func`: Megatron's way to ask for a schedule, over the one executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from megapipe.mesh import ProcessMesh
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
+from megapipe.schedule import Program, Schedule, build, forward_only, lower, verify
+from megapipe.tensor_parallel.rng import Stream
+
+ForwardBackward = Callable[..., list[dict[str, Any]]]
+
+
+@lru_cache(maxsize=16)
+def _programs(schedule: Schedule, evaluate: bool) -> tuple[Program, ...]:
+    verify(schedule)
+    return lower(forward_only(schedule) if evaluate else schedule)
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    *,
+    mesh: ProcessMesh,
+    schedule: Schedule | str | None = None,
+) -> ForwardBackward:
+    """The function that runs one step's forward and backward passes under a schedule.
+
+    Args:
+        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to one chunk.
+        mesh: who this rank is.
+        schedule: a table, or a name that `schedule.build` knows; default 1f1b, interleaved with several chunks.
+    Returns: a function with Megatron's keywords, see `forward_backward` below.
+    """
+    pp_size = pp_size or mesh.pp.size
+    assert pp_size == mesh.pp.size, f"pp_size {pp_size}, but the mesh has {mesh.pp.size} pipeline ranks"
+    name = schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b")
+
+    def forward_backward(
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        calculate_per_token_loss: bool = False,
+        stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
+        on_stage_done: Callable[[int], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run every microbatch through this rank's stages.
+
+        Args:
+            forward_step_func: (data_iterator, model) -> (output, loss_func).
+            data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
+                embedding nor loss may have None as its iterator.
+            num_microbatches: per step and data-parallel rank.
+            seq_length, micro_batch_size: s and b of the hidden states [s, b, h].
+            decoder_seq_length: seq_length of the decoder where it differs.
+            forward_only: evaluation; the same order of forwards, no gradients.
+            collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
+            calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
+            stream: the randomness of a microbatch.
+            on_stage_done: called with a stage's number when its last pass is over.
+        Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+        """
+        table = build(name, pp_size, num_microbatches, chunks=vp_size or 1) if isinstance(name, str) else name
+        assert table.num_microbatches == num_microbatches, "the schedule is for another number of microbatches"
+        own = table.placement.stages_on(mesh.pp.rank)
+        modules = list(model) if isinstance(model, Sequence) else [model]
+        iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator] * len(modules)
+        assert len(modules) == len(iterators) == len(own), f"stages {own} need as many model chunks and iterators"
+        stages = {
+            number: PipelineStage(
+                module,
+                forward_step_func,
+                iterator,
+                holds_loss=table.placement.is_last(number),
+                loss_divisor=num_microbatches,
+                per_token=calculate_per_token_loss,
+                collect_non_loss_data=collect_non_loss_data,
+                stream=stream,
+            )
+            for number, module, iterator in zip(own, modules, iterators, strict=True)
+        }
+        config: Any = modules[0].config
+        shape = (decoder_seq_length or seq_length, micro_batch_size, config.hidden_size)
+        comm = P2PCommunicator(mesh.pp, shape, next(modules[0].parameters()).dtype)
+        with torch.set_grad_enabled(not forward_only):
+            program = _programs(table, forward_only)[mesh.pp.rank]
+            execute(program, table.placement, stages, comm, on_stage_done=on_stage_done)
+        for stage in stages.values():
+            stage.finish()
+        results = {mb: result for stage in stages.values() for mb, result in stage.results.items()}
+        return [results[mb] for mb in sorted(results)]
+
+    return forward_backward

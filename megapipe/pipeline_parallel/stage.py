@@ -1,0 +1,95 @@
+"""A stage of the real model: module, what its forwards saved, what its backwards owe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.weight_grad import WeightGrads
+
+LossFunc = Callable[..., Any]
+ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
+"""Megatron's: (data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, dict) or
+(sum of token losses, number of tokens, dict)."""
+
+
+class PipelineStage:
+    """Runs Megatron's forward_step_func for one stage and differentiates it.
+
+    Args:
+        module: has `set_input_tensor`; its forward is called by forward_step.
+        holds_loss: its forward ends in loss_func.
+        loss_divisor: number of microbatches; a loss in (sum, tokens) form is divided by its tokens too unless
+            per_token. collect_non_loss_data asks loss_func for other data instead.
+        stream: randomness of each microbatch.
+    Attributes:
+        results: what loss_func reported for each microbatch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward_step: ForwardStep,
+        data_iterator: Iterator[Any] | None,
+        *,
+        holds_loss: bool,
+        loss_divisor: int,
+        per_token: bool,
+        collect_non_loss_data: bool,
+        stream: Callable[[int], Stream],
+    ) -> None:
+        self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
+        self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
+        self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
+        self.weight_grads = WeightGrads()
+        self.results: dict[int, Any] = {}
+        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
+        if x is not None:
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        self.module.set_input_tensor(x)  # type: ignore[operator]
+        with self.weight_grads.capturing(), self.stream(microbatch).active():
+            output, loss_func = self.forward_step(self.data_iterator, self.module)
+            if self.holds_loss:
+                output = self._loss(microbatch, output, loss_func)
+        if torch.is_grad_enabled():
+            self._saved[microbatch] = x, output
+        return None if self.holds_loss else output.detach()
+
+    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
+        """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
+        x, output = self._saved.pop(microbatch)
+        if weights:
+            torch.autograd.backward(output, grad)
+        else:
+            with self.weight_grads.deferring(microbatch):
+                torch.autograd.backward(output, grad)
+        return None if x is None else x.grad
+
+    def weight(self, microbatch: int) -> None:
+        """The products that `backward` left out."""
+        self.weight_grads.run(microbatch)
+
+    def finish(self) -> None:
+        """Nothing may be left in hand after a step."""
+        assert not self._saved, f"microbatches without backward: {list(self._saved)}"
+        assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
+
+    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc) -> Tensor:
+        if self.collect_non_loss_data:
+            self.results[microbatch] = loss_func(output, non_loss_data=True)
+            return output
+        returned = loss_func(output)
+        if len(returned) == 2:
+            loss, self.results[microbatch] = returned
+            return loss / self.loss_divisor  # type: ignore[no-any-return]
+        loss, tokens, self.results[microbatch] = returned
+        if self.per_token:  # the optimizer divides by the tokens of the whole batch
+            return loss  # type: ignore[no-any-return]
+        return loss / tokens.clamp(min=1) / self.loss_divisor  # type: ignore[no-any-return]
