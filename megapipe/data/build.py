@@ -1,0 +1,164 @@
+"""From the configuration to the three datasets of a run: files opened and checked, split, blended, long enough."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.config import Config
+from megapipe.data.blend import BlendedDataset, blend_indices, parse_data_path, split_ranges
+from megapipe.data.gpt_dataset import (
+    GPTDataset,
+    MockTokens,
+    SampleIndices,
+    TokenDataset,
+    TokenSource,
+    build_indices,
+    refuse_foreign_tokens,
+)
+from megapipe.data.index_cache import cached
+from megapipe.data.indexed import IndexedDataset
+from megapipe.data.tokenizer import Tokenizer
+from megapipe.errors import DataError
+
+SURPLUS = 1.005
+"""Members of a blend are built for this much more than their share."""
+_PARTS = ("train", "validation", "test")
+_PREFLIGHT = 1 << 20  # tokens of each file looked at before the run; items check the rest
+
+_Range = tuple[int, int] | None
+_Member = tuple[TokenSource, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """One dataset per part of the split, None where the split or the run has no use for it."""
+
+    train: TokenDataset | None
+    valid: TokenDataset | None
+    test: TokenDataset | None
+
+
+def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
+    """The datasets of a run, each with at least the samples that the run reads from it.
+
+    Raises: DataError with every missing, damaged, foreign or too small file.
+    """
+    data, vocab_size = config.data, tokenizer.vocab_size
+    weights: list[float] | None = None
+    if data.mock_data:
+        sources: list[TokenSource] = [MockTokens(vocab_size, tokenizer.eod)]
+    else:
+        prefixes, weights = parse_data_path(data.data_path)
+        sources = _open(prefixes, vocab_size)
+    split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
+    ranges = [split_ranges(split, len(source.lengths)) for source in sources]
+    wanted = samples_wanted(config)
+    used = [part for part in range(3) if wanted[part] and ranges[0][part]]
+    _refuse_empty(split, sources, ranges, used)
+    parts: list[TokenDataset | None] = [None] * 3
+    for part in used:
+        members = [(source, np.arange(*(r[part] or (0, 0)))) for source, r in zip(sources, ranges, strict=True)]
+        parts[part] = _build_part(config, vocab_size, members, weights, wanted[part])
+    return Datasets(*parts)
+
+
+def samples_wanted(config: Config) -> tuple[int, int, int]:
+    """Samples of train, validation and test that the run reads (validation also once at the end)."""
+    data, batch = config.data, config.global_batch_size
+    train = config.train.train_samples or config.train_iters * batch
+    evaluations = 1 + (config.train_iters // data.eval_interval if data.eval_interval else 0)
+    return train, evaluations * data.eval_iters * batch, data.eval_iters * batch
+
+
+def _open(prefixes: Sequence[str], vocab_size: int) -> list[TokenSource]:
+    sources: list[TokenSource] = []
+    problems: list[str] = []
+    for prefix in prefixes:
+        try:
+            source = IndexedDataset(prefix)
+            refuse_foreign_tokens(prefix, source.tokens[:_PREFLIGHT], vocab_size)
+            sources.append(source)
+        except DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise DataError(problems)
+    return sources
+
+
+def _refuse_empty(
+    split: str,
+    sources: Sequence[TokenSource],
+    ranges: Sequence[Sequence[_Range]],
+    used: Sequence[int],
+) -> None:
+    problems = []
+    for source, parts in zip(sources, ranges, strict=True):
+        for part in used:
+            begin, end = parts[part] or (0, 0)
+            if not source.lengths[begin:end].any():
+                remedy = "" if part == 0 else " or, to do without, --eval-iters 0"
+                problems.append(
+                    f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has "
+                    f"{len(source.lengths)} sequences, its part is {begin} to {end}. Use --split 1,1,1{remedy}"
+                )
+    if problems:
+        raise DataError(problems)
+
+
+def _build_part(
+    config: Config, vocab_size: int, members: Sequence[_Member], weights: list[float] | None, wanted: int
+) -> TokenDataset:
+    dataset = partial(_build_member, config, vocab_size)
+    if len(members) == 1 and weights is None:
+        return dataset(members[0], wanted)
+    if weights is None:
+        size, datasets = wanted, [dataset(member, None) for member in members]
+        weights = [float(len(d)) for d in datasets]
+        if wanted > sum(weights):
+            raise DataError(
+                f"--data-path without weights gives every sample once, {sum(map(len, datasets))} of them; the run "
+                f"reads {wanted}. Train shorter, or put a weight before each prefix to repeat them."
+            )
+    else:
+        shares = [math.ceil(wanted * w) for w in weights]
+        size, datasets = (
+            sum(shares),
+            [dataset(member, math.ceil(n * SURPLUS)) for member, n in zip(members, shares, strict=True)],
+        )
+    limits = [len(d) for d in datasets]
+    key = {"blend": weights, "size": size, "limits": limits}
+    choice, index = cached(config.data.data_cache_path, key, lambda: blend_indices(weights, size, limits))
+    return BlendedDataset(datasets, choice, index)
+
+
+def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int | None) -> GPTDataset:
+    source, sequences = member
+    seq_length, seed = config.train.seq_length, config.train.seed
+    assert seq_length is not None
+    key = {
+        "source": _fingerprint(source),
+        "sequences": [int(sequences[0]), len(sequences)],
+        "seq_length": seq_length,
+        "num_samples": wanted,
+        "seed": seed,
+    }
+    arrays = cached(
+        config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
+    )
+    return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size)
+
+
+def _fingerprint(source: TokenSource) -> list[object]:
+    """Changes when a file is written again under the same name."""
+    if not isinstance(source, IndexedDataset):
+        return [source.prefix]
+    status = os.stat(f"{source.prefix}.idx")
+    return [os.path.abspath(source.prefix), status.st_size, status.st_mtime_ns]

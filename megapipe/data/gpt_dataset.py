@@ -1,0 +1,152 @@
+"""Samples of s + 1 tokens cut from a shuffled stream of documents, as Megatron's GPTDataset cuts them.
+
+Three arrays say everything: the document index (order of the documents, repeated for every epoch), the sample index
+(where each sample begins) and the shuffle index (order of the samples). They are pure functions of the lengths, the
+split, the number of samples and the seed, so every rank builds or maps the same ones without talking to another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.errors import DataError
+
+_SEPARATE_BELOW = 0.80  # share of an epoch under which the last one is shuffled apart
+
+
+class TokenSource(Protocol):
+    """Sequences of token ids: an IndexedDataset or MockTokens."""
+
+    prefix: str
+    lengths: NDArray[np.int32]
+
+    def __getitem__(self, sequence: int) -> NDArray[Any]: ...
+
+
+class TokenDataset(Protocol):
+    """What the loader reads: item i is [s + 1] int64 token ids, inputs and labels overlapping by all but one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
+
+
+class SampleIndices(NamedTuple):
+    """Attributes:
+    documents: [E x sequences] int32, sequence ids in reading order.
+    samples: [N + 1, 2], position in `documents` and token offset of each sample's first token.
+    shuffle: [N] sample read as item i.
+    """
+
+    documents: NDArray[Any]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+def build_indices(
+    lengths: NDArray[np.int32], sequences: NDArray[Any], seq_length: int, num_samples: int | None, seed: int
+) -> SampleIndices:
+    """Megatron's three indices, equal to the bit (megatron/core/datasets/gpt_dataset.py and helpers.cpp).
+
+    Args:
+        lengths: [S] tokens of every sequence of the source.
+        sequences: ids of the sequences to use, at least one token in total.
+        num_samples: samples wanted; as many epochs are chained as they need. None: one epoch, whatever it gives.
+    """
+    per_epoch = int(lengths[sequences].sum(dtype=np.int64))
+    assert per_epoch > 0
+    epochs = 1 if num_samples is None else max(1, math.ceil((num_samples * seq_length + 1) / per_epoch))
+    samples = (epochs * per_epoch - 1) // seq_length
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    # A last epoch of which little is used is shuffled apart, or its few samples would come from anywhere in it.
+    separate = (
+        num_samples is not None
+        and epochs > 1
+        and num_samples - before_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
+    )
+    random = np.random.RandomState(seed)  # one stream for both shuffles, in this order
+    parts = [epochs - 1, 1] if separate else [epochs]
+    documents = np.concatenate([_shuffled(np.tile(sequences.astype(np.int32), n), random) for n in parts])
+    index = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
+    cuts = [0, before_last, samples] if separate else [0, samples]
+    shuffle = np.concatenate([_shuffled(np.arange(a, b, dtype=index), random) for a, b in pairwise(cuts)])
+    return SampleIndices(documents, _sample_index(lengths[documents], samples, seq_length), shuffle)
+
+
+def _shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
+    random.shuffle(values)
+    return values
+
+
+def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
+    """[samples + 1, 2]: sample j begins at token j * s of the stream; find the document that holds that token."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
+    # side="right" passes over empty documents; Megatron's walk does too, except before its first step.
+    positions = np.searchsorted(ends, first_tokens, side="right")
+    offsets = first_tokens - (ends - lengths)[positions]
+    positions[0] = 0
+    narrow = len(lengths) <= np.iinfo(np.int32).max
+    return np.stack([positions, offsets], axis=1).astype(np.int32 if narrow else np.int64)
+
+
+@dataclass(frozen=True)
+class GPTDataset:
+    """Items of seq_length + 1 token ids.
+
+    Raises: DataError from an item that holds an id outside the vocabulary, naming file, sequence and id.
+    """
+
+    source: TokenSource
+    indices: SampleIndices
+    seq_length: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.indices.shuffle)
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        documents, samples, shuffle = self.indices
+        at = int(shuffle[sample])
+        (first, begin), (last, end) = samples[at : at + 2].tolist()
+        out = np.empty(self.seq_length + 1, np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            tokens = self.source[int(documents[position])]
+            piece = tokens[begin if position == first else 0 : end + 1 if position == last else None]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        assert filled == len(out)
+        refuse_foreign_tokens(self.source.prefix, out, self.vocab_size)
+        return out
+
+
+def refuse_foreign_tokens(prefix: str, tokens: NDArray[Any], vocab_size: int) -> None:
+    """Raise DataError if an id lies outside 0..vocab_size-1: the file was made with another tokenizer."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"--data-path {prefix} holds token {high if low >= 0 else low}, but the tokenizer has ids 0 to "
+            f"{vocab_size - 1}.\n      Give --tokenizer-model the model that the data was preprocessed with."
+        )
+
+
+class MockTokens:
+    """Megatron's mock data: 100,000 documents that count up modulo the vocabulary and end with eod."""
+
+    prefix = "mock"
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self._vocab_size, self._eod = vocab_size, eod
+        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, 100_000, np.int32)
+
+    def __getitem__(self, sequence: int) -> NDArray[np.int64]:
+        tokens = np.arange(1, int(self.lengths[sequence]) + 1) % self._vocab_size
+        tokens[-1] = self._eod
+        return tokens

@@ -1,0 +1,170 @@
+"""Microbatches as a pure function of consumed samples, so that a run resumes exactly, also on another layout.
+
+Token ids are all that is read ahead; labels, mask and positions are made where a stage needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch as the model takes it. All [b, s]; loss_mask is float32, the others int64."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+
+
+def make_batch(tokens_plus_one: Tensor, eod: int | None = None, eod_mask_loss: bool = False) -> Batch:
+    """Inputs are all but the last token, labels all but the first.
+
+    Args:
+        tokens_plus_one: [b, s + 1] int64, on the device that the batch shall be on.
+        eod: end-of-document id, needed with eod_mask_loss: no loss where the INPUT is eod (eod itself is learned).
+    """
+    tokens = tokens_plus_one[:, :-1].contiguous()
+    labels = tokens_plus_one[:, 1:].contiguous()
+    loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    if eod_mask_loss:
+        assert eod is not None
+        loss_mask[tokens == eod] = 0.0
+    position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return Batch(tokens, labels, loss_mask, position_ids)
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples a data-parallel rank reads, given only how many the run has consumed (Megatron's two samplers).
+
+    single: in order; of every run of b x dp samples rank r takes the r-th b, so the samples of a global batch depend
+    neither on b nor on dp. cyclic: each epoch is a torch.randperm seeded with its number over whole microbatches, of
+    which rank r takes every dp-th; a rest smaller than b x dp is dropped.
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    kind: Literal["single", "cyclic"] = "single"
+
+    @property
+    def width(self) -> int:
+        """Samples that all ranks together consume in one microbatch."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def microbatch(self, consumed: int) -> list[int]:
+        """Sample ids of the microbatch that starts when `consumed` samples have been consumed.
+
+        Raises: DataError past the end of the dataset (single) or for one smaller than b x dp (cyclic).
+        """
+        if self.kind == "single":
+            if consumed + self.width > self.num_samples:
+                raise DataError(
+                    f"The dataset ends at sample {self.num_samples}, the run wants {consumed} to "
+                    f"{consumed + self.width - 1}. --train-iters or --train-samples must cover the whole run."
+                )
+            first = consumed + self.data_parallel_rank * self.micro_batch_size
+            return list(range(first, first + self.micro_batch_size))
+        positions = range(consumed + self.data_parallel_rank, consumed + self.width, self.data_parallel_size)
+        return [self._cyclic(p) for p in positions]
+
+    def _cyclic(self, position: int) -> int:
+        per_epoch = self.num_samples // self.width * self.width
+        if per_epoch == 0:
+            raise DataError(
+                f"--dataloader-type cyclic: {self.num_samples} samples do not fill one microbatch of "
+                f"--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size} data-parallel ranks. "
+                "Use --dataloader-type single"
+            )
+        epoch, offset = divmod(position, per_epoch)
+        whole_microbatches = self.num_samples // self.micro_batch_size * self.micro_batch_size
+        return int(_permutation(whole_microbatches, epoch)[offset])
+
+
+@lru_cache(maxsize=4)  # an epoch and the next, for training and validation
+def _permutation(count: int, epoch: int) -> NDArray[np.int64]:
+    order: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).numpy()
+    return order
+
+
+class Batches:
+    """The microbatches of one split for one data-parallel rank, read ahead by background threads.
+
+    Args:
+        num_microbatches: microbatches per step and rank; a step consumes b x dp x num_microbatches samples.
+        num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        micro_batch_size: int,
+        num_microbatches: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        *,
+        kind: Literal["single", "cyclic"] = "single",
+        num_workers: int = 2,
+    ) -> None:
+        self._dataset = dataset
+        self._order = SampleOrder(len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, kind)
+        self._num_microbatches = num_microbatches
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
+        self._ahead: dict[int, list[Future[Tensor]]] = {}
+
+    def at(self, consumed_samples: int) -> Sequence[Tensor]:
+        """The step that starts at consumed_samples: microbatch i is [b, s + 1] int64, in any order and repeatedly.
+
+        Raises: DataError, here or when a microbatch is indexed, for a sample that does not exist or cannot be read.
+        """
+        width = self._order.width
+        starts = range(consumed_samples, consumed_samples + self._num_microbatches * width, width)
+        if self._pool is None:
+            return [self._read(start) for start in starts]
+        step = self._ahead.pop(consumed_samples, None) or self._submit(self._pool, starts)
+        for futures in self._ahead.values():  # read for a step that was not asked for
+            for future in futures:
+                future.cancel()
+        after = range(starts.stop, starts.stop + len(starts) * width, width)
+        self._ahead = {after.start: self._submit(self._pool, after)}
+        return _Step(step)
+
+    def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Tensor]]:
+        return [pool.submit(self._read, start) for start in starts]
+
+    def _read(self, consumed: int) -> Tensor:
+        return torch.from_numpy(np.stack([self._dataset[i] for i in self._order.microbatch(consumed)]))
+
+
+class _Step(Sequence[Tensor]):
+    """Microbatches that may still be on their way; indexing waits for one."""
+
+    def __init__(self, futures: list[Future[Tensor]]) -> None:
+        self._futures = futures
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [future.result() for future in self._futures[index]]
+        return self._futures[index].result()

@@ -1,0 +1,109 @@
+"""Text to token ids and back: SentencePiece models, and the NullTokenizer for ids that are already numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+
+from megapipe.config import DataConfig
+from megapipe.errors import DataError
+
+_EOD_PIECES = ("<eod>", "<|endoftext|>")
+
+
+class Tokenizer(Protocol):
+    """Attributes:
+    vocab_size: number of ids, eod included.
+    eod: id that ends every document.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; its end-of-document id is the model's </s> or, without one, a piece named <eod>.
+
+    Raises: DataError for a file that is missing, empty, not a model, damaged or without an end-of-document piece.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._model = _load(path)
+        self.vocab_size: int = self._model.get_piece_size()
+        named = [self._model.piece_to_id(piece) for piece in _EOD_PIECES]
+        candidates = [self._model.eos_id(), *(i for i in named if i != self._model.unk_id())]
+        self.eod: int = next((i for i in candidates if i >= 0), -1)
+        if self.eod < 0:
+            raise DataError(
+                f"--tokenizer-model {path} has no end-of-document piece: neither </s> nor {' nor '.join(_EOD_PIECES)}. "
+                "Train one with tools/train_tokenizer.py."
+            )
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode([int(i) for i in ids])
+        return text
+
+
+class NullTokenizer:
+    """Ids written as decimal numbers. The last of the vocab_size ids is eod, as in Megatron core."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        """Raises: ValueError for a word that is not a number."""
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size describe."""
+    if data.tokenizer_type == "NullTokenizer":
+        if data.vocab_size is None or data.vocab_size < 2:
+            raise DataError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 2, got {data.vocab_size}")
+        return NullTokenizer(data.vocab_size)
+    if data.tokenizer_model is None:
+        raise DataError(
+            "--tokenizer-model is missing. Give a SentencePiece model (tools/train_tokenizer.py makes one), or "
+            "--tokenizer-type NullTokenizer --vocab-size N"
+        )
+    return SentencePieceTokenizer(data.tokenizer_model)
+
+
+def _load(path: str) -> sentencepiece.SentencePieceProcessor:
+    remedy = "Give a SentencePiece model; tools/train_tokenizer.py makes one."
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"--tokenizer-model {path}: {error.strerror}. {remedy}") from error
+    if not content:
+        raise DataError(f"--tokenizer-model {path} is empty. {remedy}")
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.load_from_serialized_proto(content)
+        sound = model.get_piece_size() > 0
+    except (RuntimeError, ValueError):
+        sound = False
+    if not sound:
+        raise DataError(
+            f"--tokenizer-model {path} ({len(content)} bytes) is not a complete SentencePiece model: damaged, cut off "
+            f"or another kind of file. {remedy}"
+        )
+    return model
