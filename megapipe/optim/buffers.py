@@ -1,0 +1,98 @@
+"""Parameters and gradients of a stage, laid out flat: one all-reduce, one fused update and one copy each.
+
+    gradients    [ decayed | not decayed | borrowed ]     float32 (float64 for a float64 model)
+    main         [ decayed | not decayed ]                as the gradients; what the optimizer updates
+    model        [ decayed | not decayed ]                what the layers compute with; `main` itself unless bf16
+
+Every parameter starts at a multiple of 64 elements and is padded with zeros to the next, so a vectorised kernel has no
+remainder to treat in another way and a parameter gets the same bits wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.mesh import Axis
+
+ALIGN = 64
+
+
+class FlatBuffers:
+    """The flat storage of one stage. Its parameters become views of `model` and get `main_grad`, a view of `grads`.
+
+    Args:
+        params: the stage's parameters by name, of one floating dtype on one device.
+        borrowed: names of those whose weight is another's (a tied head beside its embedding): they have a gradient
+            here and nothing else.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], borrowed: Collection[str] = ()) -> None:
+        dtypes = {p.dtype for p in params.values()}
+        assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
+        own = [name for name in params if name not in borrowed]
+        decayed = [name for name in own if _decays(name, params[name])]
+        others = [name for name in own if not _decays(name, params[name])]
+        self._where: dict[str, tuple[int, torch.Size]] = {}
+        ends = []
+        end = 0
+        for names in (decayed, others, [name for name in params if name in borrowed]):
+            for name in names:
+                self._where[name] = (end, params[name].shape)
+                end += -(-params[name].numel() // ALIGN) * ALIGN
+            ends.append(end)
+        self.decayed = slice(0, ends[0])
+        self.not_decayed = slice(ends[0], ends[1])
+        self.own = tuple(decayed + others)
+
+        dtype = next(iter(dtypes), torch.float32)
+        device = next((p.device for p in params.values()), None)
+        main_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.grads = torch.zeros(ends[2], dtype=main_dtype, device=device)
+        self.model = torch.zeros(ends[1], dtype=dtype, device=device)
+        for name in self.own:
+            view = self.view(self.model, name)
+            view.copy_(params[name].data)
+            params[name].data = view
+        self.main = self.model if dtype == main_dtype else self.model.to(main_dtype)
+        for name, param in params.items():
+            main_grad = self.view(self.grads, name)
+            setattr(param, "main_grad", main_grad)  # noqa: B010
+            param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """A parameter's part of a flat tensor, in the parameter's shape."""
+        start, shape = self._where[name]
+        return flat[start : start + shape.numel()].view(shape)
+
+    def zero_grad(self) -> None:
+        """Start a step."""
+        self.grads.zero_()
+
+    def reduce(self, dp: Axis) -> None:
+        """Sum the gradients over the data-parallel ranks: one all-reduce."""
+        dp.all_reduce(self.grads)
+
+    def copy_main_to_model(self) -> None:
+        """Round the updated main parameters to the model's dtype."""
+        if self.main is not self.model:
+            self.model.copy_(self.main)
+
+    def copy_model_to_main(self) -> None:
+        """Start from the model's weights, for example after loading those alone."""
+        if self.main is not self.model:
+            self.main.copy_(self.model)
+
+
+def _decays(name: str, param: nn.Parameter) -> bool:
+    """Weight decay leaves out biases and one-dimensional parameters, as in Megatron-LM."""
+    return param.ndim > 1 and not name.endswith(".bias")
+
+
+def _add_to_main_grad(param: Tensor) -> None:
+    # Layers that add their weight gradient themselves return none to autograd, and then this hook does not run.
+    assert param.grad is not None
+    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None

@@ -1,0 +1,243 @@
+"""AdamW over the flat buffers of a rank, with one view of the whole model's parameters.
+
+A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel, the two
+uses of a tied weight are added, and the norm is summed over the model's parameters in one global order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from megapipe.config import TrainConfig
+from megapipe.errors import ConfigError
+from megapipe.mesh import ProcessMesh, layout_of
+from megapipe.optim.buffers import FlatBuffers
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step found.
+
+    Attributes:
+        grad_norm: L2 norm of the whole scaled gradient before clipping.
+        skipped: the norm was not finite and nothing was changed, on any rank.
+        num_zeros: gradient elements that are exactly zero, if asked for.
+    """
+
+    grad_norm: float
+    skipped: bool = False
+    num_zeros: int | None = None
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with clipping by the global norm.
+
+    Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
+    as is every method that says so; `step` is collective over the mesh.
+
+    Args:
+        stages: this rank's pieces of the model; `named_parameters` give names that are unique in the whole model.
+    Attributes:
+        buffers: one per stage, in the same order.
+        steps: updates made so far; Adam's bias correction needs it.
+        weight_decay: as in TrainConfig; a loaded checkpoint may set it.
+    Raises: ConfigError for names that occur twice and for ties that cannot be kept.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], train: TrainConfig, mesh: ProcessMesh) -> None:
+        self.mesh, self.train = mesh, train
+        self.steps, self.weight_decay = 0, train.weight_decay
+        self.params = dict(pair for stage in stages for pair in stage.named_parameters())
+        census = _census(stages, mesh)
+        owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
+        self._index = {name: n for n, name in enumerate(owners)}
+        ties = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
+        self._ties_here = [(user, owner) for user, owner in ties if user in self.params and owner in self.params]
+        self._ties_across = [
+            (user if user in self.params else owner, min(1, census[owner].rank))
+            for user, owner in ties
+            if (user in self.params) != (owner in self.params)
+        ]
+        borrowed = {user for user, _ in self._ties_here}
+        self.buffers = [FlatBuffers(dict(stage.named_parameters()), borrowed) for stage in stages]
+        self.exp_avg = [torch.zeros_like(b.main) for b in self.buffers]
+        self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.buffers]
+        for user, owner in self._ties_here:
+            self.params[user].data = self.params[owner].data
+        for name, source in self._ties_across:
+            mesh.ends.broadcast(self.params[name].data, source)
+        self.reload_main()
+
+    def zero_grad(self) -> None:
+        """Start a step."""
+        for buffers in self.buffers:
+            buffers.zero_grad()
+
+    def step(self, lr: float, grad_scale: float = 1.0, count_zeros: bool = False) -> StepInfo:
+        """Reduce, scale, clip and update.
+
+        Args:
+            lr: the rate of this step.
+            grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
+        """
+        for buffers in self.buffers:
+            buffers.reduce(self.mesh.dp)
+        self._add_tied()
+        grads = [b.grads for b in self.buffers]
+        if grad_scale != 1:
+            for flat in grads:
+                flat.mul_(grad_scale)
+        norm = self._norm(grads)
+        if not math.isfinite(norm):
+            return StepInfo(norm, skipped=True)
+        zeros = self._count_zeros() if count_zeros else None
+        if self.train.clip_grad > 0 and (shrink := self.train.clip_grad / (norm + 1e-6)) < 1:
+            for flat in grads:
+                flat.mul_(shrink)
+        self._update(lr)
+        return StepInfo(norm, num_zeros=zeros)
+
+    def params_norm(self) -> float:
+        """L2 norm of all parameters, tied and replicated ones once. Collective over tp and pp."""
+        return self._norm([b.main for b in self.buffers])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors a resumed run needs, as views: exp_avg and exp_avg_sq by parameter name, and master where the
+        model's weights are rounded. A tied weight whose owner is on this rank has none of its own."""
+        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if any(b.main is not b.model for b in self.buffers):
+            kinds["master"] = [b.main for b in self.buffers]
+        return {
+            kind: {name: b.view(flat, name) for b, flat in zip(self.buffers, flats, strict=True) for name in b.own}
+            for kind, flats in kinds.items()
+        }
+
+    def reload_main(self) -> None:
+        """Take the main parameters from the model's weights."""
+        for buffers in self.buffers:
+            buffers.copy_model_to_main()
+
+    def _add_tied(self) -> None:
+        # Two numbers have one sum: the same bits whether both uses share a rank or not.
+        for user, owner in self._ties_here:
+            _main_grad(self.params[owner]).add_(_main_grad(self.params[user]))
+        for name, _ in self._ties_across:
+            self.mesh.ends.all_reduce(_main_grad(self.params[name]))
+
+    def _update(self, lr: float) -> None:
+        for decay in (True, False):
+            parts = [b.decayed if decay else b.not_decayed for b in self.buffers]
+            rows = zip(self.buffers, parts, self.exp_avg, self.exp_avg_sq, strict=True)
+            live = [(b.main[part], b.grads[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop]
+            if live:
+                main, grads, exp_avg, exp_avg_sq = (list(column) for column in zip(*live, strict=True))
+                adamw(
+                    main,
+                    grads,
+                    exp_avg,
+                    exp_avg_sq,
+                    [],
+                    # adamw adds the one of this step
+                    [torch.full((), float(self.steps), device=x.device) for x in main],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=self.train.adam_beta1,
+                    beta2=self.train.adam_beta2,
+                    lr=lr,
+                    weight_decay=self.weight_decay if decay else 0.0,
+                    eps=self.train.adam_eps,
+                    maximize=False,
+                )
+        self.steps += 1
+        for buffers in self.buffers:
+            buffers.copy_main_to_model()
+
+    def _counted(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the model's parameters, each element on one rank of the pipeline only."""
+        first = self.mesh.tp.rank == 0
+        return {
+            name: b.view(flat, name)
+            for b, flat in zip(self.buffers, flats, strict=True)
+            for name in b.own
+            if name in self._index and (first or layout_of(self.params[name]).dim is not None)
+        }
+
+    def _norm(self, flats: Sequence[Tensor]) -> float:
+        """Sum the squares of each parameter, then those sums in the global order, in float64.
+
+        On each rank zeros stand for the parameters of others, so the pipeline's all-reduce is exact.
+        """
+        counted = self._counted(flats)
+        squares = torch.zeros(len(self._index), dtype=torch.float64, device=self.mesh.device)
+        if counted:
+            norms = torch._foreach_norm(list(counted.values()), 2, dtype=torch.float64)
+            squares[[self._index[name] for name in counted]] = torch.stack(list(norms)).square()
+        self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares))
+        return math.sqrt(squares.sum().item())  # .item() waits for the GPU
+
+    def _count_zeros(self) -> int:
+        zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        for grad in self._counted([b.grads for b in self.buffers]).values():
+            zeros += grad.numel() - grad.count_nonzero()
+        return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
+
+
+class _Row(NamedTuple):
+    name: str
+    rank: int
+    shape: list[int]
+    tied_to: str | None
+
+
+def _census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Mapping[str, _Row]:
+    """Every parameter of the pipeline by name. Raises: ConfigError, the same on all its ranks."""
+    mine = [
+        (name, mesh.pp.rank, layout_of(param).full, layout_of(param).tied_to)
+        for stage in stages
+        for name, param in stage.named_parameters()
+    ]
+    problems: list[str] = []
+    rows: dict[str, _Row] = {}
+    for row in (_Row(*row) for rank in mesh.pp.gather_json(mine) for row in rank):
+        if row.name in rows:
+            problems.append(
+                f"parameter {row.name} exists on pipeline ranks {rows[row.name].rank} and {row.rank}; "
+                "a stage must name its layers by their number in the whole model"
+            )
+        rows[row.name] = row
+    for row in rows.values():
+        if row.tied_to is not None:
+            problems += _tie_problems(row, rows.get(row.tied_to), mesh.pp.size)
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def _tie_problems(user: _Row, owner: _Row | None, pp: int) -> list[str]:
+    if owner is None or owner.tied_to is not None:
+        return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
+    if owner.shape != user.shape:
+        return [f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: the shapes differ"]
+    if owner.rank != user.rank and {owner.rank, user.rank} != {0, pp - 1}:
+        return [
+            f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
+            f"they must share a rank or be on the first and the last, 0 and {pp - 1}"
+        ]
+    return []
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sort key with layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _main_grad(param: nn.Parameter) -> Tensor:
+    return param.main_grad  # type: ignore[attr-defined, no-any-return]

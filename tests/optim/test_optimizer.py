@@ -1,0 +1,206 @@
+"""A step equals torch's AdamW on the unsplit model, and its bits do not depend on the pipeline."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megapipe.config import TrainConfig
+from megapipe.errors import ConfigError
+from megapipe.mesh import Layout, ProcessMesh, set_layout
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.threads import run_threads
+
+LAYERS = 11  # so that layer 10 sorts after layer 2
+EMBEDDING, HEAD = "embedding.weight", "output_layer.weight"
+# name: full shape, split dimension
+MODEL = {
+    EMBEDDING: ((24, 6), 0),
+    **{f"layers.{n}.fc.weight": ((2, 6, 5), 1) for n in range(LAYERS)},
+    **{f"layers.{n}.fc.bias": ((6,), None) for n in range(LAYERS)},
+    "final.weight": ((6,), None),
+    HEAD: ((24, 6), 0),
+}
+TRAIN = TrainConfig(clip_grad=0.5, weight_decay=0.1)
+
+
+class Bag(nn.Module):
+    """A stage with given parameters and no layers."""
+
+    def __init__(self, params):
+        super().__init__()
+        self._parameters.update(params)
+
+
+def full(name, salt, dtype):
+    shape, _ = MODEL[name]
+    seed = 1000 * salt + (list(MODEL).index(name) if salt or name != HEAD else 0)  # the tied head starts as its owner
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def split(x, name, tp):
+    """A rank's slice, as the matrix that a layer would hold."""
+    dim = MODEL[name][1]
+    return x if dim is None else x.chunk(tp.size, dim)[tp.rank].flatten(0, -2).clone()
+
+
+def stages_of(mesh, dtype=torch.float64, tied=True):
+    """The toy's parameters of this rank: layers spread evenly, embedding first, head last."""
+    p = mesh.pp.size
+    rank_of = {name: int(name.split(".")[1]) * p // LAYERS for name in MODEL if name.startswith("layers")}
+    rank_of |= {EMBEDDING: 0, "final.weight": p - 1, HEAD: p - 1}
+    params = {}
+    for name, (shape, dim) in MODEL.items():
+        if rank_of[name] == mesh.pp.rank:
+            layout = Layout(shape, dim, tied_to=EMBEDDING if tied and name == HEAD else None)
+            params[name] = set_layout(nn.Parameter(split(full(name, 0, dtype), name, mesh.tp)), layout)
+    return [Bag(params)]
+
+
+def train(mesh, steps=4, dtype=torch.float64, settings=TRAIN, tied=True, grad=full):
+    """Parameters after some steps on given gradients, and what each step said."""
+    stages = stages_of(mesh, dtype, tied)
+    optimizer = Optimizer(stages, settings, mesh)
+    infos = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for name, param in stages[0].named_parameters():
+            part = split(grad(name, step, torch.float64), name, mesh.tp)
+            param.main_grad.add_(part.to(param.main_grad.dtype) * (mesh.dp.rank + 1))
+        infos.append(optimizer.step(1e-2 * step, grad_scale=0.5, count_zeros=True))
+    return {n: p.detach() for n, p in stages[0].named_parameters()}, infos, optimizer.params_norm()
+
+
+def reference(steps=4, dp=1):
+    """The same with torch's optimizer, clipping and tied parameter, unsplit, in float64."""
+    params = {name: nn.Parameter(full(name, 0, torch.float64)) for name in MODEL if name != HEAD}
+    matrices = [p for p in params.values() if p.ndim > 1]
+    vectors = [p for p in params.values() if p.ndim == 1]
+    adam = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
+    norms = []
+    for step in range(1, steps + 1):
+        for name, param in params.items():
+            param.grad = full(name, step, torch.float64) * 0.5 * (dp * (dp + 1) // 2)
+        params[EMBEDDING].grad += full(HEAD, step, torch.float64) * 0.5 * (dp * (dp + 1) // 2)
+        norms.append(float(nn.utils.clip_grad_norm_(params.values(), 0.5)))
+        for group in adam.param_groups:
+            group["lr"] = 1e-2 * step
+        adam.step()
+    params[HEAD] = params[EMBEDDING]
+    return {n: p.detach() for n, p in params.items()}, norms
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 3}, {"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}])
+def test_a_split_step_is_torchs_adamw_on_the_whole_model(sizes):
+    want, norms = reference(dp=sizes.get("dp", 1))
+    whole = math.sqrt(sum(float(p.square().sum()) for n, p in want.items() if n != HEAD))
+
+    def body(mesh):
+        return mesh, *train(mesh)
+
+    for mesh, params, infos, params_norm in run_threads(body, **sizes):
+        for name, param in params.items():
+            torch.testing.assert_close(param, split(want[name], name, mesh.tp), rtol=1e-12, atol=1e-14)
+        assert [i.grad_norm for i in infos] == pytest.approx(norms, rel=1e-13)
+        assert params_norm == pytest.approx(whole, rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pp", [2, 3])
+def test_the_pipeline_does_not_change_a_bit(dtype, pp):
+    want, infos, params_norm = train(ProcessMesh.single(), dtype=dtype)
+    for got, same_infos, same_norm in run_threads(lambda mesh: train(mesh, dtype=dtype), pp=pp):
+        assert all(torch.equal(got[name], want[name]) for name in got)
+        assert (same_infos, same_norm) == (infos, params_norm)
+
+
+def test_a_tied_head_is_the_embedding():
+    params, _, _ = train(ProcessMesh.single())
+    assert params[HEAD].data_ptr() == params[EMBEDDING].data_ptr()
+    first, last = run_threads(train, pp=2)
+    assert torch.equal(first[0][EMBEDDING], last[0][HEAD])
+
+
+def test_a_head_that_starts_otherwise_takes_the_embeddings_weight():
+    def body(mesh):
+        (stage,) = stages_of(mesh)
+        if mesh.pp.rank == 1:
+            stage._parameters["final.weight"].data.fill_(7)
+            stage._parameters[HEAD].data.fill_(7)
+        Optimizer([stage], TRAIN, mesh)
+        return dict(stage.named_parameters())
+
+    first, last = run_threads(body, pp=2)
+    assert torch.equal(first[EMBEDDING], last[HEAD])
+    assert (last["final.weight"] == 7).all()
+
+
+def sparse(name, step, dtype):
+    """Three zeros in each parameter."""
+    x = full(name, step, dtype)
+    x.view(-1)[:3] = 0
+    return x
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}])
+def test_zeros_are_counted_once(sizes):
+    # The zeros of embedding and head are in the same places, and count as one parameter's.
+    for _, infos, _ in run_threads(lambda mesh: train(mesh, steps=1, grad=sparse), **sizes):
+        assert infos[0].num_zeros == 3 * (len(MODEL) - 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(bad):
+    def grad(name, step, dtype):
+        x = full(name, step, dtype)
+        if step == 2 and name == "layers.7.fc.bias":
+            x[0] = bad
+        return x
+
+    want, _, _ = train(ProcessMesh.single(), steps=1)
+    for got, infos, _ in run_threads(lambda mesh: train(mesh, steps=2, grad=grad), pp=2):
+        assert [i.skipped for i in infos] == [False, True]
+        assert not math.isfinite(infos[1].grad_norm)
+        assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+def problems_of(stages, mesh):
+    with pytest.raises(ConfigError) as caught:
+        Optimizer(stages, TRAIN, mesh)
+    return caught.value.problems
+
+
+def test_names_must_be_global():
+    def body(mesh):
+        return problems_of([Bag({"layers.0.w": nn.Parameter(torch.ones(2))})], mesh)
+
+    text = (
+        "parameter layers.0.w exists on pipeline ranks 0 and 1; "
+        "a stage must name its layers by their number in the whole model"
+    )
+    assert run_threads(body, pp=2) == [(text,), (text,)]
+
+
+def test_a_tie_needs_an_owner_of_the_same_shape():
+    def tied(shape, to):
+        return set_layout(nn.Parameter(torch.ones(shape)), Layout(shape, tied_to=to))
+
+    bag = Bag({"a": nn.Parameter(torch.ones(2, 3)), "b": tied((2, 3), "nowhere"), "c": tied((3, 3), "a")})
+    assert problems_of([bag], ProcessMesh.single()) == (
+        "parameter b is tied to nowhere, which no stage owns",
+        "parameter c [3, 3] is tied to a [2, 3]: the shapes differ",
+    )
+
+
+def test_a_tie_across_must_join_the_ends_of_the_pipeline():
+    def body(mesh):
+        w = nn.Parameter(torch.ones(2))
+        if mesh.pp.rank == 2:
+            set_layout(w, Layout((2,), tied_to="w1"))
+        return problems_of([Bag({f"w{mesh.pp.rank}": w})], mesh)
+
+    assert run_threads(body, pp=3)[0] == (
+        "parameter w2 on pipeline rank 2 is tied to w1 on rank 1; "
+        "they must share a rank or be on the first and the last, 0 and 2",
+    )
