@@ -200,7 +200,7 @@ class _Row(NamedTuple):
 def _census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Mapping[str, _Row]:
     """Every parameter of the pipeline by name. Raises: ConfigError, the same on all its ranks."""
     mine = [
-        (name, mesh.pp.rank, layout_of(param).full, layout_of(param).tied_to)
+        (name, mesh.pp.rank, list(layout_of(param).full), layout_of(param).tied_to)
         for stage in stages
         for name, param in stage.named_parameters()
     ]
