@@ -20,6 +20,7 @@ from megapipe.schedule.passes import (
 )
 from megapipe.schedule.recorder import Recorder
 from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.text import from_csv, from_json, load, to_csv, to_json
 from megapipe.schedule.verify import verify, verify_programs
 
 __all__ = [
@@ -39,13 +40,18 @@ __all__ = [
     "Timeline",
     "build",
     "forward_only",
+    "from_csv",
+    "from_json",
     "gpipe",
+    "load",
     "loop",
     "lower",
     "mirror",
     "naive",
     "one_f_one_b",
     "simulate",
+    "to_csv",
+    "to_json",
     "vee",
     "verify",
     "verify_programs",

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from megapipe.schedule.blocks import v_half, v_min
 from megapipe.schedule.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.interleaved import interleaved, interleaved_zb
 from megapipe.schedule.passes import Schedule, ScheduleError
+from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 from megapipe.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -46,6 +48,8 @@ SCHEDULES: dict[str, Entry] = {
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
+    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
+    "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
     "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2),
     "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True),
 }
@@ -61,7 +65,7 @@ def build(
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
-    """Make a schedule by its name, in any case.
+    """Make a schedule by its name, in any case, or read it from a .json or .csv file.
 
     Args:
         chunks: stages on each rank, where the schedule leaves a choice. None: the schedule's own default.
@@ -71,9 +75,15 @@ def build(
     Raises: ScheduleError in one line if there is no such schedule or it cannot mean these numbers.
     """
     key = name.lower()
+    if key.endswith((".json", ".csv")):
+        return _from_file(name, ranks, microbatches, memory, costs)
     if key not in SCHEDULES:
-        close = get_close_matches(key, SCHEDULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"There are {', '.join(SCHEDULES)}, or a .json or .csv file."
+        close = get_close_matches(key, SCHEDULES, n=2)
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"There are {', '.join(SCHEDULES)}, or a .json or .csv file."
+        )
         raise ScheduleError(f"unknown schedule {name}; {hint}")
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"{key} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
@@ -89,6 +99,18 @@ def build(
     if "costs" in takes:
         return entry.generate(ranks, microbatches, costs=costs, memory=memory, **options)
     schedule = entry.generate(ranks, microbatches, **options)
+    if memory is not None:
+        verify(schedule, memory=memory, costs=costs)
+    return schedule
+
+
+def _from_file(path: str, ranks: int, microbatches: int, memory: float | None, costs: Costs) -> Schedule:
+    schedule = load(path)
+    made_for = schedule.placement.num_ranks, schedule.num_microbatches
+    if made_for != (ranks, microbatches):
+        raise ScheduleError(
+            f"{path} is made for {made_for[0]} ranks and {made_for[1]} microbatches, not {ranks} and {microbatches}."
+        )
     if memory is not None:
         verify(schedule, memory=memory, costs=costs)
     return schedule

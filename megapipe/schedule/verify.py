@@ -52,6 +52,10 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     if len(schedule.ranks) != place.num_ranks:
         yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
         return
+    passes = sum(len(step) for row in schedule.ranks for step in row)
+    if m > passes:
+        yield f"there are {m} microbatches, but only {passes} passes"
+        return
     seen: dict[Pass, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.ranks):
         for i, step in enumerate(row):
@@ -89,6 +93,9 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> 
                     if item in seen:
                         yield f"rank {rank}, step {seen[item][1]}, {item}: {bw} at step {seen[bw][1]} does it too"
             needed = [f, bw] if whole else [f, b, w]
+            if not whole and b not in seen and w not in seen:
+                yield f"rank {rank}: {bw} is missing (or {b} and {w})"
+                needed = [f]
             yield from (f"rank {rank}: {item} is missing" for item in needed if item not in seen)
             there = [item for item in needed if item in seen]
             for before, after in pairwise(there):

@@ -1,0 +1,149 @@
+"""V-Half and V-Min: half and a third of 1F1B's activations, from a building block repeated for each microbatch.
+
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 3 and 4). On the V, what a rank holds is the
+lifespans of its two stages in the block together; the offsets choose how soon B follows F, and are the same memory on
+every rank. A block takes six slots, one for each pass of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megapipe.schedule.passes import Kind, Pass, Schedule, Step, vee
+from megapipe.schedule.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Block:
+    """The slots of a rank's passes of microbatch 0; microbatch i runs 6 i later. Chunk 0 goes down, chunk 1 up."""
+
+    f0: int
+    f1: int
+    b1: int
+    b0: int
+
+    def weights(self) -> tuple[int, int]:
+        """Slots of (W0, W1): the first that stay free behind their B, the earlier B first."""
+        taken = {slot % 6 for slot in (self.f0, self.f1, self.b1, self.b0)}
+        slots = {}
+        for backward in sorted((self.b0, self.b1)):
+            slot = next(s for s in range(backward + 1, backward + 7) if s % 6 not in taken)
+            taken.add(slot % 6)
+            slots[backward] = slot
+        return slots[self.b0], slots[self.b1]
+
+
+def v_half(ranks: int, microbatches: int) -> Schedule:
+    """Memory (p+2)//2; about half of 1F1B's bubble at F = B = W."""
+    clash = 0 if ranks % 2 else 3
+
+    def block(rank: int) -> Block:
+        down, up = 2 * rank, 3 * ranks - rank - 2
+        return Block(down, up, 3 * ranks + clash + 2 * rank - 1, 6 * ranks + clash - rank - 2)
+
+    return _best("v-half", ranks, microbatches, block, (ranks + 2) // 2)
+
+
+def v_min(ranks: int, microbatches: int) -> Schedule:
+    """Memory (p+4)//3. Each pass waits for the one before, so that unequal costs add up and make it slow."""
+    clash = 0 if ranks % 3 else 2
+
+    def block(rank: int) -> Block:
+        down, up = rank, 2 * ranks - rank - 1
+        return Block(down, up, 2 * ranks + clash + rank, 4 * ranks + clash - rank - 1)
+
+    return _best("v-min", ranks, microbatches, block, (ranks + 4) // 3)
+
+
+def _best(name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int) -> Schedule:
+    """The repeated block, or the squeezed one where that is shorter."""
+    blocks = [block(rank) for rank in range(ranks)]
+    rows = (_repeat(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
+    return min((Schedule(name, vee(ranks), microbatches, r) for r in rows), key=lambda s: simulate(s).makespan)
+
+
+def _repeat(blocks: list[Block], microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    rows = []
+    for rank, block in enumerate(blocks):
+        down, up = rank, 2 * len(blocks) - 1 - rank
+        w0, w1 = block.weights()
+        passes = (
+            (block.f0, Kind.F, down),
+            (block.f1, Kind.F, up),
+            (block.b1, Kind.B, up),
+            (block.b0, Kind.B, down),
+            (w0, Kind.W, down),
+            (w1, Kind.W, up),
+        )
+        timed = [(slot + 6 * i, Pass(kind, stage, i)) for slot, kind, stage in passes for i in range(microbatches)]
+        rows.append(tuple((item,) for _, item in sorted(timed)))
+    return tuple(rows)
+
+
+def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:
+    """Let each rank run, slot by slot, the first pass of its block that can run, and a W where none can.
+
+    A stage holds no more microbatches than in the repeated block and a rank no more than `limit`. One of them is kept
+    from the stage that goes down: so the oldest unfinished microbatch always finds room, and nothing can block.
+    """
+    stages, m = 2 * len(blocks), microbatches
+    ready: dict[tuple[Kind, int, int], int] = {(Kind.F, 0, i): 0 for i in range(m)}
+    rows: list[list[Step]] = [[] for _ in blocks]
+    plans = [_Rank(rank, stages - 1 - rank, block, limit) for rank, block in enumerate(blocks)]
+    now, left = 0, 6 * m * len(blocks)
+    while left:
+        for rank, plan in enumerate(plans):
+            item = plan.choose(ready, now, m)
+            if item is None:
+                continue
+            rows[rank].append((item,))
+            left -= 1
+            kind, stage, i = item
+            if kind is Kind.F:
+                ready[(Kind.F, stage + 1, i) if stage + 1 < stages else (Kind.B, stage, i)] = now + 1
+            elif kind is Kind.B:
+                ready[Kind.B, stage - 1, i] = now + 1
+        now += 1
+    return tuple(tuple(row) for row in rows)
+
+
+class _Rank:
+    """What a rank has done and holds."""
+
+    def __init__(self, down: int, up: int, block: Block, limit: int) -> None:
+        w0, w1 = block.weights()
+        self.limit, self.held = limit, {down: 0, up: 0}
+        rooms = {down: min(-((block.f0 - w0 - 1) // 6), max(1, limit - 1)), up: -((block.f1 - w1 - 1) // 6)}
+        self.rooms = rooms
+        self.slots = {
+            (Kind.F, down): block.f0,
+            (Kind.F, up): block.f1,
+            (Kind.B, up): block.b1,
+            (Kind.B, down): block.b0,
+        }
+        self.next = dict.fromkeys(self.slots, 0)
+        self.owed: deque[Pass] = deque()
+
+    def choose(self, ready: dict[tuple[Kind, int, int], int], now: int, microbatches: int) -> Pass | None:
+        full = sum(self.held.values()) == self.limit
+        can = [
+            (self.slots[kind, stage] + 6 * i, kind, stage)
+            for (kind, stage), i in self.next.items()
+            if ready.get((kind, stage, i), now + 1) <= now
+            and (kind is Kind.B or (not full and self.held[stage] < self.rooms[stage]))
+        ]
+        if can:
+            _, kind, stage = min(can)
+            item = Pass(kind, stage, self.next[kind, stage])
+            self.next[kind, stage] += 1
+            if kind is Kind.F:
+                self.held[stage] += 1
+            else:
+                self.owed.append(Pass(Kind.W, stage, item.microbatch))
+            return item
+        if self.owed:
+            self.held[self.owed[0].stage] -= 1
+            return self.owed.popleft()
+        return None

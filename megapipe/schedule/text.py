@@ -1,0 +1,219 @@
+"""Schedules as files: JSON, which holds everything, and CSV, one row per rank and one cell per step.
+
+    {"name": "1f1b", "pp": 1, "microbatches": 1, "rank_of": [0], "chain": 1, "ranks": [[["0F0"], ["0BW0"]]]}
+
+CSV comes in two dialects, told apart by their letters: F, B, W, BW is ours, F, I, W, B are the same passes in
+torch.distributed.pipelining. In both an overlapped pair is (0F3;0BW1)OVERLAP_F_B, and empty cells mean nothing.
+What is read is verified.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, ScheduleError, Step
+from megapipe.schedule.verify import verify
+
+_OURS = {kind.value: kind for kind in Kind}
+_TORCH = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
+_PASS = re.compile(r"(\d{1,9})([A-Z]+)(\d{1,9})", re.ASCII)
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+# What torch's runtime adds to its own tables; lowering and the optimizer decide these here.
+_NOT_A_PASS = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+
+
+def load(path: str | Path) -> Schedule:
+    """Read and verify a .json or .csv file.
+
+    Raises: ScheduleError naming the file and every problem with its row and cell, or rank, step and pass.
+    """
+    path = Path(path)
+    read = {".json": from_json, ".csv": from_csv}.get(path.suffix.lower())
+    if read is None:
+        raise ScheduleError(f"{path}: a schedule file ends in .json or .csv.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ScheduleError(f"{path}: {reason}.") from None
+    return read(text, str(path))
+
+
+def to_json(schedule: Schedule) -> str:
+    """One line of JSON for each rank."""
+    place = schedule.placement
+    head = {
+        "name": schedule.name,
+        "pp": place.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "rank_of": list(place.rank_of),
+        "chain": place.chain,
+    }
+    rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
+    return json.dumps(head)[:-1] + f', "ranks": [\n  {rows}\n]}}\n'
+
+
+def from_json(text: str, source: str = "schedule.json") -> Schedule:
+    """Read and verify what `to_json` writes. `source` names the text in errors."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"{source}: not JSON: {error}") from None
+    _refuse(source, _shape_problems(data))
+    cells = [[_step(step, _OURS) for step in row] for row in data["ranks"]]
+    _refuse(
+        source,
+        (
+            f"rank {r}, step {i}: {', '.join(data['ranks'][r][i])}: {step}"
+            for r, row in enumerate(cells)
+            for i, step in enumerate(row)
+            if isinstance(step, str)
+        ),
+    )
+    rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
+    placement = Placement(tuple(data["rank_of"]), data["chain"])
+    return _verified(Schedule(data["name"], placement, data["microbatches"], rows), source)
+
+
+def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
+    """One row per rank, all of one length. `torch` writes the letters of torch.distributed.pipelining."""
+    letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
+    width = max(len(row) for row in schedule.ranks)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in schedule.ranks:
+        texts = [[f"{x.stage}{letters[x.kind]}{x.microbatch}" for x in step] for step in row]
+        cells = [cell[0] if len(cell) == 1 else f"({';'.join(cell)})OVERLAP_F_B" for cell in texts]
+        writer.writerow(cells + [""] * (width - len(row)))
+    return out.getvalue()
+
+
+def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
+    """Read and verify a table in either dialect; placement and microbatches follow from the passes.
+
+    Torch's own send, receive and shard cells are skipped: programs are lowered here. `source` names the text in errors
+    and becomes the schedule's name.
+    """
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise ScheduleError(f"{source}: not CSV: {error}") from None
+    while rows and not any(rows[-1]):
+        rows.pop()
+    letters = _TORCH if _is_torch(rows) else _OURS
+    steps: list[list[Step]] = []
+    problems = [] if rows else ["the file is empty"]
+    for r, row in enumerate(rows):
+        steps.append([])
+        for c, cell in enumerate(row):
+            if not cell or _NOT_A_PASS.fullmatch(cell):
+                continue
+            pair = _PAIR.fullmatch(cell)
+            step = _step(list(pair.groups()) if pair else [cell], letters)
+            if isinstance(step, str):
+                problems.append(f"row {r + 1}, cell {c + 1}: {cell}: {step}")
+            else:
+                steps[-1].append(step)
+        if not any(row):
+            problems.append(f"row {r + 1} is empty; each row is one rank")
+    _refuse(source, problems)
+    placement, microbatches = _infer(steps, source)
+    try:
+        return _verified(Schedule(source, placement, microbatches, tuple(tuple(row) for row in steps)), source)
+    except ScheduleError as error:
+        lengths = [len(row) for row in rows]
+        if len(set(lengths)) == 1:
+            raise
+        note = f"\n  the rows are ragged, of {', '.join(map(str, lengths))} cells; is one cut off?"
+        raise ScheduleError(str(error) + note) from None
+
+
+def _is_torch(rows: list[list[str]]) -> bool:
+    """Does B mean the whole backward? It does beside an I, and where no W would complete it."""
+    found = {match[2] for row in rows for cell in row for match in _PASS.finditer(cell)}
+    return "I" in found or ("B" in found and not found & {"W", "BW"})
+
+
+def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
+    """The passes of a step, or what is wrong with them."""
+    step = []
+    for text in texts:
+        match = _PASS.fullmatch(text.strip())
+        if match is None:
+            return "not a pass; a pass is stage, kind, microbatch, such as 2F0"
+        if match[2] not in letters:
+            return f"unknown letter {match[2]}; there are {', '.join(letters)}"
+        step.append(Pass(letters[match[2]], int(match[1]), int(match[3])))
+    return tuple(step)
+
+
+def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
+    """Placement and number of microbatches of a table."""
+    rank_of: dict[int, int] = {}
+    through: dict[int, set[int]] = {}
+    for rank, row in enumerate(rows):
+        for item in (x for step in row for x in step):
+            rank_of.setdefault(item.stage, rank)
+            through.setdefault(item.microbatch, set()).add(item.stage)
+    stages = len(rank_of)
+    if not stages:
+        raise ScheduleError(f"{source}: the file has no pass.")
+    if max(rank_of) >= stages:
+        gap = next(s for s in range(stages + 1) if s not in rank_of)
+        raise ScheduleError(f"{source}: no rank runs stage {gap}, but there is a stage {max(rank_of)}.")
+    # DualPipe: the first and the last microbatch run through different copies of the model.
+    half = set(range(stages // 2))
+    two = stages % 2 == 0 and through[min(through)] == half and through[max(through)] == set(rank_of) - half
+    return Placement(tuple(rank_of[s] for s in range(stages)), stages // 2 if two else stages), max(through) + 1
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("a string", lambda x: isinstance(x, str)),
+    "pp": ("a number from 1", lambda x: type(x) is int and x >= 1),
+    "microbatches": ("a number from 1", lambda x: type(x) is int and x >= 1),
+    "rank_of": ("the rank of each stage", lambda x: isinstance(x, list) and all(type(r) is int and r >= 0 for r in x)),
+    "chain": ("a number from 1", lambda x: type(x) is int and x >= 1),
+    "ranks": (
+        "a list for each rank of steps, each a list of passes",
+        lambda x: isinstance(x, list) and all(isinstance(row, list) and all(map(_is_cell, row)) for row in x),
+    ),
+}
+
+
+def _is_cell(step: object) -> bool:
+    return isinstance(step, list) and bool(step) and all(isinstance(text, str) for text in step)
+
+
+def _shape_problems(data: Any) -> Iterator[str]:
+    if not isinstance(data, dict):
+        yield f"an object with {', '.join(_FIELDS)} is needed"
+        return
+    bad = [f"{key} must be {rule}" for key, (rule, fits) in _FIELDS.items() if key not in data or not fits(data[key])]
+    yield from bad
+    if bad:
+        return
+    ranks, stages = data["pp"], len(data["rank_of"])
+    if len(data["ranks"]) != ranks:
+        yield f"ranks has {len(data['ranks'])} lists, pp is {ranks}"
+    elif set(data["rank_of"]) != set(range(ranks)):
+        yield f"rank_of must name every rank from 0 to pp - 1 = {ranks - 1} and no other"
+    if stages % data["chain"]:
+        yield f"chain {data['chain']} must divide the number of stages, {stages}"
+
+
+def _refuse(source: str, problems: list[str] | Iterator[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ScheduleError(f"{source} cannot be read:" + "".join(f"\n  {problem}" for problem in found))
+
+
+def _verified(schedule: Schedule, source: str) -> Schedule:
+    verify(replace(schedule, name=source))
+    return schedule
