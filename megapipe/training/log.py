@@ -1,0 +1,126 @@
+"""What a run tells: Megatron's iteration line letter for letter, its TensorBoard tags, validation, arguments.
+
+Tools read these lines by field name, so fields of our own stand behind the last of Megatron's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megapipe.config import Config, LogConfig
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """The numbers of one line, means over the iterations since the last.
+
+    Attributes:
+        losses: mean of each loss; one that is not a number is printed too.
+        tflops: model TFLOP/s per device, if asked for.
+        tokens_per_second: of the whole run.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    elapsed_ms: float
+    learning_rate: float
+    global_batch_size: int
+    losses: Mapping[str, float]
+    grad_norm: float | None
+    num_zeros: int | None
+    params_norm: float | None
+    skipped: int
+    nan: int
+    tflops: float | None
+    tokens_per_second: float
+
+
+def iteration_line(report: IterationReport, now: datetime) -> str:
+    """Megatron-LM's line (training_log), then our own fields."""
+    r = report
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {r.iteration:8d}/{r.train_iters:8d} |",
+        f" consumed samples: {r.consumed_samples:12d} |",
+        f" elapsed time per iteration (ms): {r.elapsed_ms:.1f} |",
+    ]
+    if r.tflops is not None:
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {r.tflops:.1f} |")
+    parts.append(f" learning rate: {r.learning_rate:.6E} |")
+    parts.append(f" global batch size: {r.global_batch_size:5d} |")
+    parts += [f" {name}: {value:.6E} |" for name, value in r.losses.items()]
+    parts.append(f" loss scale: {1.0:.1f} |")
+    if r.grad_norm is not None:
+        parts.append(f" grad norm: {r.grad_norm:.3f} |")
+    if r.num_zeros is not None:
+        parts.append(f" num zeros: {r.num_zeros} |")
+    if r.params_norm is not None:
+        parts.append(f" params norm: {r.params_norm:.3f} |")
+    parts.append(f" number of skipped iterations: {r.skipped:3d} |")
+    parts.append(f" number of nan iterations: {r.nan:3d} |")
+    parts.append(f" tokens per second: {r.tokens_per_second:.0f} |")
+    return "".join(parts)
+
+
+def validation_lines(prefix: str, losses: Mapping[str, float]) -> str:
+    """The validation result between two rules of dashes."""
+    text = f" validation loss at {prefix} | " + "".join(
+        f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | " for name, loss in losses.items()
+    )
+    rule = "-" * (len(text) + 1)
+    return f"{rule}\n{text}\n{rule}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), capped as Megatron's at exp(20)."""
+    return math.exp(min(20.0, loss))
+
+
+def arguments(config: Config) -> str:
+    """Every setting of the run, sorted without case."""
+    values = {
+        f.name: getattr(group, f.name)
+        for group in (getattr(config, g.name) for g in fields(config) if g.name != "world_size")
+        for f in fields(group)
+    }
+    values["world_size"] = config.world_size
+    values["data_parallel_size"] = config.data_parallel_size
+    rows = [f"  {name} ".ljust(50, ".") + f" {values[name]}" for name in sorted(values, key=str.lower)]
+    dashes = "-" * 24
+    return "\n".join([f"{dashes} arguments {dashes}", *rows, f"{'-' * 20} end of arguments {'-' * 21}"])
+
+
+class TensorBoard:
+    """Scalars under Megatron's tags, by iteration and by samples. Does nothing without --tensorboard-dir.
+
+    A folder that cannot be written to costs one warning, never the run.
+    """
+
+    def __init__(self, log: LogConfig) -> None:
+        self._writer: Any = None
+        if log.tensorboard_dir is None:
+            return
+        try:
+            self._writer = SummaryWriter(log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+        except OSError as error:
+            print(f"WARNING: no TensorBoard logs, --tensorboard-dir {log.tensorboard_dir}: {error}", flush=True)
+
+    def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int) -> None:
+        """Write those that are there, each also against samples."""
+        if self._writer is None:
+            return
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, iteration)
+                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Flush."""
+        if self._writer is not None:
+            self._writer.close()

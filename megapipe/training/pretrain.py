@@ -1,0 +1,374 @@
+"""The whole of a run: check everything, build this rank's part, train, evaluate, save, tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+import torch
+from torch import nn
+
+from megapipe.config import Config
+from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.data.loader import Batches
+from megapipe.data.tokenizer import Tokenizer, build_tokenizer
+from megapipe.device import has_cuda, memory_bytes, pick_device, synchronize
+from megapipe.errors import ConfigError, UserError
+from megapipe.mesh import ProcessMesh
+from megapipe.models.provider import StageProvider
+from megapipe.optim.lr import LRSchedule, learning_rate
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.partition import partition
+from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.schedule import build, simulate
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.training.flops import flops_per_token
+from megapipe.training.log import (
+    IterationReport,
+    TensorBoard,
+    arguments,
+    iteration_line,
+    perplexity,
+    validation_lines,
+)
+from megapipe.training.profile import Profiler
+from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
+from megapipe.validate import validate, validate_vocab
+
+DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
+
+
+class TrainingError(UserError):
+    """The run went wrong while training: a loss or gradient that is not a number."""
+
+
+def pretrain(
+    config: Config,
+    provider: StageProvider,
+    forward_step: ForwardStep,
+    datasets: DatasetsProvider = build_datasets,
+) -> None:
+    """Pretrain a model as the configuration says. Call it on every rank that the launcher started.
+
+    Args:
+        config: from `cli.parse`, or built in Python; the world size is taken from the launcher's environment.
+        provider: builds this rank's stages.
+        forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
+            `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss.
+        datasets: gives the token datasets.
+    Raises: UserError with a text for the user, before any process group exists where that is possible.
+    """
+    started = time.monotonic()
+    config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    validate(config, has_cuda=has_cuda())
+    tokenizer = build_tokenizer(config.data)
+    validate_vocab(config, tokenizer.vocab_size)
+    vocab = config.model.padded_vocab(tokenizer.vocab_size)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=vocab))
+    find_checkpoint(config.checkpoint)
+    data = datasets(config, tokenizer)
+
+    device = pick_device(config.parallel)
+    mesh = ProcessMesh.create(config.parallel, device)
+    try:
+        _agree(config, mesh)
+        Run(config, mesh, provider, forward_step, data, tokenizer.eod, started).train()
+    finally:
+        mesh.close()
+
+
+def _agree(config: Config, mesh: ProcessMesh) -> None:
+    """Stop if the ranks were started with different settings, which would otherwise end in a hang or in nonsense."""
+    text = {
+        k: str(v) for group in dataclasses.asdict(config).values() if isinstance(group, dict) for k, v in group.items()
+    }
+    digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+    if len(set(mesh.world.gather_json(digest))) == 1:
+        return
+    everyone = mesh.world.gather_json(text)
+    differing = [key for key in text if len({settings.get(key) for settings in everyone}) > 1]
+    raise ConfigError(
+        [f"--{k.replace('_', '-')} differs between ranks: {[e.get(k) for e in everyone]}" for k in differing]
+    )
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+class Run:
+    """One rank's part of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: ProcessMesh,
+        provider: StageProvider,
+        forward_step: ForwardStep,
+        data: Datasets,
+        eod: int,
+        started: float,
+    ) -> None:
+        self.config, self.mesh, self.started = config, mesh, started
+        schedule = build(config.parallel.pipeline_schedule, mesh.pp.size, config.num_microbatches)
+        place = schedule.placement
+        # One rank speaks: where the loss is, as Megatron's last rank does under 1F1B.
+        speaker = place.rank_of[place.chain - 1]
+        self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
+        self.say(arguments(config))
+        self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), layers of plain torch (local)")
+        bubble = simulate(schedule)
+        self.say(
+            f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
+            f"predicted bubble {bubble.bubble / bubble.makespan:.1%} if F, B and W take equally long"
+        )
+        spans = partition(config.model.layers, place)
+        self.modules = [self._module(provider, spans[stage]) for stage in place.stages_on(mesh.pp.rank)]
+        self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
+        self.optimizer = Optimizer(self.modules, config.train, mesh)
+        self.lr = LRSchedule.of(config)
+        self.batches = self._batches(data.train)
+        self.valid, self.test = self._batches(data.valid), self._batches(data.test)
+        self.board = TensorBoard(config.log if self.speaks else dataclasses.replace(config.log, tensorboard_dir=None))
+        self.profiler = Profiler(config.log, mesh.world.rank)
+        self.progress = self._resume()
+        self.flops = flops_per_token(config.model, config.train.seq_length or 0)
+
+    def say(self, text: str) -> None:
+        """Print on the speaking rank."""
+        if self.speaks:
+            print(text, flush=True)
+
+    def train(self) -> None:
+        """From where the run is to its last iteration."""
+        config, progress = self.config, self.progress
+        window = Window()
+        last_saved = progress.iteration
+        while progress.iteration < config.train_iters:
+            self.profiler.before(progress.iteration)
+            lr = learning_rate(self.lr, progress.consumed_train_samples + config.global_batch_size)
+            result = self._step(lr)
+            progress.iteration += 1
+            progress.consumed_train_samples += config.global_batch_size
+            self.profiler.after(progress.iteration)
+            window.add(result)
+            self._tell(window, result, lr)
+            self._stop_if_not_finite(result)
+            if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
+                self._evaluate(self.valid, f"iteration {progress.iteration}")
+                window.restart()
+            every = config.checkpoint.save_interval
+            if every and progress.iteration % every == 0:
+                last_saved = self._save()
+                window.restart()
+            if reason := self._exit_reason():
+                self.say(reason)
+                break
+        self.profiler.close()
+        if config.checkpoint.save and last_saved != progress.iteration:
+            self._save()
+        if progress.iteration >= config.train_iters and config.data.eval_interval:
+            self._evaluate(self.valid, f"iteration {progress.iteration} on validation set", board=False)
+            self._evaluate(self.test, f"iteration {progress.iteration} on test set", board=False)
+        self.board.close()
+
+    def _module(self, provider: StageProvider, span: object) -> nn.Module:
+        module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)  # type: ignore[arg-type]
+        initialize(module, self.config.train.seed, self.mesh.tp)
+        if self.config.train.bf16:
+            module = module.to(torch.bfloat16)
+        if self.mesh.dp.rank == 0:
+            count = sum(p.numel() for p in module.parameters())
+            where = f"({self.mesh.tp.rank}, {self.mesh.pp.rank})"
+            print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
+        return module
+
+    def _batches(self, dataset: TokenDataset | None) -> Batches | None:
+        if dataset is None:
+            return None
+        config, dp = self.config, self.mesh.dp
+        return Batches(
+            dataset,
+            config.train.micro_batch_size or 1,
+            config.num_microbatches,
+            dp.rank,
+            dp.size,
+            kind=config.data.dataloader_type,
+            num_workers=config.data.num_workers,
+        )
+
+    def _step(self, lr: float) -> StepResult:
+        consumed = self.progress.consumed_train_samples
+        assert self.batches is not None
+        return train_step(
+            self.pipeline,
+            self.optimizer,
+            self.batches.at(consumed),
+            consumed,
+            lr,
+            count_zeros=self.config.log.log_num_zeros_in_grad,
+        )
+
+    def _tell(self, window: Window, result: StepResult, lr: float) -> None:
+        """The log line every --log-interval iterations and after the first, TensorBoard at its own interval."""
+        config, log, n = self.config, self.config.log, self.progress.iteration
+        samples = self.progress.consumed_train_samples
+        on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
+        in_line = n % log.log_interval == 0 or window.first
+        if not (on_board or in_line):
+            return
+        norm = self.optimizer.params_norm() if log.log_params_norm else None  # collective: on every rank
+        if on_board:
+            scalars = {
+                "learning-rate": lr,
+                "batch-size": config.global_batch_size,
+                **result.losses,
+                "loss-scale": 1.0,
+                "grad-norm": result.grad_norm,
+                "num-zeros": result.num_zeros,
+                "params-norm": norm,
+                "world-size": config.world_size if log.log_world_size_to_tensorboard else None,
+            }
+            if log.log_memory_to_tensorboard:
+                scalars.update(memory_bytes(self.mesh.device))
+            self.board.scalars(scalars, n, samples)
+        if not in_line:
+            return
+        synchronize(self.mesh.device)
+        seconds = window.seconds_per_iteration()
+        tokens = config.global_batch_size * (config.train.seq_length or 0)
+        tflops = self.flops * tokens / seconds / config.world_size / 1e12
+        report = IterationReport(
+            iteration=n,
+            train_iters=config.train_iters,
+            consumed_samples=samples,
+            elapsed_ms=seconds * 1e3,
+            learning_rate=lr,
+            global_batch_size=config.global_batch_size,
+            losses=window.mean_losses(),
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=norm,
+            skipped=window.skipped,
+            nan=window.nan,
+            tflops=tflops if log.log_throughput else None,
+            tokens_per_second=tokens / seconds,
+        )
+        self.say(iteration_line(report, datetime.now()))
+        timing = {"iteration-time": seconds, "throughput": tflops if log.log_throughput else None}
+        self.board.scalars(timing, n, samples)
+        window.clear()
+
+    def _stop_if_not_finite(self, result: StepResult) -> None:
+        if result.skipped and not self.config.train.no_check_for_nan_in_loss_and_grad:
+            what = f"loss {result.losses}, gradient norm {result.grad_norm}"
+            raise TrainingError(
+                f"iteration {self.progress.iteration}: {what}. Nothing was updated; the last checkpoint is sound. "
+                "Lower --lr, or skip such iterations with --no-check-for-nan-in-loss-and-grad."
+            )
+
+    def _evaluate(self, batches: Batches | None, where: str, *, board: bool = True) -> None:
+        config, progress = self.config, self.progress
+        if batches is None or not config.data.eval_iters:
+            return
+        consumed = progress.consumed_valid_samples if board else 0
+        losses = evaluate(self.pipeline, batches.at, consumed, config.data.eval_iters)
+        self.say(validation_lines(where, losses))
+        if not board:
+            return
+        progress.consumed_valid_samples += config.data.eval_iters * config.global_batch_size
+        scalars: dict[str, float | None] = {f"{name} validation": loss for name, loss in losses.items()}
+        if config.log.log_validation_ppl_to_tensorboard:
+            scalars |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
+        self.board.scalars(scalars, progress.iteration, progress.consumed_train_samples)
+
+    def _resume(self) -> Progress:
+        path = find_checkpoint(self.config.checkpoint)
+        if path is None:
+            return Progress()
+        loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
+        self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
+        return Progress(loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
+
+    def _save(self) -> int:
+        directory, n = self.config.checkpoint.save, self.progress.iteration
+        assert directory is not None
+        self.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        save_checkpoint(
+            directory, n, self.modules, optimizer, dataclasses.asdict(self.progress), self.config, self.mesh
+        )
+        self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
+        return n
+
+    def _exit_reason(self) -> str | None:
+        """Why to stop early, agreed over all ranks."""
+        train, n = self.config.train, self.progress.iteration
+        if train.exit_duration_in_mins is not None:
+            minutes = torch.tensor([(time.monotonic() - self.started) / 60], device=self.mesh.device)
+            longest = self.mesh.world.all_reduce(minutes, "max").item()
+            if longest > train.exit_duration_in_mins:
+                return f"[exiting program after {longest} minutes]"
+        if train.exit_interval and n % train.exit_interval == 0:
+            return f"[exiting program at iteration {n}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
+        return None
+
+
+class Window:
+    """What happened since the last log line."""
+
+    def __init__(self) -> None:
+        self.first = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Start after a line."""
+        self.skipped = self.nan = self._iterations = 0
+        self._sums: dict[str, float] = {}
+        self._counted = 0
+        self._seconds = 0.0
+        self._since = time.monotonic()
+
+    def add(self, result: StepResult) -> None:
+        """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
+        self._seconds += time.monotonic() - self._since
+        self._since = time.monotonic()
+        self._iterations += 1
+        self.skipped += result.skipped
+        self.nan += any(math.isnan(loss) for loss in result.losses.values())
+        if not result.skipped:
+            self._counted += 1
+            self._sums = {k: self._sums.get(k, 0.0) + v for k, v in result.losses.items()}
+        self._last = result.losses
+
+    def restart(self) -> None:
+        """Leave the time of an evaluation or a save out of the iterations' time."""
+        self._since = time.monotonic()
+
+    def seconds_per_iteration(self) -> float:
+        """Mean time of an iteration."""
+        self.first = False
+        return self._seconds / self._iterations
+
+    def mean_losses(self) -> dict[str, float]:
+        """Means over the iterations that advanced; the last losses as they are if none did."""
+        return {k: v / self._counted for k, v in self._sums.items()} if self._counted else self._last
+
+
+def device_name(device: torch.device) -> str:
+    """Device and backend in words."""
+    return "CUDA (nccl)" if device.type == "cuda" else "CPU (gloo)"

@@ -1,0 +1,148 @@
+"""One training step and one evaluation, the same under every schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import Config
+from megapipe.data.loader import Batch, make_batch
+from megapipe.mesh import ProcessMesh
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.schedule import Kind, Schedule
+from megapipe.tensor_parallel.rng import Stream
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every rank knows after a step.
+
+    Attributes:
+        losses: mean over the global batch of what loss_func reported, by name.
+        tokens: trained tokens of the global batch; 0 if loss_func does not say.
+        skipped: nothing was updated, because a loss or the gradient was not finite.
+    """
+
+    losses: dict[str, float]
+    grad_norm: float
+    tokens: float
+    skipped: bool
+    num_zeros: int | None = None
+
+
+class Pipeline:
+    """This rank's stages with their data, run under one schedule.
+
+    Args:
+        modules: the stages of this rank in ascending order.
+        forward_step: as Megatron's, see pipeline_parallel.stage.
+        eod: end-of-document id of the tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        modules: Sequence[nn.Module],
+        forward_step: ForwardStep,
+        mesh: ProcessMesh,
+        eod: int,
+    ) -> None:
+        self.config, self.schedule, self.modules, self.mesh = config, schedule, modules, mesh
+        self._forward_step, self._eod = forward_step, eod
+        self._names: list[str] | None = None
+        vp = len(modules) if len(modules) > 1 else None
+        self._forward_backward = get_forward_backward_func(mesh.pp.size, vp, mesh=mesh, schedule=schedule)
+
+    def run(
+        self, microbatches: Sequence[Tensor], consumed: int, *, evaluate: bool = False
+    ) -> tuple[dict[str, float], float]:
+        """All passes of one step.
+
+        Args:
+            microbatches: token ids [b, s + 1] of this data-parallel rank; read only where a stage needs them.
+            consumed: samples trained on before this step, which name its randomness.
+        Returns: the losses' means over the global batch, and its tokens; the same on every rank.
+        """
+        config, dp = self.config, self.mesh.dp
+        b, s = config.train.micro_batch_size, config.train.seq_length
+        for module in self.modules:
+            module.train(not evaluate)
+        reported = self._forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=[self._batches(stage, microbatches) for stage in self._own],
+            model=self.modules,
+            num_microbatches=self.schedule.num_microbatches,
+            seq_length=s,
+            micro_batch_size=b,
+            forward_only=evaluate,
+            calculate_per_token_loss=config.train.calculate_per_token_loss,
+            stream=lambda i: Stream(config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1)),
+        )
+        return self._means(reported)
+
+    @property
+    def _own(self) -> tuple[int, ...]:
+        return self.schedule.placement.stages_on(self.mesh.pp.rank)
+
+    def _batches(self, stage: int, microbatches: Sequence[Tensor]) -> Iterator[Batch] | None:
+        """The stage's microbatches in its order; None where there is neither embedding nor loss."""
+        place = self.schedule.placement
+        if not (place.is_first(stage) or place.is_last(stage)):
+            return None
+        steps = self.schedule.ranks[self.mesh.pp.rank]
+        order = [p.microbatch for step in steps for p in step if p.kind is Kind.F and p.stage == stage]
+        device, mask = self.mesh.device, self.config.data.eod_mask_loss
+        return (make_batch(microbatches[i].to(device, non_blocking=True), self._eod, mask) for i in order)
+
+    def _means(self, reported: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
+        """Sum what the loss stages reported over data and pipeline ranks. A value is (sum, count) or one number."""
+        if self._names is None:
+            known = self.mesh.pp.gather_json(sorted(reported[0]) if reported else [])
+            self._names = max(known, key=len)
+        rows = torch.zeros(len(self._names), 2, dtype=torch.float64)
+        for result in reported:
+            for i, name in enumerate(self._names):
+                value = torch.as_tensor(result[name]).detach().double().flatten().cpu()
+                rows[i] += value if value.numel() == 2 else torch.stack((value[0], torch.ones(())))
+        rows = self.mesh.pp.all_reduce(self.mesh.dp.all_reduce(rows.to(self.mesh.device))).cpu()
+        means = {name: (rows[i, 0] / rows[i, 1]).item() for i, name in enumerate(self._names)}
+        return means, rows[0, 1].item() if self._names else 0.0
+
+
+def train_step(
+    pipeline: Pipeline,
+    optimizer: Optimizer,
+    microbatches: Sequence[Tensor],
+    consumed: int,
+    lr: float,
+    *,
+    count_zeros: bool = False,
+) -> StepResult:
+    """Forward, backward, reduce, clip, update."""
+    optimizer.zero_grad()
+    losses, tokens = pipeline.run(microbatches, consumed)
+    if not all(math.isfinite(loss) for loss in losses.values()):
+        return StepResult(losses, math.nan, tokens, skipped=True)
+    per_token = pipeline.config.train.calculate_per_token_loss
+    scale = 1 / max(tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
+    info = optimizer.step(lr, scale, count_zeros)
+    return StepResult(losses, info.grad_norm, tokens, info.skipped, info.num_zeros)
+
+
+def evaluate(
+    pipeline: Pipeline, batches_at: Callable[[int], Sequence[Tensor]], consumed: int, iters: int
+) -> dict[str, float]:
+    """Mean losses over `iters` global batches; `batches_at(samples)` gives one."""
+    size = pipeline.config.global_batch_size
+    results = [
+        pipeline.run(batches_at(consumed + i * size), consumed + i * size, evaluate=True)[0] for i in range(iters)
+    ]
+    return {name: sum(r[name] for r in results) / len(results) for name in results[0]}
