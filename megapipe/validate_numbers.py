@@ -1,0 +1,65 @@
+"""Which single values a flag may have: one table of rules, and the fields that each holds for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from megapipe.config import Config
+
+REQUIRED = {
+    "num_layers": "12",
+    "hidden_size": "768",
+    "num_attention_heads": "12",
+    "max_position_embeddings": "1024",
+    "seq_length": "1024",
+    "micro_batch_size": "4",
+    "lr": "3e-4",
+}
+"""Field -> example."""
+
+RULES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda v: v >= 1,
+    "above 0": lambda v: v > 0,
+    "at least 0": lambda v: v >= 0,
+    "at least 0 and below 1": lambda v: 0 <= v < 1,
+    "above 0 and at most 1": lambda v: 0 < v <= 1,
+}
+_FIELDS = {
+    "at least 1": "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
+    "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
+    "pipeline_model_parallel_size micro_batch_size global_batch_size seq_length train_iters train_samples "
+    "exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size "
+    "eval_interval save_interval log_interval tensorboard_log_interval tensorboard_queue_size",
+    "above 0": "norm_epsilon rotary_base distributed_timeout_minutes exit_duration_in_mins lr adam_eps",
+    "at least 0": "init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad "
+    "num_workers eval_iters ckpt_step seed profile_step_start",
+    "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    "above 0 and at most 1": "rotary_percent",
+}
+RANGES = {field: rule for rule, names in _FIELDS.items() for field in names.split()}
+"""Field -> rule. A NaN breaks every rule."""
+
+
+def check_numbers(config: Config) -> tuple[Config, list[str]]:
+    """Problems of single values, and the configuration with those values at their defaults for the other checks."""
+    problems = []
+    for section in fields(config):
+        part = getattr(config, section.name)
+        reset = {}
+        for field in fields(part) if section.name != "world_size" else ():
+            name, value, rule = field.name, getattr(part, field.name), RANGES.get(field.name)
+            if value is None and name in REQUIRED:
+                problems.append(f"{flag(name)} is missing, for example {flag(name)} {REQUIRED[name]}")
+            elif value is not None and rule and not RULES[rule](value):
+                problems.append(f"{flag(name)} {value} must be {rule}")
+                reset[name] = field.default
+        if reset:
+            config = replace(config, **{section.name: replace(part, **reset)})
+    return config, problems
+
+
+def flag(field: str) -> str:
+    """The flag of a field."""
+    return f"--{field.replace('_', '-')}"
