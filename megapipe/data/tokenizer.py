@@ -66,8 +66,12 @@ class NullTokenizer:
         self.eod = vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
-        """Raises: ValueError for a word that is not a number."""
-        return [int(word) for word in text.split()]
+        """Raises: ValueError for a word that is not an id."""
+        ids = [int(word) if word.isdecimal() else -1 for word in text.split()]
+        for word, i in zip(text.split(), ids, strict=True):
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"{word[:40]!r} is not an id from 0 to {self.vocab_size - 1}")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)

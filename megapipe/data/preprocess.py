@@ -1,0 +1,147 @@
+"""Text to .bin/.idx: worker processes tokenise chunks of documents, this process reads and writes them in order."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.config import DataConfig
+from megapipe.data.indexed import IndexedWriter, token_dtype
+from megapipe.data.text import RawDocument, parse, raw_documents
+from megapipe.data.tokenizer import Tokenizer, build_tokenizer
+from megapipe.errors import DataError
+
+_CHUNK_BYTES = 1 << 19  # large enough to hide the way to a worker, small enough that the last ones end together
+_MAX_PROBLEMS = 10
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a document becomes token ids.
+
+    Attributes:
+        data: which tokenizer.
+        keys: fields of each JSON line; one output per key.
+        append_eod: end each document that is not empty with the end-of-document id.
+    """
+
+    data: DataConfig
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """One finished .bin/.idx pair."""
+
+    prefix: str
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    documents: int
+    num_bytes: int
+    per_key: list[tuple[NDArray[Any], NDArray[np.int64]]]
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    encoding: Encoding,
+    workers: int,
+    report: Callable[[int, int], None] = lambda documents, num_bytes: None,
+) -> list[Written]:
+    """Write PREFIX_KEY_document.bin/.idx for every key, documents in the order of the input.
+
+    Args:
+        report: called with the documents and bytes of text done so far.
+    Raises: DataError for the first chunk with bad lines (up to ten of them); nothing is left behind then.
+    """
+    dtype = token_dtype(build_tokenizer(encoding.data).vocab_size)
+    prefixes = [f"{output_prefix}_{key}_document" for key in encoding.keys]
+    documents = num_bytes = 0
+    tokens = [0] * len(prefixes)
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        for done in _encoded(_chunks(raw_documents(inputs)), encoding, workers):
+            documents += done.documents
+            num_bytes += done.num_bytes
+            for k, (ids, lengths) in enumerate(done.per_key):
+                writers[k].add_documents(ids, lengths)
+                tokens[k] += ids.size
+            report(documents, num_bytes)
+        if not all(tokens):
+            raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
+    return [Written(prefix, documents, n) for prefix, n in zip(prefixes, tokens, strict=True)]
+
+
+def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:
+    chunk, size = [], 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.content)
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encoded(chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: int) -> Iterator[_Encoded]:
+    """Results in order, with only a few chunks in flight, so that the input may be larger than memory."""
+    waiting: deque[Future[_Encoded]] = deque()
+    # Ctrl-C reaches the whole process group; this process alone answers it.
+    with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_encode, chunk, encoding))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(data: DataConfig) -> Tokenizer:
+    return build_tokenizer(data)
+
+
+def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
+    tokenizer = _tokenizer(encoding.data)
+    dtype = token_dtype(tokenizer.vocab_size)
+    documents: list[list[NDArray[Any]]] = [[] for _ in encoding.keys]
+    problems: list[str] = []
+    for raw in chunk:
+        try:
+            for k, text in enumerate(parse(raw, encoding.keys)):
+                documents[k].append(_ids(tokenizer, text, encoding.append_eod, dtype, raw))
+        except DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        raise DataError(problems[:_MAX_PROBLEMS] + more)
+    per_key = [(np.concatenate(d), np.array([len(x) for x in d])) for d in documents]
+    return _Encoded(len(chunk), sum(len(raw.content) for raw in chunk), per_key)
+
+
+def _ids(tokenizer: Tokenizer, text: str, append_eod: bool, dtype: Any, raw: RawDocument) -> NDArray[Any]:
+    try:
+        ids = tokenizer.encode(text)
+    except ValueError as error:
+        raise DataError(f"{raw.where}: {error}") from error
+    if append_eod and ids:
+        ids.append(tokenizer.eod)
+    return np.array(ids, dtype)
