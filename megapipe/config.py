@@ -65,7 +65,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
-    """Layers of plain torch (local) or of Transformer Engine. auto takes what is installed and says which."""
+    """Layers of plain torch (local, so far also auto); transformer_engine is refused until it is implemented."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which scaled-dot-product kernel torch may use."""
 
@@ -205,7 +205,7 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
     split: str | None = None
-    """Proportions of train, validation and test, such as 969,30,1 (the default with one --data-path)."""
+    """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
     data_cache_path: str | None = None
     """Folder for the sample indices. Default: beside each prefix, in cache/GPTDataset_indices."""
     mock_data: bool = False
@@ -221,7 +221,7 @@ class DataConfig:
     tokenizer_model: str | None = None
     """File of a SentencePiece model."""
     vocab_size: int | None = None
-    """Vocabulary of the NullTokenizer, without its end-of-document token."""
+    """Ids of the NullTokenizer; the last one ends a document."""
     eval_iters: int = 100
     """Batches per evaluation."""
     eval_interval: int | None = None
