@@ -7,6 +7,7 @@ on a rank, however many chunks it cuts; a tuple names each stage of the chain an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megapipe.schedule.passes import Kind, Pass, Placement, ScheduleError, Step
 
@@ -20,7 +21,7 @@ class Costs:
     Attributes:
         f, b, w: forward, input gradient, weight gradient. BW costs b + w.
         fb: a forward and a fused backward run as one overlapped pair, per device share; None: the sum of the two.
-            A pair whose backward is split saves the same time.
+            A pair whose backward is split takes w less.
         comm: latency of a message between two ranks. It occupies neither; a message within a rank costs nothing.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
@@ -34,8 +35,61 @@ class Costs:
     mem_b: PerStage = 1.0
     mem_w: PerStage = 1.0
 
+    @classmethod
+    def transformer(
+        cls,
+        hidden: int,
+        seq: int,
+        heads: int,
+        *,
+        layers: float | tuple[int, ...] = 1,
+        micro_batch_size: int = 1,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        attention: Literal["plain", "flash"] = "plain",
+        recompute: Literal["none", "selective", "full"] = "none",
+        vocab: int = 0,
+    ) -> Costs:
+        """FLOPs and bytes per device of GPT layers in 16 bit.
+
+        Time and M_W: Qi et al. 2023, table 1. Activations under tensor and sequence parallelism, selective (attention
+        scores only) and full recompute, output layer: Korthikanti et al. 2022, sec. 4 and 5. FlashAttention keeps no
+        scores and makes its backward 2.5 times its forward (Dao 2023, sec. 4.1).
+
+        Args:
+            layers: of a device share, or of each stage of the chain.
+            tensor: ranks that share each layer, t.
+            vocab: adds the output layer to the last stage and the embedding's dropout mask to the first.
+        """
+        if vocab and not isinstance(layers, tuple):
+            raise ScheduleError("Costs.transformer(vocab=...) needs layers as a tuple, the layers of each stage.")
+        h, s, t, sbh = hidden, seq, tensor, seq * micro_batch_size * hidden
+        shared = t if sequence_parallel else 1  # what tensor parallelism alone repeats on every rank
+        scores = 0.0 if attention == "flash" or recompute != "none" else 5 * heads * s * sbh / h / t
+        f, w = sbh * (24 * h + 4 * s) / t, sbh * 24 * h / t
+        again = {"none": 0.0, "selective": sbh * 4 * s / t, "full": f}[recompute]
+        b = sbh * (24 * h + (10 if attention == "flash" else 8) * s) / t + again
+        mem_b = 2 * sbh / shared if recompute == "full" else sbh * (10 / shared + 24 / t) + scores
+        mem_w = sbh * (8 / shared + 24 / t)
+        if not isinstance(layers, tuple):
+            return cls(f * layers, b * layers, w * layers, mem_b=mem_b * layers, mem_w=mem_w * layers)
+        last = len(layers) - 1
+        head, logits = 2 * sbh * vocab / t, 4 * sbh / h * vocab / t
+
+        def stages(layer: float, first: float, output: float) -> tuple[float, ...]:
+            ends = [first * (i == 0) + output * (i == last) if vocab else 0.0 for i in range(last + 1)]
+            return tuple(layer * n + end for n, end in zip(layers, ends, strict=True))
+
+        return cls(
+            stages(f, 0, head),
+            stages(b, 0, head),
+            stages(w, 0, head),
+            mem_b=stages(mem_b, sbh / shared, 4 * sbh / shared + logits),
+            mem_w=stages(mem_w, 0, 2 * sbh / shared + logits),
+        )
+
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
-        """Seconds (or whatever the unit is) of each kind of pass, by stage."""
+        """Duration of each kind of pass, by stage."""
         f, b, w = (self._by_stage(name, placement) for name in ("f", "b", "w"))
         return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: [x + y for x, y in zip(b, w, strict=True)]}
 
@@ -48,17 +102,12 @@ class Costs:
         return self.durations(placement)[item.kind][item.stage]
 
     def of_step(self, step: Step, placement: Placement) -> float:
-        """Duration of a step, an overlapped pair included."""
+        """Duration of a step: of one pass, or of an overlapped pair."""
         table = self.durations(placement)
-        return sum(table[x.kind][x.stage] for x in step) - (self.saved(step, placement) if len(step) > 1 else 0.0)
-
-    def saved(self, pair: Step, placement: Placement) -> float:
-        """What an overlapped pair saves against its forward and its fused backward in turn."""
-        if self.fb is None:
-            return 0.0
-        table = self.durations(placement)
-        apart = sum(table[Kind.F if x.kind is Kind.F else Kind.BW][x.stage] for x in pair)
-        return apart - self.fb * placement.num_ranks / placement.chain
+        if len(step) == 1 or self.fb is None:
+            return sum(table[x.kind][x.stage] for x in step)
+        split = sum(table[Kind.W][x.stage] for x in step if x.kind is Kind.B)
+        return self.fb * placement.num_ranks / placement.chain - split
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
         value: PerStage = getattr(self, name)

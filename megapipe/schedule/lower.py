@@ -7,14 +7,12 @@ receive.
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule, Step
-from megapipe.schedule.simulate import run_clock
+from megapipe.schedule.passes import Exchange, Kind, Message, Program, Schedule, Step
+from megapipe.schedule.simulate import Clock, run_clock
 
-_Key = tuple[int, int, int, int]
-"""Tick, level within the tick, message (0) before step (1), number: a place in the global order."""
+_Entry = tuple[int, int, int, int, Step | Message]
+"""A place in the global order (tick, level within the tick, message 0 before step 1, number), and what stands there."""
 
 
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
@@ -27,34 +25,40 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
-    entries: list[list[tuple[_Key, Step | Message]]] = [[] for _ in schedule.ranks]
-    clock = run_clock(schedule, costs)
-    # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
-    ticks = 1e9 / max((end[-1] for end in clock.end if end), default=1.0) if any(clock.end) else 1.0
+    return lower_timed(schedule, run_clock(schedule, costs))
+
+
+def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
+    """`lower` by a clock that has run already."""
     place, m = schedule.placement, schedule.num_microbatches
+    after, before = ([take(s) for s in range(place.num_stages)] for take in (place.next, place.prev))
+    # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
+    ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
+    entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
     made: dict[tuple[bool, int], tuple[int, int]] = {}
-    behind: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
+    latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
         # Passes may take no time; levels then keep what follows from what apart within a tick.
-        before, depth = behind[rank]
-        level = depth + 1 if before == tick else 0
-        for item in step:
-            arrived = made.get(_input(item, m))
+        level = latest[rank][1] + 1 if latest[rank][0] == tick else 0
+        for kind, stage, microbatch in step:
+            key = stage * m + microbatch
+            arrived = made.get((True, key - m) if kind is Kind.F else (False, key + m))
             if arrived is not None and arrived[0] == tick:
                 level = max(level, arrived[1])
-        behind[rank] = tick, level
-        entries[rank].append(((tick, level, 1, i), step))
+        latest[rank] = tick, level
+        entries[rank].append((tick, level, 1, i, step))
+        at = done, level + 1 if done == tick else 0
         for j, item in enumerate(step):
-            consumer = place.consumer(item)
-            if consumer is None:
+            kind, stage, microbatch = item
+            consumer = after[stage] if kind is Kind.F else before[stage]
+            if kind is Kind.W or consumer is None:
                 continue
-            at = done, level + 1 if done == tick else 0
-            made[item.kind is Kind.F, item.stage * m + item.microbatch] = at
+            made[kind is Kind.F, stage * m + microbatch] = at
             dst = place.rank_of[consumer]
             if dst != rank:
-                entry = (*at, 0, 2 * number + j), Message(item, rank, dst)
+                entry = (*at, 0, 2 * number + j, Message(item, rank, dst))
                 entries[rank].append(entry)
                 entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
@@ -67,18 +71,18 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, kept)
 
 
-def _input(item: Pass, m: int) -> tuple[bool, int]:
-    """What a pass takes from another stage (of the same chain, if there is one), as (is forward, key)."""
-    key = item.stage * m + item.microbatch
-    return (True, key - m) if item.kind is Kind.F else (False, key + m)
-
-
-def _program(entries: list[tuple[_Key, Step | Message]]) -> Program:
-    entries.sort(key=lambda entry: entry[0])
+def _program(entries: list[_Entry]) -> Program:
+    entries.sort()
     program: list[Step | Exchange] = []
-    for is_message, group in groupby((item for _, item in entries), key=lambda item: isinstance(item, Message)):
-        if is_message:
-            program.append(Exchange(tuple(x for x in group if isinstance(x, Message))))
-        else:
-            program.extend(x for x in group if not isinstance(x, Message))
+    together: list[Message] = []
+    for *_, item in entries:
+        if isinstance(item, Message):
+            together.append(item)
+            continue
+        if together:
+            program.append(Exchange(tuple(together)))
+            together = []
+        program.append(item)
+    if together:
+        program.append(Exchange(tuple(together)))
     return tuple(program)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Kind, Pass, Schedule, ScheduleError
+from megapipe.schedule.passes import Kind, Pass, Schedule, ScheduleError, Step
 
 __all__ = ["Clock", "Costs", "Timeline", "run_clock", "simulate"]
 
@@ -92,78 +93,71 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         busy=tuple(sum(e - s for s, e in zip(*both, strict=True)) for both in zip(clock.start, clock.end, strict=True)),
         span=tuple(last - first for first, last in ends),
         makespan=max(last for _, last in ends),
-        curves=_curves(schedule, costs, clock),
+        curves=memory_curves(schedule, costs, clock),
         sent=tuple(sent),
         parameters=tuple(len(place.stages_on(r)) * place.num_ranks / place.chain for r in range(place.num_ranks)),
     )
 
 
 def run_clock(schedule: Schedule, costs: Costs = UNIT) -> Clock:
-    """Start and end of every step. Linear in the number of passes."""
+    """Start and end of every step, in time linear in the number of passes."""
     place, m, rows = schedule.placement, schedule.num_microbatches, schedule.ranks
+    rank_of = place.rank_of
+    first, last = ([ends(s) for s in range(place.num_stages)] for ends in (place.is_first, place.is_last))
+    lag = [costs.comm if a != b else 0.0 for a, b in pairwise(rank_of)]
     duration = costs.durations(place)
-    rank_of, stages = place.rank_of, range(place.num_stages)
-    # A pass's result is known by stage * m + microbatch; its neighbours' results lie m before and m behind.
-    into = [place.consumer(Pass(Kind.F, s, 0)) for s in stages]
-    first, last = [place.is_first(s) for s in stages], [place.is_last(s) for s in stages]
-    lag = [costs.comm if rank_of[a] != rank_of[b] else 0.0 for a, b in pairwise(stages)]
-    from_prev, from_next = [0.0, *lag], [*lag, 0.0]
+    pairs: dict[tuple[Kind | int, ...], float] = {}
+    # When the output of an F and the gradient of a B are there, by stage * m + microbatch: neighbours lie m apart.
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}
+
+    def arrival(kind: Kind, stage: int, microbatch: int) -> float:
+        key = stage * m + microbatch
+        if kind is Kind.F:
+            return 0.0 if first[stage] else forward.get(key - m, inf) + lag[stage - 1]
+        if kind is Kind.W:
+            return backward.get(key, inf)
+        own = forward.get(key, inf)
+        return own if last[stage] else max(own, backward.get(key + m, inf) + lag[stage])
+
+    def length(step: Step) -> float:
+        kind, stage, _ = step[0]
+        if len(step) == 1:
+            return duration[kind][stage]
+        key = (kind, stage, step[1].kind, step[1].stage)
+        if key not in pairs:
+            pairs[key] = costs.of_step(step, place)
+        return pairs[key]
+
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
-    ready, blocked = list(reversed(range(len(rows)))), [False] * len(rows)
+    ready, is_ready = list(reversed(range(len(rows)))), [True] * len(rows)
     while ready:
         rank = ready.pop()
-        blocked[rank] = False
+        is_ready[rank] = False
         steps, starts, ends = rows[rank], clock.start[rank], clock.end[rank]
         now = ends[-1] if ends else 0.0
-        while len(ends) < len(steps):
-            step = steps[len(ends)]
-            length = 0.0
+        for i in range(len(ends), len(steps)):
+            step = steps[i]
+            now = max(now, max([arrival(*item) for item in step]))
+            if now == inf:
+                break
+            clock.order.append((rank, i))
+            starts.append(now)
+            now += length(step)
+            ends.append(now)
             for kind, stage, microbatch in step:
-                key = stage * m + microbatch
-                arrival: float | None = 0.0
-                if kind is Kind.F:
-                    if not first[stage]:
-                        arrival = forward.get(key - m)
-                        lag_in = from_prev[stage]
-                    else:
-                        lag_in = 0.0
-                elif kind is Kind.W:
-                    arrival, lag_in = backward.get(key), 0.0
-                else:
-                    arrival, lag_in = forward.get(key), 0.0
-                    if arrival is not None and not last[stage]:
-                        arrival, lag_in = backward.get(key + m), from_next[stage]
-                if arrival is None:
-                    break
-                now = max(now, arrival + lag_in)
-                length += duration[kind][stage]
-            else:
-                if len(step) > 1:
-                    length -= costs.saved(step, place)
-                clock.order.append((rank, len(ends)))
-                starts.append(now)
-                now += length
-                ends.append(now)
-                for kind, stage, microbatch in step:
-                    if kind is Kind.W:
-                        continue
-                    if kind is Kind.F:
-                        forward[stage * m + microbatch] = now
-                        consumer = into[stage]
-                    else:
-                        backward[stage * m + microbatch] = now
-                        consumer = None if first[stage] else stage - 1
-                    if consumer is not None and blocked[rank_of[consumer]]:
-                        blocked[rank_of[consumer]] = False
-                        ready.append(rank_of[consumer])
-                continue
-            blocked[rank] = True
-            break
-    waiting = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
-    if waiting:
-        raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, waiting)))
+                if kind is Kind.W:
+                    continue
+                is_forward = kind is Kind.F
+                (forward if is_forward else backward)[stage * m + microbatch] = now
+                if not (last if is_forward else first)[stage]:
+                    waiting = rank_of[stage + 1 if is_forward else stage - 1]
+                    if not is_ready[waiting] and waiting != rank:
+                        is_ready[waiting] = True
+                        ready.append(waiting)
+    stuck = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
+    if stuck:
+        raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, stuck)))
     return clock
 
 
@@ -193,7 +187,8 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
     return lines
 
 
-def _curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple[tuple[float, float], ...], ...]:
+def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """For each rank (time, activation held from then on), in order of time."""
     hold, keep = costs.memory(schedule.placement)
     curves = []
     for rank, steps in enumerate(schedule.ranks):

@@ -6,13 +6,14 @@ waits for whom, then memory, and last the programs themselves, played through wi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.lower import lower
+from megapipe.schedule.lower import lower_timed
 from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule, ScheduleError
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Clock, memory_curves, run_clock
 
 
 def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UNIT) -> None:
@@ -25,13 +26,10 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
     """
     problems = list(_table_problems(schedule))
     if not problems:
-        peaks = simulate(schedule, costs).peak
-        problems += [
-            f"rank {rank} holds up to {peak:g}, over the memory limit of {memory:g}"
-            for rank, peak in enumerate(peaks)
-            if memory is not None and peak > memory + 1e-9
-        ]
-        verify_programs(schedule, lower(schedule, costs))
+        clock = run_clock(schedule, costs)
+        if memory is not None:
+            problems += _memory_problems(schedule, memory, costs, clock)
+        verify_programs(schedule, lower_timed(schedule, clock))
     if problems:
         raise ScheduleError(f"{schedule.name} is not valid:" + "".join(f"\n  {problem}" for problem in problems))
 
@@ -101,6 +99,18 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> 
             for before, after in pairwise(there):
                 if seen[after][1] <= seen[before][1]:
                     yield f"rank {rank}, step {seen[after][1]}, {after}: runs before {before} at step {seen[before][1]}"
+
+
+def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:
+    """The first pass of each rank that takes it over the limit."""
+    for rank, curve in enumerate(memory_curves(schedule, costs, clock)):
+        limit = memory * (1 + 1e-9)
+        peak = max(held for _, held in curve)
+        if peak > limit:
+            time = next(time for time, held in curve if held > limit)
+            i = bisect_right(clock.start[rank], time) - 1
+            item = _text(schedule.ranks[rank][i])
+            yield f"rank {rank}, step {i}, {item}: over the memory limit of {memory:g}; the rank holds up to {peak:g}"
 
 
 def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
