@@ -1,0 +1,218 @@
+"""Pipeline schedules on the command line: list them, draw or save one, compare all, make the pictures of the docs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, verify  # noqa: E402
+from megapipe.schedule.compare import Row, advise, candidates, compare, measure, to_table  # noqa: E402
+from megapipe.schedule.draw import short, to_svg  # noqa: E402
+from megapipe.schedule.perfetto import to_perfetto  # noqa: E402
+from megapipe.schedule.terminal import to_terminal  # noqa: E402
+from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
+
+PICTURES = dict.fromkeys(SCHEDULES, (4, 8)) | {"naive": (4, 3)}
+"""Ranks and microbatches of each picture in docs/schedules."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line; --help has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class Progress:
+    """A bar on stderr, once the work has lasted a second."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.started, self.width = total, time.monotonic(), 0
+
+    def show(self, done: int, doing: str) -> None:
+        if done == self.total:
+            text = ""
+        elif time.monotonic() - self.started < 1 and not self.width:
+            return
+        else:
+            filled = 24 * done // self.total
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{self.total} {doing}"
+        if text or self.width:
+            sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
+            sys.stderr.flush()
+        self.width = len(text)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        return int(args.run(args))
+    except (ScheduleError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"schedules.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> Parser:
+    top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
+    commands = top.add_subparsers(required=True, metavar="list|show|compare|docs")
+    commands.add_parser("list", help="every schedule in one line").set_defaults(run=run_list)
+    show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
+    show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, or a .json or .csv file")
+    both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
+    for one, needed in ((show, False), (both, True)):
+        one.add_argument("--pp", type=_count, required=needed, metavar="P", help="pipeline ranks")
+        one.add_argument("--microbatches", type=_count, required=needed, metavar="M")
+        one.add_argument(
+            "--costs",
+            type=_costs,
+            default=Costs(),
+            metavar="F,B,W[,COMM]",
+            help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message",
+        )
+        one.add_argument(
+            "--memory",
+            type=_positive,
+            metavar="X",
+            help="most activation of a rank; 1F1B peaks at P (default: no limit)",
+        )
+    show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
+    show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
+    show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
+    for kind in ("json", "csv", "svg", "perfetto"):
+        show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
+    show.set_defaults(run=run_show)
+    both.set_defaults(run=run_compare)
+    docs = commands.add_parser("docs", help="write the pictures of docs/schedules.md", allow_abbrev=False)
+    docs.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "schedules")
+    docs.add_argument("--only", choices=sorted(PICTURES), nargs="+", default=sorted(PICTURES))
+    docs.set_defaults(run=run_docs)
+    return top
+
+
+def run_list(args: argparse.Namespace) -> int:
+    print(f"{'name':<15} {'stages':<10} {'split':<6} {'copies':<6} about")
+    for name, entry in SCHEDULES.items():
+        stages = f"{entry.placement} x {entry.chunks or 'v'}"
+        print(f"{name:<15} {stages:<10} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    schedule = _schedule(args)
+    files: list[tuple[Path | None, Callable[[], str]]] = [
+        (args.json, lambda: to_json(schedule)),
+        (args.csv, lambda: to_csv(schedule)),
+        (args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
+        (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
+    ]
+    for path, text in files:
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+    if not any(path for path, _ in files):
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
+    print("\n".join(_facts(schedule, args.costs, args.memory)))
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    waiting = candidates()
+    progress = Progress(len(waiting))
+    rows = []
+    for row in compare(args.pp, args.microbatches, args.costs, args.memory):
+        rows.append(row)
+        progress.show(len(rows), waiting[len(rows)].label if len(rows) < len(waiting) else "")
+    print(to_table(rows))
+    print()
+    print("\n".join(advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs)))
+    return 0
+
+
+def run_docs(args: argparse.Namespace) -> int:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        path = args.folder / f"{name}.svg"
+        path.write_text(to_svg(build(name, *PICTURES[name])), encoding="utf-8")
+        print(path)
+    return 0
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule that the arguments name: a file, or an entry of the catalogue."""
+    name = args.name.lower()
+    options = {key: getattr(args, key) for key in ("placement", "objective") if getattr(args, key) is not None}
+    if name.endswith((".json", ".csv")):
+        given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
+        if given:
+            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
+        schedule = load(args.name)
+        verify(schedule, memory=args.memory, costs=args.costs)
+        return schedule
+    if options and name != "zb-auto":
+        raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
+    missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
+    if missing and name in SCHEDULES:
+        raise ScheduleError(f"show {name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
+    size = (args.pp or 1, args.microbatches or 1)
+    try:
+        return build(name, *size, chunks=args.chunks, costs=args.costs, memory=args.memory, **options)
+    except ScheduleError as error:
+        hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
+        raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None
+
+
+def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
+    timeline, row = simulate(schedule, costs), measure(schedule, costs)
+    limit = "" if memory is None else f" of {short(memory)}"
+    return [
+        f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
+        f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
+        f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
+        f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
+        f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
+        f"parameters: {short(row.parameters)} device share(s) per rank",
+    ]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
+    return value
+
+
+def _costs(text: str) -> Costs:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (3, 4) or not all(0 <= x < math.inf for x in numbers) or not sum(numbers[:3]):
+        raise argparse.ArgumentTypeError(f"F,B,W or F,B,W,COMM is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}")
+    f, b, w, *comm = numbers
+    return Costs(f, b, w, comm=sum(comm))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
