@@ -92,7 +92,7 @@ def _decays(name: str, param: nn.Parameter) -> bool:
 
 
 def _add_to_main_grad(param: Tensor) -> None:
-    # Layers that add their weight gradient themselves return none to autograd, and then this hook does not run.
-    assert param.grad is not None
+    if param.grad is None:  # the layer added its gradient itself and returned none
+        return
     param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
     param.grad = None
