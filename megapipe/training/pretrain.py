@@ -30,7 +30,7 @@ from megapipe.pipeline_parallel.partition import partition
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.schedule import build, simulate
 from megapipe.tensor_parallel.rng import initialize
-from megapipe.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.training.checkpoint import check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.flops import flops_per_token
 from megapipe.training.log import (
     IterationReport,
@@ -160,13 +160,12 @@ class Run:
         last_saved = progress.iteration
         while progress.iteration < config.train_iters:
             self.profiler.before(progress.iteration)
-            lr = learning_rate(self.lr, progress.consumed_train_samples + config.global_batch_size)
-            result = self._step(lr)
+            result = self._step(learning_rate(self.lr, progress.consumed_train_samples))
             progress.iteration += 1
             progress.consumed_train_samples += config.global_batch_size
             self.profiler.after(progress.iteration)
             window.add(result)
-            self._tell(window, result, lr)
+            self._tell(window, result)
             self._stop_if_not_finite(result)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
@@ -223,10 +222,11 @@ class Run:
             count_zeros=self.config.log.log_num_zeros_in_grad,
         )
 
-    def _tell(self, window: Window, result: StepResult, lr: float) -> None:
+    def _tell(self, window: Window, result: StepResult) -> None:
         """The log line every --log-interval iterations and after the first, TensorBoard at its own interval."""
         config, log, n = self.config, self.config.log, self.progress.iteration
         samples = self.progress.consumed_train_samples
+        lr = learning_rate(self.lr, samples)  # as Megatron prints it: already that of the next iteration
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
         in_line = n % log.log_interval == 0 or window.first
         if not (on_board or in_line):
@@ -297,21 +297,23 @@ class Run:
         self.board.scalars(scalars, progress.iteration, progress.consumed_train_samples)
 
     def _resume(self) -> Progress:
-        path = find_checkpoint(self.config.checkpoint)
-        if path is None:
-            return Progress()
-        loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
-        self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
-        return Progress(loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
+        path = find_checkpoint(self.config.checkpoint, self.mesh)
+        progress = Progress()
+        if path is not None:
+            loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
+            self.lr = loaded.schedule or self.lr
+            self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
+            progress = Progress(loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
+        if self.config.checkpoint.save:
+            check_save(self.config.checkpoint.save, progress.iteration, self.mesh)
+        return progress
 
     def _save(self) -> int:
         directory, n = self.config.checkpoint.save, self.progress.iteration
         assert directory is not None
         self.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
-        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
-        save_checkpoint(
-            directory, n, self.modules, optimizer, dataclasses.asdict(self.progress), self.config, self.mesh
-        )
+        state = dataclasses.asdict(self.progress)
+        save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
         self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
         return n
 

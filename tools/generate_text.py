@@ -1,0 +1,113 @@
+"""Continue a text with a trained checkpoint: the quickest way to see what a model has learned.
+
+python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def main("
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megapipe.cli import parse, stop
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.errors import CheckpointError, ConfigError, UserError
+from megapipe.mesh import Axis, ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.checkpoint import find_checkpoint, load_checkpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool. Architecture and tokenizer come from the checkpoint."""
+
+    load: str | None = None
+    """Folder of checkpoints."""
+    ckpt_step: int | None = None
+    """Iteration to load. Default: the newest."""
+    tokenizer_model: str | None = None
+    """SentencePiece model, if it has moved since the training."""
+    prompt: str = ""
+    """Text to continue."""
+    num_tokens: int = 100
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token each time."""
+    top_k: int = 50
+    """Choose among this many likeliest tokens; 0 for all."""
+    seed: int = 1234
+    """Seed of the draw."""
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    if problems := list(_problems(flags)):
+        raise ConfigError(problems)
+    checkpoint = CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step, finetune=True)
+    folder = find_checkpoint(checkpoint)
+    if folder is None:
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint")
+    config = json.loads((folder / "state.json").read_text())["config"]
+    model_config = _read(ModelConfig, config["model"])
+    data = _read(
+        DataConfig, config["data"] | ({"tokenizer_model": flags.tokenizer_model} if flags.tokenizer_model else {})
+    )
+    tokenizer = build_tokenizer(data)
+
+    model = gpt_provider(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
+    initialize(model, 0, Axis())
+    load_checkpoint(folder, [model], None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
+    ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
+    new = generate(model.eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
+    print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
+
+
+@torch.no_grad()
+def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int, window: int) -> Iterator[int]:
+    """Draw one token after another; the padding of the vocabulary is never drawn."""
+    draw = torch.Generator().manual_seed(flags.seed)
+    seen = list(ids)
+    for _ in range(flags.num_tokens):
+        logits = model(torch.tensor([seen[-window:]]))[0, -1, :vocab_size].float()
+        if flags.top_k:
+            lowest = logits.topk(min(flags.top_k, vocab_size)).values[-1]
+            logits = logits.masked_fill(logits < lowest, float("-inf"))
+        if flags.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            probabilities = (logits / flags.temperature).softmax(-1)
+            token = int(torch.multinomial(probabilities, 1, generator=draw))
+        seen.append(token)
+        yield token
+
+
+def _problems(flags: Flags) -> Iterator[str]:
+    if flags.load is None:
+        yield "--load is missing: --load runs/quickstart/checkpoints"
+    if flags.num_tokens < 1:
+        yield f"--num-tokens {flags.num_tokens} must be at least 1"
+    if flags.temperature < 0 or flags.top_k < 0:
+        yield f"--temperature {flags.temperature} and --top-k {flags.top_k} must not be negative"
+
+
+def _read(cls: type[T], values: dict[str, Any]) -> T:
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
