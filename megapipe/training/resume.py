@@ -1,0 +1,66 @@
+"""May this run go on from that checkpoint? Settings are compared by what they mean, and every difference is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.config import Config, ModelConfig
+from megapipe.optim.lr import LRSchedule
+
+# These may differ: they say how the model is computed, trained or begun, not what its weights mean.
+_FREE = {
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",  # the embedding's shape says it
+    "transformer_impl",
+}
+
+
+def settings(config: Config, weight_decay: float, schedule: LRSchedule | None = None) -> dict[str, Any]:
+    """What Megatron-LM calls opt_param_scheduler: the learning-rate curve in samples, and the weight decay."""
+    return {**dataclasses.asdict(schedule or LRSchedule.of(config)), "weight_decay": weight_decay}
+
+
+def resume_problems(
+    model: Mapping[str, Any], scheduler: Mapping[str, Any] | None, config: Config, name: str
+) -> list[str]:
+    """One text for each setting that forbids to go on.
+
+    Args:
+        model, scheduler: as saved: ModelConfig's fields, and `settings`; None to leave the latter out.
+        name: of the checkpoint.
+    """
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    there = _meaning(ModelConfig(**{key: value for key, value in model.items() if key in known}))
+    here = _meaning(config.model)
+    problems = [
+        f"--{key.replace('_', '-')} is {here[key]}, but {name} has {there[key]}"
+        for key in here
+        if there.get(key) != here[key]
+    ]
+    train = config.train
+    if scheduler is None or train.override_opt_param_scheduler or train.use_checkpoint_opt_param_scheduler:
+        return problems
+    mine = settings(config, train.weight_decay)
+    differ = [f"{key} {scheduler.get(key)} / {mine[key]}" for key in mine if scheduler.get(key) != mine[key]]
+    if differ:
+        problems.append(
+            f"{name} was trained with other settings (checkpoint / here, lengths in samples): {', '.join(differ)}. "
+            "Add --override-opt_param-scheduler to go on with those of the command line, or "
+            "--use-checkpoint-opt_param-scheduler with the checkpoint's"
+        )
+    return problems
+
+
+def _meaning(model: ModelConfig) -> dict[str, Any]:
+    """The settings that the weights depend on, defaults filled in."""
+    fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+    if model.hidden_size and model.num_attention_heads:
+        fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
+        del fields["group_query_attention"]
+    return fields
