@@ -1,0 +1,103 @@
+"""Who may import whom: the arrows of the architecture, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megapipe"
+
+# unit -> what it may import besides itself. Not transitive: models import config, and never see a schedule.
+MAY_IMPORT = {
+    "schedule": "",
+    "known_flags": "",
+    "errors": "schedule",
+    "config": "errors schedule",
+    "flag_rules": "known_flags schedule",
+    "cli": "config errors flag_rules",
+    "flag_table": "cli config flag_rules known_flags",
+    "device": "config errors",
+    "mesh": "config errors device",
+    "tensor_parallel": "config errors mesh",
+    "pipeline_parallel.partition": "errors schedule",
+    "pipeline_parallel": "config errors schedule mesh pipeline_parallel.partition tensor_parallel.weight_grad "
+    "tensor_parallel.rng",
+    "models": "config errors mesh tensor_parallel pipeline_parallel.partition",
+    "data": "config errors mesh",
+    "optim": "config errors mesh",
+    "plan": "config errors schedule pipeline_parallel.partition",
+    "validate_numbers": "config",
+    "validate_inputs": "config errors data validate_numbers",
+    "validate": "config errors schedule data optim pipeline_parallel.partition validate_inputs validate_numbers",
+    "training": "config device errors mesh schedule tensor_parallel pipeline_parallel models data optim plan validate",
+}
+
+
+def unit_of(module: str) -> str:
+    """The most particular unit that a module, named without `megapipe.`, belongs to."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT), parts[0])
+
+
+def imports(source: str) -> list[tuple[int, str]]:
+    """(line, module) of each import of ours, also inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            if node.module == "megapipe":
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif (node.module or "").startswith("megapipe."):
+                found.append((node.lineno, str(node.module).removeprefix("megapipe.")))
+        elif isinstance(node, ast.Import):
+            found += [
+                (node.lineno, a.name.removeprefix("megapipe.")) for a in node.names if a.name.startswith("megapipe")
+            ]
+    return found
+
+
+def broken(module: str, source: str) -> list[str]:
+    unit = unit_of(module)
+    allowed = [unit, *MAY_IMPORT[unit].split()]
+    return [
+        f"{module.replace('.', '/')}.py:{line} imports {name}, which {unit} may not"
+        for line, name in imports(source)
+        # A unit of one file of a package, such as tensor_parallel.weight_grad, is allowed alone.
+        if not any(name == a or name.startswith(f"{a}.") for a in allowed)
+    ]
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_arrows_never_turn_back(path):
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    assert unit_of(module) in MAY_IMPORT, f"{module} has no place in MAY_IMPORT"
+    assert not broken(module, path.read_text())
+
+
+def test_the_rule_is_broken_on_the_line_that_breaks_it():
+    source = "import os\n\ndef f():\n    from megapipe.schedule import build\n"
+    assert broken("models.gpt", source) == ["models/gpt.py:4 imports schedule, which models may not"]
+    assert broken("config", "import megapipe.cli") == ["config.py:1 imports cli, which config may not"]
+    assert not broken("training.step", source)
+
+
+@pytest.mark.parametrize("module", ["megapipe.schedule", "megapipe.config", "megapipe.cli"])
+def test_what_needs_no_torch_works_without_it(module):
+    code = f"import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_only_one_module_touches_cuda():
+    def touches(path):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+        return any(ast.unparse(node).startswith("torch.cuda") for node in calls)
+
+    assert [path.name for path in modules() if touches(path)] == ["device.py"]
