@@ -207,7 +207,7 @@ class DataConfig:
     split: str | None = None
     """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
     data_cache_path: str | None = None
-    """Folder for the sample indices. Default: beside each prefix, in cache/GPTDataset_indices."""
+    """Folder that keeps the sample indices for the next start. Default: they are computed anew."""
     mock_data: bool = False
     """Synthetic tokens, no files; with --tokenizer-type NullTokenizer --vocab-size N."""
     num_workers: int = 2

@@ -25,6 +25,7 @@ _SWITCH: tuple[str, ...] = ()
 _ANY = ("*",)
 _UNFUSED = "names a fused kernel that we do not have"
 _FLOAT32 = "always float32"
+_STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FP16 = "speaks of the loss scale of --fp16, which is refused"
 
 ACCEPTED: dict[str, Accepted] = {
@@ -34,13 +35,14 @@ ACCEPTED: dict[str, Accepted] = {
     "--accumulate-allreduce-grads-in-fp32": Accepted(_SWITCH, "gradients are added and reduced in float32"),
     "--attention-softmax-in-fp32": Accepted(_SWITCH, "torch's attention kernels compute the softmax in float32"),
     "--no-masked-softmax-fusion": Accepted(_SWITCH, _UNFUSED),
-    "--no-bias-gelu-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-bias-swiglu-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-bias-dropout-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-rope-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-persist-layer-norm": Accepted(_SWITCH, _UNFUSED),
     "--no-gradient-accumulation-fusion": Accepted(_SWITCH, _UNFUSED),
     "--disable-jit-fuser": Accepted(_SWITCH, "nothing is compiled"),
+    "--no-save-rng": Accepted(_SWITCH, _STREAMS),
+    "--no-load-rng": Accepted(_SWITCH, _STREAMS),
     "--no-create-attention-mask-in-dataloader": Accepted(_SWITCH, "the loader makes no mask; attention is causal"),
     "--no-one-logger": Accepted(_SWITCH, "there is no such logger"),
     "--disable-msc": Accepted(_SWITCH, "files are read from the file system"),
@@ -101,6 +103,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "tokenizers are SentencePiece and Null"),
     ("deterministic-mode", "on a CPU runs repeat bit for bit; on a GPU attention's backward pass does not"),
     ("wandb-* one-logger-* otel-*", "use --tensorboard-dir"),
+    ("no-bias-gelu-fusion", "without fusion Megatron-LM takes the erf form of GELU; megapipe has the tanh form"),
     ("squared-relu quick-geglu openai-gelu", "the MLP has GELU, or --swiglu"),
     (
         "use-rope-scaling rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",

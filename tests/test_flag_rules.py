@@ -1,11 +1,14 @@
 """Every flag of Megatron-LM acts, is accepted because it is always so, or is refused in a line that helps."""
 
+import re
+
 import pytest
 
 from megapipe.cli import flags_of, parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flag_rules import _REASONS, ACCEPTED, KNOWN, reason
+from megapipe.flag_table import PAGE, table, with_table
 from megapipe.known_flags import MEGATRON_FLAGS
 
 
@@ -63,3 +66,14 @@ def test_a_field_is_not_also_accepted_or_reasoned_about():
 def test_every_reason_fits_some_flag_that_is_refused():
     refused = MEGATRON_FLAGS - set(flags_of(Config)) - set(ACCEPTED)
     assert {why for _, why in _REASONS} == {reason(name) for name in refused} - {""}
+
+
+def test_the_table_in_the_docs_is_up_to_date():
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run: python -m megapipe.flag_table"
+
+
+def test_the_table_names_every_flag_of_megatron_once():
+    cells = re.findall(r"`(--[^`]+)`", table())
+    assert {*cells} | {"--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"} >= MEGATRON_FLAGS
+    assert len(cells) == len({*cells})
