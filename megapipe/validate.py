@@ -158,12 +158,15 @@ def _layout(config: Config) -> Problems:
 
 def _stages(config: Config, microbatches: int | None) -> Problems:
     name, pp = config.parallel.pipeline_schedule, config.parallel.pipeline_model_parallel_size
-    usual = 4 * pp  # any schedule takes as many, so that layers are checked whatever the batch is
+    if microbatches is None and name.lower().endswith((".json", ".csv")):
+        return  # a file is made for one number of microbatches
+    usual = 4 * pp  # every schedule of the catalogue takes as many, so that layers are checked whatever the batch is
     refused = ask(lambda: build(name, pp, microbatches or usual))
     for text in refused:
         yield f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
-    if config.model.num_layers:
-        found = ask(lambda: partition(config.model.layers, build(name, pp, usual).placement))
+    if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
+        count = usual if refused else microbatches or usual
+        found = ask(lambda: partition(config.model.layers, build(name, pp, count).placement))
         yield from (text for text in found if text not in refused)
 
 

@@ -7,6 +7,7 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
+from megapipe.schedule import build, to_json
 from megapipe.validate import validate, validate_vocab
 from megapipe.validate_numbers import RANGES, REQUIRED
 
@@ -191,6 +192,16 @@ def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():
     text = problem("--pipeline-schedule dualpipe --pipeline-model-parallel-size 4 --global-batch-size 12", 4)
     assert text.startswith("--pipeline-schedule dualpipe: dualpipe on 4 ranks needs an even number of at least 8")
     assert "6 microbatches = --global-batch-size 12 / (--micro-batch-size 2 x 1 data-parallel ranks)" in text
+
+
+def test_a_schedule_from_a_file_is_checked_as_it_is(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(to_json(build("1f1b", 2, 3)))
+    flags = f"--pipeline-schedule {file} --pipeline-model-parallel-size 2 --global-batch-size"
+    validate(config(f"{flags} 6", 2), has_cuda=False)
+    assert problem(f"{flags} 6 --num-layers 7", 2).startswith("--num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
+    assert "is made for 2 ranks and 3 microbatches, not 2 and 4." in problem(f"{flags} 8", 2)
+    assert "no/such.csv" in problem("--pipeline-schedule no/such.csv")
 
 
 def test_layers_and_batch_are_named_together():
