@@ -1,0 +1,114 @@
+"""Bubble and memory are what the papers say, exactly."""
+
+import pytest
+
+from megapipe.schedule import Costs, Timeline, build, simulate
+
+UNIT = Costs()
+SIZES = [(2, 4), (4, 8), (4, 12), (6, 12), (8, 16), (8, 24)]
+UNEQUAL = [(1.0, 1.0, 1.0), (10.0, 14.0, 7.0), (10.0, 11.0, 8.0), (3.0, 4.0, 2.0)]
+
+
+def play(name: str, p: int, m: int, costs: Costs = UNIT, **options: int) -> Timeline:
+    return simulate(build(name, p, m, **options), costs)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (4, 2), *SIZES])
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+def test_naive_computes_one_pth_of_the_time(p: int, m: int, f: float, b: float, w: float) -> None:
+    time = play("naive", p, m, Costs(f, b, w))
+    assert time.makespan == p * m * (f + b + w)
+    assert time.idle == (time.makespan * (p - 1) / p,) * p
+    assert time.peak == (1.0,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (4, 2), *SIZES])
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+def test_gpipe_waits_p_minus_1_of_m_plus_p_minus_1(p: int, m: int, f: float, b: float, w: float) -> None:
+    time = play("gpipe", p, m, Costs(f, b, w))
+    assert time.bubble / time.makespan == pytest.approx((p - 1) / (m + p - 1), rel=1e-12)
+    assert time.peak == (m,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+def test_1f1b_bubble_and_memory(p: int, m: int, f: float, b: float, w: float) -> None:
+    time = play("1f1b", p, m, Costs(f, b, w))
+    assert time.bubble == (p - 1) * (f + b + w)
+    assert time.peak == tuple(p - r for r in range(p))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_chunks_divide_the_bubble(p: int, m: int, f: float, b: float, w: float, v: int) -> None:
+    fused = play("interleaved", p, m, Costs(f, b, w), chunks=v)
+    split = play("interleaved-zb", p, m, Costs(f, b, w), chunks=v)
+    assert fused.bubble == pytest.approx((p - 1) * (f + b + w) / v, rel=1e-9)
+    assert split.bubble == pytest.approx((p - 1) * (f + b - w) / v, rel=1e-9)
+    assert max(fused.peak) == (2 * (p - 1) + (v - 1) * p + 1) / v
+    assert split.peak == (p,) * p
+    ideal = m * (f + b + w)
+    assert fused.bubble / ideal == pytest.approx((p - 1) / (v * m), rel=1e-9)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+def test_zb_h1_fills_a_part_of_1f1bs_bubble_at_its_memory(p: int, m: int, f: float, b: float, w: float) -> None:
+    time = play("zb-h1", p, m, Costs(f, b, w))
+    assert time.bubble == (p - 1) * (f + b - w)
+    assert time.peak == (p,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+def test_zb_h2_fills_more_at_twice_the_memory(p: int, m: int, f: float, b: float, w: float) -> None:
+    time = play("zb-h2", p, m, Costs(f, b, w))
+    assert time.bubble == (p - 1) * (f + b - 2 * w)
+    assert time.peak == (2 * p - 1,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+def test_zb_v_has_no_bubble_in_1f1bs_memory(p: int, m: int) -> None:
+    time = play("zb-v", p, m)
+    assert time.bubble == 0
+    assert time.peak == (p,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("w", "fb"), [(1.0, None), (0.5, None), (1.0, 2.5), (1.0, 2.0)])
+def test_dualpipe_at_f_equal_to_b(p: int, m: int, w: float, fb: float | None) -> None:
+    """The paper's B is the whole backward, F&B the pair: bubble (p/2-1)(F&B+B-3W)."""
+    time = play("dualpipe", p, m, Costs(1.0, 1.0, w, fb))
+    assert max(time.idle) == pytest.approx((p / 2 - 1) * ((fb or 2 + w) + (1 + w) - 3 * w), rel=1e-12)
+    assert time.peak == (p + 1,) * p
+    assert time.parameters == (2.0,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("w", "fb"), [(1.0, None), (0.5, None), (1.0, 2.5), (1.0, 2.0)])
+def test_dualpipe_cut_in_half_needs_one_copy_and_twice_the_messages(p: int, m: int, w: float, fb: float | None) -> None:
+    time = play("dualpipe-v", p, m, Costs(1.0, 1.0, w, fb))
+    assert max(time.idle) == pytest.approx((p - 1) / 2 * ((fb or 2 + w) + (1 + w) - 3 * w), rel=1e-12)
+    assert time.peak == (p + 0.5,) * p
+    assert time.parameters == (1.0,) * p
+    # The turn of the V is within a rank: 2p-2 links for m microbatches against p-1 for each half of them.
+    assert sum(time.sent) == 2 * sum(play("dualpipe", p, m).sent)
+
+
+@pytest.mark.parametrize("p", range(1, 18))
+def test_v_half_and_v_min_hold_half_and_a_third(p: int) -> None:
+    for m in (2 * p, 3 * p + 1):
+        assert max(play("v-half", p, m).peak) == (p + 2) // 2
+        assert max(play("v-min", p, m).peak) == (p + 4) // 3
+
+
+@pytest.mark.parametrize("p", [4, 6, 8, 12])
+def test_v_half_halves_1f1bs_bubble(p: int) -> None:
+    assert play("v-half", p, 3 * p).bubble < play("1f1b", p, 3 * p).bubble / 2
+    assert play("v-min", p, 3 * p).bubble < play("1f1b", p, 3 * p).bubble * 2 / 3
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "interleaved"])
+def test_every_rank_does_the_same_work_in_every_schedule(name: str) -> None:
+    assert play(name, 4, 8, Costs(10, 14, 7)).busy == (8 * 31.0,) * 4

@@ -1,0 +1,199 @@
+"""Every mistake in a table is refused in a sentence that names it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megapipe.schedule import (
+    SCHEDULES,
+    Exchange,
+    Kind,
+    Message,
+    Pass,
+    Placement,
+    Program,
+    Schedule,
+    ScheduleError,
+    Step,
+    build,
+    forward_only,
+    lower,
+    verify,
+    verify_programs,
+)
+
+Rows = list[list[Step]]
+
+
+def edited(name: str, edit: Callable[[Rows], object], p: int = 2, m: int = 4) -> Schedule:
+    """A valid schedule with one mistake made by `edit`."""
+    schedule = build(name, p, m)
+    rows = [list(row) for row in schedule.ranks]
+    edit(rows)
+    return replace(schedule, name="mine", ranks=tuple(tuple(row) for row in rows))
+
+
+def at(rows: Rows, text: str) -> tuple[int, int]:
+    return next((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if text in map(str, step))
+
+
+def remove(rows: Rows, text: str) -> Step:
+    rank, i = at(rows, text)
+    return rows[rank].pop(i)
+
+
+def swap(rows: Rows, one: str, two: str) -> None:
+    (r, i), (q, j) = at(rows, one), at(rows, two)
+    rows[r][i], rows[q][j] = rows[q][j], rows[r][i]
+
+
+def sentence(schedule: Schedule, memory: float | None = None) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule, memory=memory)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "zb-auto"])
+def test_every_schedule_is_valid(name: str) -> None:
+    verify(build(name, 4, 8))
+
+
+def test_a_missing_pass() -> None:
+    assert "rank 1: 1F2 is missing" in sentence(edited("zb-h1", lambda rows: remove(rows, "1F2")))
+    assert "rank 0: 0W3 is missing" in sentence(edited("zb-h1", lambda rows: remove(rows, "0W3")))
+    assert "rank 0: 0BW3 is missing (or 0B3 and 0W3)" in sentence(edited("1f1b", lambda rows: remove(rows, "0BW3")))
+
+
+def test_a_doubled_pass() -> None:
+    text = sentence(edited("zb-h1", lambda rows: rows[0].append(rows[0][0])))
+    assert "rank 0, step 12, 0F0: runs twice, first at step 0" in text
+
+
+def test_a_backward_done_whole_and_in_parts() -> None:
+    text = sentence(edited("zb-h1", lambda rows: rows[1].append((Pass(Kind.BW, 1, 0),))))
+    assert "rank 1, step 1, 1B0: 1BW0 at step 12 does it too" in text
+
+
+def test_b_before_f() -> None:
+    assert "rank 1, step 0, 1B0: runs before 1F0 at step 1" in sentence(
+        edited("zb-h1", lambda rows: swap(rows, "1F0", "1B0"))
+    )
+
+
+def test_w_before_b() -> None:
+    text = sentence(edited("zb-h1", lambda rows: swap(rows, "0W0", "0B0")))
+    assert "0W0: runs before 0B0" in text
+
+
+def test_a_pass_on_the_wrong_rank() -> None:
+    text = sentence(edited("zb-h1", lambda rows: rows[0].append(remove(rows, "1W3"))))
+    assert "rank 0, step 12, 1W3: stage 1 is on rank 1" in text
+    assert "rank 1: 1W3 is missing" in text
+
+
+def test_a_stage_or_microbatch_that_does_not_exist() -> None:
+    text = sentence(edited("1f1b", lambda rows: rows[0].extend([(Pass(Kind.F, 7, 0),), (Pass(Kind.F, 0, 9),)])))
+    assert "rank 0, step 8, 7F0: there is no stage 7, only 0 to 1" in text
+    assert "rank 0, step 9, 0F9: there is no microbatch 9, only 0 to 3" in text
+
+
+def test_a_microbatch_on_both_copies_of_the_model() -> None:
+    text = sentence(edited("dualpipe", lambda rows: rows[0].append((Pass(Kind.F, 3, 0),))))
+    assert "3F0: microbatch 0 runs through chain 0, this stage is in another" in text
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    def turn(rows: Rows) -> None:
+        swap(rows, "1F0", "1F1")
+        swap(rows, "1BW0", "1BW1")
+        remove(rows, "0F1")
+        rows[0].insert(2, (Pass(Kind.F, 0, 1),))
+
+    assert sentence(edited("1f1b", turn, 2, 2)) == (
+        "mine cannot proceed:\n  rank 0 waits at step 1, 0BW0, for 1BW0\n  rank 1 waits at step 0, 1F1, for 0F1"
+    )
+
+
+def test_a_memory_limit_exceeded() -> None:
+    schedule = build("1f1b", 4, 8)
+    verify(schedule, memory=4)
+    assert sentence(schedule, memory=3) == (
+        "1f1b is not valid:\n  rank 0, step 3, 0F3: over the memory limit of 3; the rank holds up to 4"
+    )
+
+
+def test_a_rank_too_few() -> None:
+    assert "the table has 1 ranks, its placement 2" in sentence(edited("1f1b", lambda rows: rows.pop()))
+
+
+def test_a_step_that_is_no_pair() -> None:
+    pair = (Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1))
+    text = sentence(edited("gpipe", lambda rows: rows[0].__setitem__(slice(0, 2), [pair])))
+    assert "rank 0, step 0, 0F0 0F1: a step is one pass, or a forward and a backward" in text
+
+
+def test_more_microbatches_than_passes_is_one_problem() -> None:
+    schedule = replace(build("1f1b", 2, 2), num_microbatches=10**9)
+    assert "there are 1000000000 microbatches, but only 8 passes" in sentence(schedule)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    def ruin(rows: Rows) -> None:
+        remove(rows, "0F0")
+        remove(rows, "1B2")
+        rows[1].append(rows[1][0])
+
+    assert len(sentence(edited("zb-h1", ruin)).splitlines()) == 1 + 3
+
+
+def exchanges(programs: tuple[Program, ...], rank: int) -> list[int]:
+    return [i for i, item in enumerate(programs[rank]) if isinstance(item, Exchange)]
+
+
+def programs_error(schedule: Schedule, programs: list[Program]) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        verify_programs(schedule, programs)
+    return str(caught.value)
+
+
+def test_a_program_that_sends_in_another_order_than_its_peer_receives() -> None:
+    schedule = build("gpipe", 2, 2)
+    first, second = lower(schedule)
+    i, j = exchanges((first, second), 1)[:2]
+    turned = list(second)
+    turned[i], turned[j] = turned[j], turned[i]
+    text = programs_error(schedule, [first, tuple(turned)])
+    assert "message 0 from rank 0 to rank 1 is 0F0, received is 0F1" in text
+    assert "rank 0 waits at item 1, 0F0:0->1" in text
+
+
+def test_a_program_without_a_receive() -> None:
+    schedule = build("gpipe", 2, 1)
+    first, second = lower(schedule)
+    text = programs_error(schedule, [first, tuple(item for item in second if item != Exchange((MESSAGE,)))])
+    assert "rank 0 sends 1 messages to rank 1, which receives 0" in text
+    assert "rank 1, item 0, 1F0: its input has not arrived" in text
+
+
+MESSAGE = Message(Pass(Kind.F, 0, 0), 0, 1)
+
+
+def test_forwards_alone_can_run() -> None:
+    for name in ("1f1b", "zb-v", "dualpipe", "v-half", "interleaved"):
+        schedule = forward_only(build(name, 4, 8))
+        kinds = {item.kind for row in schedule.ranks for step in row for item in step}
+        assert kinds == {Kind.F}
+        verify_programs(schedule, lower(schedule))
+
+
+def test_a_users_own_ten_lines() -> None:
+    """Two ranks, one stage each, written by hand."""
+    f, bw = Kind.F, Kind.BW
+    order = [
+        [Pass(f, 0, 0), Pass(f, 0, 1), Pass(bw, 0, 0), Pass(bw, 0, 1)],
+        [Pass(f, 1, 0), Pass(bw, 1, 0), Pass(f, 1, 1), Pass(bw, 1, 1)],
+    ]
+    mine = Schedule("mine", Placement((0, 1), 2), 2, tuple(tuple((x,) for x in row) for row in order))
+    verify(mine)
+    assert mine.ranks == build("1f1b", 2, 2).ranks
