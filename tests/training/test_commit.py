@@ -1,0 +1,270 @@
+"""A checkpoint is complete or not there, wherever a save is killed; any damage is found before anything is read."""
+
+import builtins
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from megapipe.config import Config, TrainConfig
+from megapipe.errors import CheckpointError
+from megapipe.mesh import ProcessMesh
+from megapipe.optim.optimizer import Optimizer
+from megapipe.training import commit
+from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
+
+CONFIG = Config(train=TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-3))
+
+
+class Toy:
+    """One matrix and its optimizer, all filled with the number of the iteration."""
+
+    def __init__(self, iteration):
+        self.stage = nn.Linear(3, 2)
+        self.optimizer = Optimizer([self.stage], CONFIG.train, ProcessMesh.single())
+        self.optimizer.steps = iteration
+        for flat in (self.optimizer.buffers[0].main, *self.optimizer.exp_avg, *self.optimizer.exp_avg_sq):
+            flat.fill_(iteration)
+
+    def save(self, root):
+        state = {"consumed_train_samples": self.optimizer.steps, "consumed_valid_samples": 0}
+        args = ([self.stage], self.optimizer, state, CONFIG, ProcessMesh.single())
+        return save_checkpoint(root, self.optimizer.steps, *args)
+
+    def load(self, folder):
+        """The iteration, if all that was loaded is of one."""
+        loaded = load_checkpoint(folder, [self.stage], self.optimizer, CONFIG, ProcessMesh.single())
+        values = {loaded.iteration, loaded.consumed_train_samples, self.optimizer.steps}
+        for kind in ({"": dict(self.stage.named_parameters())} | self.optimizer.state()).values():
+            values |= {value for tensor in kind.values() for value in tensor.flatten().tolist()}
+        assert len(values) == 1, f"a mixture: {values}"
+        return loaded.iteration
+
+
+def load_newest(root):
+    iteration = commit.newest(root)
+    return None if iteration is None else Toy(0).load(commit.folder_of(root, iteration))
+
+
+def refused(folder):
+    with pytest.raises(CheckpointError) as caught:
+        Toy(0).load(folder)
+    return str(caught.value)
+
+
+# Everything that a save does to the disk goes through one of these.
+POINTS = [
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "mkdir"),
+    (os, "open"),
+    (os, "close"),
+    (builtins, "open"),
+    (pathlib.Path, "open"),
+    (hashlib, "file_digest"),
+    (shutil, "rmtree"),
+]
+
+
+def save_and_die(root, iteration, point, log):
+    """Save; before disk operation number `point`, kill this process. Writes the names of all operations to `log`."""
+    names = []
+
+    def watched(name, real):
+        def call(*args, **kwargs):
+            if len(names) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            names.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    toy = Toy(iteration)
+    for owner, name in POINTS:
+        setattr(owner, name, watched(name, getattr(owner, name)))
+    toy.save(root)
+    done = list(names)
+    log.write_text(json.dumps(done))
+
+
+def in_a_fork(work, *args):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(*args)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_everywhere(base, start, outcomes):
+    """Save iteration 2 after `start` (a checkpoint, or nothing), killed before each of its disk operations in turn."""
+    torch.set_num_threads(1)
+    origin = base / "origin"
+    origin.mkdir()
+    if start:
+        Toy(start).save(origin)
+    shutil.copytree(origin, base / "whole")
+    assert in_a_fork(save_and_die, base / "whole", 2, -1, base / "log") == 0
+    names = json.loads((base / "log").read_text())
+    for point in range(len(names)):
+        root = base / str(point)
+        shutil.copytree(origin, root)
+        assert in_a_fork(save_and_die, root, 2, point, base / "log") == -signal.SIGKILL
+        found = load_newest(root)
+        Toy(3 if found == 2 else 2).save(root)  # the next save works, and clears what was left
+        assert load_newest(root) == (3 if found == 2 else 2)
+        assert not [name for name in os.listdir(root) if "tmp" in name]
+        outcomes.put((names[point], found))
+    outcomes.put(None)
+
+
+@pytest.mark.parametrize("start", [1, None])
+def test_a_save_killed_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, start):
+    spawn = multiprocessing.get_context("spawn")  # a process without threads may fork
+    outcomes = spawn.Queue()
+    process = spawn.Process(target=kill_everywhere, args=(tmp_path, start, outcomes))
+    process.start()
+    seen = list(iter(lambda: outcomes.get(timeout=60), None))
+    process.join(60)
+    assert process.exitcode == 0
+    names, found = zip(*seen, strict=True)
+    assert {"mkdir", "fsync", "rename", "replace", "file_digest"} <= set(names)
+    assert set(found) == {start, 2}
+    assert found[: found.index(2)] == (start,) * found.index(2)
+    assert set(found[found.index(2) :]) == {2}
+
+
+@pytest.fixture
+def root(tmp_path):
+    Toy(1).save(tmp_path)
+    Toy(2).save(tmp_path)
+    return tmp_path
+
+
+DAMAGE = {
+    "one bit flipped": lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
+    "last byte flipped": lambda data: data[:-1] + bytes([data[-1] ^ 128]),
+    "one byte short": lambda data: data[:-1],
+    "half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "zeros": lambda data: bytes(len(data)),
+    "longer": lambda data: data + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_is_found_and_the_file_named(root, damage):
+    for path in sorted((root / "iter_0000002").iterdir()):
+        data = path.read_bytes()
+        path.write_bytes(DAMAGE[damage](data))
+        assert path.name in refused(path.parent)
+        path.write_bytes(data)
+    assert load_newest(root) == 2
+
+
+def test_a_missing_file_is_named(root):
+    for path in sorted((root / "iter_0000002").iterdir()):
+        path.rename(root / "away")
+        assert path.name in refused(path.parent)
+        (root / "away").rename(path)
+
+
+def test_no_bit_of_the_manifest_can_change_unseen(root):
+    path = root / "iter_0000002" / commit.MANIFEST
+    data = path.read_bytes()
+    for n in range(8 * len(data)):
+        path.write_bytes(data[: n // 8] + bytes([data[n // 8] ^ 1 << n % 8]) + data[n // 8 + 1 :])
+        with pytest.raises(CheckpointError):
+            commit.verify(path.parent, files := commit.read_manifest(path.parent), files)
+
+
+def test_files_of_two_checkpoints_cannot_be_mixed(root):
+    old, new = root / "iter_0000001", root / "iter_0000002"
+    for path in sorted(new.iterdir()):
+        data = path.read_bytes()
+        shutil.copy(old / path.name, path)
+        assert str(path) in refused(new)
+        path.write_bytes(data)
+    shutil.rmtree(new)
+    old.rename(new)
+    assert refused(new) == (
+        f"{new / 'manifest.json'} belongs to iteration 1; the folder was renamed or its files were mixed"
+    )
+
+
+def test_a_shard_from_elsewhere_is_not_read(root):
+    folder = root / "iter_0000002"
+    shutil.copy(next(folder.glob("*.safetensors")), folder / "shard-00002-model-00001-of-00001.safetensors")
+    assert "shard-00002-model-00001-of-00001.safetensors is not in manifest.json" in refused(folder)
+
+
+def test_a_link_is_not_followed(root):
+    folder = root / "iter_0000002"
+    (folder / "state.json").rename(root / "state.json")
+    (folder / "state.json").symlink_to(root / "state.json")
+    assert refused(folder) == f"{folder / 'state.json'} is not a plain file; links are not followed"
+
+
+@pytest.mark.parametrize("name", ["../iter_0000001/state.json", "/etc/hostname", "a/b", "..", ""])
+def test_the_manifest_names_files_of_its_own_folder_only(root, name):
+    path = root / "iter_0000002" / commit.MANIFEST
+    content = json.loads(path.read_text())
+    content["files"][name] = content["files"].pop("state.json")
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    assert refused(path.parent) == f"{path}: {name!r} is not the name of a file in it"
+
+
+def test_a_newer_format_is_named(root):
+    path = root / "iter_0000002" / commit.MANIFEST
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    assert refused(path.parent) == f"{path.parent} has format 2, newer than 1; update megapipe"
+
+
+@pytest.mark.parametrize("text", ["", "x", "release", "-1", "2 1", "1.5", "9" * 30, "\x00\x00"])
+def test_a_garbled_pointer_never_starts_from_scratch(root, text):
+    (root / commit.POINTER).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        commit.newest(root)
+    assert str(caught.value).startswith(f"{root / commit.POINTER} holds ")
+    assert str(caught.value).endswith("not an iteration. Choose one with --ckpt-step: 1, 2")
+
+
+def test_a_pointer_to_nowhere_is_an_error(root):
+    (root / commit.POINTER).write_text("7\n")
+    with pytest.raises(CheckpointError, match="names iteration 7, but there is no iter_0000007"):
+        commit.newest(root)
+
+
+def test_a_checkpoint_is_never_overwritten(root):
+    before = (root / "iter_0000002" / "manifest.json").stat()
+    with pytest.raises(CheckpointError) as caught:
+        Toy(2).save(root)
+    assert str(caught.value) == (
+        f"--save {root} has checkpoints of iterations 2 already, and this run starts at 1; a checkpoint is never "
+        f"overwritten. Continue with --load {root}, or use another folder"
+    )
+    assert (root / "iter_0000002" / "manifest.json").stat() == before
+
+
+def test_no_room_on_the_disk_leaves_the_previous_checkpoint(root, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        Toy(3).save(root)
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", commit.POINTER]
+    monkeypatch.undo()
+    assert load_newest(root) == 2
