@@ -14,12 +14,13 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
+from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flag_rules import ACCEPTED, KNOWN, accepted_problem, refusal
 
@@ -31,7 +32,8 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Read flags into a configuration; a flag given twice counts the second time. `--help` prints and exits.
 
     Args:
-        cls: a dataclass, or a dataclass of dataclasses such as `Config`; each bottom field is one flag.
+        cls: a dataclass whose fields are flags, or one of such dataclasses. With `Config` also Megatron's other flags
+            are known and answered.
         argv: flags and values; default sys.argv[1:].
     Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse would.
     """
@@ -39,12 +41,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if "--help" in argv or "-h" in argv:
         tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
     flags = flags_of(cls)
-    given, problems = _split(argv, flags)
-    for name, values in given.items():
-        problems += flags[name].problems(values)
-    if problems:
-        raise ConfigError(problems)
-    return _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
+    given, others, problems = _split(argv, flags)
+    known = KNOWN if issubclass(cls, Config) else frozenset()
+    problems += [line for name, values in others if (line := _other(name, values, flags, known))]
+    problems += [line for name, values in given.items() if (line := flags[name].count_problem(values))]
+    try:
+        if not problems:
+            return _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
+    except SystemExit:
+        pass  # tyro stops at the first value it cannot read; each is tried alone below
+    problems += [line for name, values in given.items() if (line := flags[name].value_problem(values))]
+    raise ConfigError(problems)
 
 
 def to_flags(config: object) -> list[str]:
@@ -107,20 +114,26 @@ class Flag:
             return [f"{self.name}={values[0]}"]
         return [self.name, *values]
 
-    def problems(self, values: Sequence[str]) -> list[str]:
-        """What is wrong with these values, in at most one line."""
+    def count_problem(self, values: Sequence[str]) -> str | None:
+        """What is wrong with how many values there are."""
         text = " ".join(values)
         if self.count == "none":
-            return [f"{self.name} is a switch and takes no value, got {text}"] if values else []
+            return f"{self.name} is a switch and takes no value, got {text}" if values else None
         if not values:
-            return [f"{self.name} needs a value: {self.allowed}"]
+            return f"{self.name} needs a value: {self.allowed}"
         if self.count == "one" and len(values) > 1:
-            return [f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")']
+            return f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")'
+        return None
+
+    def value_problem(self, values: Sequence[str]) -> str | None:
+        """What is wrong with the values themselves, if there are as many as there should be."""
+        if self.count_problem(values):
+            return None
         try:
             _tyro(self.owner, self.spell(values))
         except SystemExit:
-            return [f"{self.name} {text}: expected {self.allowed}"]
-        return []
+            return f"{self.name} {' '.join(values)}: expected {self.allowed}"
+        return None
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -143,6 +156,7 @@ def _flags(cls: type, section: str) -> Iterator[Flag]:
             continue
         named = next((note.name for note in notes if getattr(note, "name", None)), field.name.replace("_", "-"))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
         yield Flag(f"--{named}", cls, section, field.name, _without_none(kind), default)
 
 
@@ -152,37 +166,36 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
-def _split(argv: Sequence[str], flags: dict[str, Flag]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values typed after each flag we have, and a line for everything that is not one."""
+def _split(
+    argv: Sequence[str], flags: dict[str, Flag]
+) -> tuple[dict[str, list[str]], list[tuple[str, list[str]]], list[str]]:
+    """The values typed after each flag we have and after each we have not, and a line for every stray value."""
     # Megatron takes --override-opt_param-scheduler and --override-opt-param-scheduler, and no other second spelling.
     ours = {spelling: name for name in flags for spelling in (name, name.replace("_", "-"))}
     given: dict[str, list[str]] = {}
     others: list[tuple[str, list[str]]] = []
-    problems: list[str] = []
+    stray: list[str] = []
     values: list[str] | None = None
     for token in argv:
         name, equals, value = token.partition("=")
-        if not name.startswith("--"):
-            if values is None:
-                problems.append(f"unexpected {token}: values follow a flag")
+        if name.startswith("--"):
+            values = [value] if equals else []
+            if name in ours:
+                given[ours[name]] = values
             else:
-                values.append(token)
-            continue
-        values = [value] if equals else []
-        if name in ours:
-            given[ours[name]] = values
+                others.append((name, values))
+        elif values is None:
+            stray.append(f"unexpected {token}: values follow a flag")
         else:
-            others.append((name, values))
-    return given, problems + [line for name, values in others if (line := _other(name, values, ours))]
+            values.append(token)
+    return given, others, stray
 
 
-def _other(name: str, values: list[str], ours: Iterable[str]) -> str | None:
+def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
     """The line about a flag that is no field; None if it asks for what is always so."""
-    if name in ACCEPTED:
-        return accepted_problem(name, values)
-    if name in KNOWN:
-        return refusal(name)
-    near = difflib.get_close_matches(name, {*ours, *KNOWN}, n=1, cutoff=0.75)
+    if name in known:
+        return accepted_problem(name, values) if name in ACCEPTED else refusal(name)
+    near = difflib.get_close_matches(name, {*ours, *known}, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -1,6 +1,7 @@
 """Flags become a Config and come back; every wrong one is named in a line of its own."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 
@@ -45,8 +46,6 @@ def test_megatrons_two_spellings_of_the_scheduler_switch(name):
 
 
 def _other(kind, default):
-    from typing import get_args
-
     if kind is bool:
         return not default
     if choices := get_args(kind):
@@ -77,10 +76,10 @@ def test_underscores_are_a_typo_as_in_megatron():
 def test_all_problems_are_named_at_once():
     assert problems("--qqqqqqq", "--num-layers", "x", "--lr", "--swiglu", "true", "--split", "9,", "1") == (
         "unknown flag --qqqqqqq",
-        "--num-layers x: expected an integer",
         "--lr needs a value: a number",
         "--swiglu is a switch and takes no value, got true",
         '--split takes one value, got 2: 9, 1 (quote it: --split "9, 1")',
+        "--num-layers x: expected an integer",
     )
 
 
@@ -90,6 +89,18 @@ def test_a_choice_names_what_is_allowed():
 
 def test_a_value_without_a_flag():
     assert problems("train") == ("unexpected train: values follow a flag",)
+
+
+def test_a_tool_with_flags_of_its_own_answers_for_those_alone():
+    @dataclass(frozen=True)
+    class Flags:
+        workers: int = 1
+        """Processes."""
+
+    assert parse(Flags, ["--workers", "3"]) == Flags(3)
+    assert to_flags(Flags(3)) == ["--workers", "3"]
+    with pytest.raises(ConfigError, match=r"^unknown flag --seed$"):
+        parse(Flags, ["--seed", "3"])
 
 
 def test_stop_prints_one_line_and_exits_with_2(capsys, monkeypatch):
