@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,7 @@ def run_show(args: argparse.Namespace) -> int:
             path.write_text(text(), encoding="utf-8")
     if not any(path for path, _ in files):
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
+        print(to_terminal(schedule, args.costs, width=_columns(), colour=colour))
     print("\n".join(_facts(schedule, args.costs, args.memory)))
     return 0
 
@@ -137,7 +138,8 @@ def run_compare(args: argparse.Namespace) -> int:
         progress.show(len(rows), waiting[len(rows)].label if len(rows) < len(waiting) else "")
     print(to_table(rows))
     print()
-    print("\n".join(advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs)))
+    for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
+        print(textwrap.fill(line, _columns()))
     return 0
 
 
@@ -185,6 +187,10 @@ def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
         f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
     ]
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def _count(text: str) -> int:

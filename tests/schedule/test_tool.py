@@ -1,0 +1,216 @@
+"""tools/schedules.py as a user meets it, the comparison behind it, and docs/schedules.md."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.schedule import SCHEDULES, Costs, build
+from megapipe.schedule.compare import Refusal, Row, advise, compare, measure, to_table
+from megapipe.schedule.text import from_csv, from_json
+
+ROOT = Path(__file__).resolve().parents[2]
+DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+FIXED = [name for name in SCHEDULES if name != "zb-auto"]
+
+
+def tool(*args: str | Path, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "schedules.py", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": str(columns)},
+    )
+
+
+def test_list_has_every_schedule_in_one_line():
+    lines = tool("list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *SCHEDULES]
+
+
+def test_show_draws_ascii_within_the_width_and_states_the_formulas():
+    done = tool("show", "ZB-H1", "--pp", "4", "--microbatches", "8", "--costs", "10,11,8", columns=70)
+    assert done.returncode == 0
+    assert not done.stderr
+    assert done.stdout.isascii()
+    assert max(len(line) for line in done.stdout.splitlines()[:4]) <= 70
+    assert f"bubble {3 * (10 + 11 - 8)} " in done.stdout  # (p-1)(F+B-W)
+    assert "peak 4; by rank 4 4 4 4" in done.stdout
+    assert f"communication: {2 * 3 * 8} tensors; sent by rank 8 16 16 8" in done.stdout
+
+
+def test_show_writes_files_that_hold_the_schedule_and_reads_them_back(tmp_path):
+    files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "svg", "perfetto")}
+    asked = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    assert tool("show", "dualpipe", "--pp", "4", "--microbatches", "8", *asked).returncode == 0
+    ranks = build("dualpipe", 4, 8).ranks
+    assert from_json(files["json"].read_text()).ranks == ranks
+    assert from_csv(files["csv"].read_text()).ranks == ranks
+    assert files["svg"].read_text().startswith("<svg")
+    assert json.loads(files["perfetto"].read_text())["traceEvents"]
+    for kind in ("json", "csv"):
+        assert "bubble 2 " in tool("show", files[kind]).stdout  # (p/2-1)(F&B + BW - 3W)
+
+
+SIZE = ("--pp", "4", "--microbatches", "8")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "required: list|show|compare|docs"),
+        (("draw",), "invalid choice: 'draw'"),
+        (("show", "zb-h1"), "needs --pp and --microbatches, such as --pp 4 --microbatches 8"),
+        (("show", "zbv", *SIZE), "did you mean zb-v?"),
+        (("show", "1f1b", "--pp", "0", "--microbatches", "8"), "--pp: a whole number of at least 1 is needed, got '0'"),
+        (("show", "1f1b", *SIZE, "--costs", "1,2"), "such as 10,11,8 or 1,1,1,0.1, got '1,2'"),
+        (("show", "1f1b", *SIZE, "--costs", "1,1,nan"), "got '1,1,nan'"),
+        (("show", "1f1b", *SIZE, "--memory", "no"), "--memory: a number above 0 is needed, got 'no'"),
+        (("show", "1f1b", *SIZE, "--memory", "3"), "0F3: over the memory limit of 3"),
+        (("show", "1f1b", *SIZE, "--memory", "3"), "`compare` with the same --memory shows what fits"),
+        (("show", "1f1b", *SIZE, "--chunks", "2"), "1f1b has 1 chunk(s) per rank, not 2"),
+        (("show", "1f1b", *SIZE, "--placement", "v"), "only zb-auto takes --placement"),
+        (("show", "dualpipe", "--pp", "3", "--microbatches", "8"), "the nearest is 4"),
+        (("show", "no/such.json"), "no/such.json: No such file or directory"),
+        (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
+        (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "No such file or directory: 'no/such/dir.svg'"),
+        (("show", "1f1b", *SIZE, "--micro", "3"), "unrecognized arguments: --micro 3"),
+        (("compare", "--pp", "4"), "required: --microbatches"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(args, says):
+    done = tool(*args)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+def test_a_wrong_file_is_refused_with_every_problem(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0X0\n1F0,1BW7x\n")
+    done = tool("show", path)
+    assert done.returncode == 2
+    assert "row 1, cell 2: 0X0: unknown letter X" in done.stderr
+    assert "row 2, cell 2: 1BW7x: not a pass" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def fixed_rows(ranks: int, microbatches: int, costs: Costs, memory: float | None = None) -> list[Row]:
+    return [measure(build(name, ranks, microbatches), costs, memory=memory) for name in FIXED]
+
+
+def test_bubble_shares_are_those_of_the_papers():
+    p, m = 4, 12
+    share = {row.label: row.bubble_share for row in fixed_rows(p, m, Costs(10, 11, 8))}
+    assert share["naive"] == pytest.approx((p - 1) / p)
+    assert share["gpipe"] == share["1f1b"] == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_compare_has_a_row_or_a_reason_for_every_schedule():
+    rows = list(compare(3, 6, Costs(1, 1, 1)))
+    assert {row.label.split()[0] for row in rows} == set(SCHEDULES)
+    reasons = {row.label: row.reason for row in rows if isinstance(row, Refusal)}
+    assert "even number of ranks" in reasons["dualpipe"]
+    assert all(row.label in to_table(rows) for row in rows)
+
+
+def test_what_does_not_fit_is_neither_hidden_nor_recommended():
+    rows = fixed_rows(4, 8, Costs(10, 11, 8), memory=3)
+    assert {row.label for row in rows if row.fits} == {"naive", "v-half", "v-min"}
+    assert advise(rows, 4, 8, Costs(10, 11, 8))[0].startswith("Take v-half: makespan 279.5, 12.4% less than 1f1b (319")
+    assert to_table(rows).count("over the limit") == len(rows) - 3
+
+
+def test_advice_is_honest_when_no_schedule_helps():
+    assert advise(fixed_rows(2, 256, Costs()), 2, 256)[0].startswith("Stay with 1f1b (makespan 771)")
+    alone = [measure(build(name, 1, 8)) for name in ("naive", "1f1b", "zb-h1")]
+    assert advise(alone, 1, 8)[0] == "Stay with 1f1b (makespan 24): none that fits saves 2% of it."
+    assert advise(fixed_rows(4, 8, Costs(), memory=0.5), 4, 8)[0].startswith("No schedule fits: naive needs least, 1.")
+
+
+def test_advice_names_uneven_stages_as_what_no_schedule_can_mend():
+    costs = Costs(f=(1, 1, 1, 3), b=(1, 1, 1, 3), w=(1, 1, 1, 3))
+    rows = [measure(build(name, 4, 16), costs) for name in ("1f1b", "zb-h1")]
+    assert any("busiest rank works 144, the mean rank 72" in line for line in advise(rows, 4, 16, costs))
+
+
+def test_advice_says_how_cheap_pairs_must_be_for_dualpipe_v():
+    costs = Costs(10, 11, 8)
+    rows = [row for row in fixed_rows(8, 16, costs) if row.label in ("1f1b", "zb-v", "dualpipe-v")]
+    found = [
+        re.search(r"dualpipe-v is as fast as zb-v only if .* at most (\d+) %", x) for x in advise(rows, 8, 16, costs)
+    ]
+    percent = next(int(match[1]) for match in found if match)
+    at = [measure(build("dualpipe-v", 8, 16), Costs(10, 11, 8, fb=29 * x / 100)) for x in (percent, percent + 1)]
+    zb_v = measure(build("zb-v", 8, 16), costs)
+    assert at[0].makespan <= zb_v.makespan < at[1].makespan
+
+
+def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, capsys):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import schedules
+
+    clock = iter([0.0, 0.5, 1.5])
+    monkeypatch.setattr(schedules.time, "monotonic", lambda: next(clock))
+    bar = schedules.Progress(3)
+    bar.show(1, "zb-v")
+    assert capsys.readouterr().err == ""
+    bar.show(2, "zb-auto")
+    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}] 2/3 zb-auto"
+    bar.show(3, "")
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_committed_pictures_are_what_the_command_makes(tmp_path):
+    assert tool("docs", tmp_path, "--only", *FIXED).returncode == 0
+    for name in FIXED:
+        committed = ROOT / "docs" / "schedules" / f"{name}.svg"
+        assert (tmp_path / f"{name}.svg").read_bytes() == committed.read_bytes(), (
+            f"run tools/schedules.py docs ({name})"
+        )
+
+
+def test_the_docs_have_a_section_and_a_picture_for_every_schedule():
+    for name in SCHEDULES:
+        assert f"### {name}\n\n![{name}](schedules/{name}.svg)" in DOC
+
+
+def test_the_table_in_the_docs_is_measured():
+    rows = [row for name in FIXED for row in compare_labels(name)]
+    for row in rows:
+        line = next(line for line in DOC.splitlines() if line.startswith(f"{row.label}  "))
+        numbers = [float(x) for x in re.findall(r"(?<= )[\d.]+(?= |$)", line.removeprefix(row.label).replace(" %", ""))]
+        expected = [row.makespan, row.period, row.bubble, 100 * row.bubble_share, row.peak, row.parameters, row.sent]
+        assert numbers == pytest.approx(expected, abs=0.051), line
+
+
+def compare_labels(name: str) -> list[Row]:
+    costs = Costs(10, 11, 8)
+    if SCHEDULES[name].chunks is not None:
+        return [measure(build(name, 8, 16), costs)]
+    return [measure(build(name, 8, 16, chunks=v), costs, f"{name} v={v}") for v in (2, 4)]
+
+
+def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say():
+    code = re.search(r"```python\n(.*?)```", DOC, re.DOTALL)
+    printed = re.search(r"It prints\n\n```\n(.*?)```", DOC, re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code[1], {})
+    assert out.getvalue() == printed[1]
+
+
+def test_the_files_written_in_the_docs_load(tmp_path):
+    for kind, read in (("csv", from_csv), ("json", from_json)):
+        text = re.search(rf"```{kind}\n(.*?)```", DOC, re.DOTALL)[1]
+        assert read(text).ranks == build("1f1b", 2, 2).ranks
