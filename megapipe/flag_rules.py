@@ -95,8 +95,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("no-mmap-bin-files num-dataset-builder-threads dataloader-fast-cache-load", _SPEED),
     ("use-checkpoint-args use-mp-args-from-checkpoint-args", "give the flags of the architecture"),
     ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
-    ("num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank", "one stage per rank so far"),
-    ("microbatch-group-size-per-virtual-pipeline-stage", "one stage per rank so far"),
+    (
+        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
+        "the schedule decides how many stages a rank holds",
+    ),
+    ("microbatch-group-size-per-virtual-pipeline-stage", "the schedule decides how many stages a rank holds"),
     ("account-for-* decoder-first-* decoder-last-* pipeline-model-parallel-layout", "stages have equal layers so far"),
     ("train-data-path valid-data-path test-data-path *-data-args-path data-args-path", "use --data-path and --split"),
     ("vocab-file merge-file", "use --tokenizer-type SentencePieceTokenizer --tokenizer-model FILE"),
