@@ -1,0 +1,70 @@
+"""Times, memory and messages of small tables, worked out by hand."""
+
+import pytest
+
+from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, ScheduleError, build, simulate, vee
+
+
+def f(stage: int, microbatch: int) -> Pass:
+    return Pass(Kind.F, stage, microbatch)
+
+
+def bw(stage: int, microbatch: int) -> Pass:
+    return Pass(Kind.BW, stage, microbatch)
+
+
+def test_two_ranks_one_microbatch_with_latency() -> None:
+    # rank 0: F0 0-2 ....................... BW 9.5-14.5
+    # rank 1:        F0 2.5-4.5, BW 4.5-9
+    time = simulate(build("1f1b", 2, 1), Costs((2, 2), (3, 2.5), (2, 2), comm=0.5))
+    assert time.start == {f(0, 0): 0, f(1, 0): 2.5, bw(1, 0): 4.5, bw(0, 0): 9.5}
+    assert time.end == {f(0, 0): 2, f(1, 0): 4.5, bw(1, 0): 9, bw(0, 0): 14.5}
+    assert (time.makespan, time.busy, time.span, time.bubble) == (14.5, (7, 6.5), (14.5, 6.5), 7.5)
+    assert (time.idle, time.period, time.sent) == ((7.5, 8), 14.5, (1, 1))
+
+
+def test_a_message_within_a_rank_costs_nothing() -> None:
+    slow = simulate(build("zb-v", 1, 3), Costs(comm=100))
+    assert slow.makespan == 9
+    assert slow.sent == (0,)
+
+
+def test_memory_is_held_from_f_to_b_and_in_part_to_w() -> None:
+    table = Schedule("mine", Placement((0,), 1), 1, ((((f(0, 0)),), (Pass(Kind.B, 0, 0),), (Pass(Kind.W, 0, 0),)),))
+    time = simulate(table, Costs(2, 3, 1, mem_b=10, mem_w=4))
+    assert time.curves == (((0, 10), (5, 4), (6, 0)),)
+    assert time.peak == (10,)
+
+
+def test_zb_h1_holds_1f1bs_activations_and_what_w_needs() -> None:
+    """Qi et al. 2023, sec. 2.3: the last rank holds one M_B and p - 1 times M_W besides."""
+    time = simulate(build("zb-h1", 4, 8), Costs(mem_b=1.0, mem_w=0.25))
+    assert time.peak == (4.0, 3.25, 2.5, 1.75)
+
+
+def test_a_number_is_per_device_share_and_a_tuple_per_stage() -> None:
+    by_share = simulate(build("zb-v", 2, 4), Costs(10, 14, 7, mem_b=2, mem_w=1))
+    by_stage = simulate(build("zb-v", 2, 4), Costs((5,) * 4, (7,) * 4, (3.5,) * 4, mem_b=(1,) * 4, mem_w=(0.5,) * 4))
+    assert by_share == by_stage
+
+
+def test_both_copies_of_dualpipe_cost_the_same() -> None:
+    uneven = simulate(build("dualpipe", 2, 4), Costs((1, 3), (1, 3), (1, 3)))
+    assert uneven.busy == (2 * 3 + 2 * 9,) * 2
+
+
+def test_an_overlapped_pair_starts_when_both_inputs_are_there_and_ends_as_one() -> None:
+    pair = (f(0, 1), bw(1, 0))
+    table = Schedule(
+        "mine", vee(1), 2, (((f(0, 0),), (f(1, 0),), pair, (bw(0, 0),), (f(1, 1),), (bw(1, 1),), (bw(0, 1),)),)
+    )
+    time = simulate(table, Costs(2, 2, 2, fb=5))
+    assert (time.start[f(0, 1)], time.end[f(0, 1)]) == (time.start[bw(1, 0)], time.end[bw(1, 0)]) == (2, 4.5)
+    split = tuple(tuple(Pass(Kind.B, x.stage, x.microbatch) if x == bw(1, 0) else x for x in s) for s in table.ranks[0])
+    table = Schedule("mine", vee(1), 2, ((*split, (Pass(Kind.W, 1, 0),)),))
+    assert simulate(table, Costs(2, 2, 2, fb=5)).end[f(0, 1)] == 3.5
+
+
+def test_costs_for_another_number_of_stages_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"Costs\.f names 3 stages, but the model is cut in 4\."):
+        simulate(build("1f1b", 4, 4), Costs(f=(1, 1, 1)))

@@ -1,0 +1,56 @@
+"""A transformer's costs are the tables of the papers, written here a second time."""
+
+import pytest
+
+from megapipe.schedule import Costs, ScheduleError
+
+H, S, A, MB = 4096, 2048, 32, 2
+SBH = S * MB * H
+
+
+def test_times_of_the_zero_bubble_paper() -> None:
+    costs = Costs.transformer(H, S, A, micro_batch_size=MB, layers=8)
+    assert costs.f == 8 * SBH * (24 * H + 4 * S)
+    assert costs.b == 8 * SBH * (24 * H + 8 * S)
+    assert costs.w == 8 * SBH * (24 * H)
+
+
+def test_memory_of_the_zero_bubble_paper() -> None:
+    costs = Costs.transformer(H, S, A, micro_batch_size=MB)
+    assert costs.mem_b == S * MB * (34 * H + 5 * A * S)
+    assert costs.mem_w == 32 * SBH
+
+
+@pytest.mark.parametrize("t", [2, 8])
+def test_tensor_parallelism_shares_all_but_norms_and_block_inputs(t: int) -> None:
+    attention = 3 * SBH + 8 * SBH / t + 5 * A * S * S * MB / t
+    mlp, norms = 3 * SBH + 16 * SBH / t, 4 * SBH
+    costs = Costs.transformer(H, S, A, micro_batch_size=MB, tensor=t)
+    assert costs.mem_b == pytest.approx(attention + mlp + norms, rel=1e-12)
+    shared = Costs.transformer(H, S, A, micro_batch_size=MB, tensor=t, sequence_parallel=True)
+    assert shared.mem_b == pytest.approx(S * MB * (34 * H + 5 * A * S) / t, rel=1e-12)
+    assert (shared.f, shared.mem_w) == (SBH * (24 * H + 4 * S) / t, 32 * SBH / t)
+
+
+def test_flash_attention_and_recompute_trade_memory_for_backward_time() -> None:
+    plain = Costs.transformer(H, S, A, micro_batch_size=MB)
+    flash = Costs.transformer(H, S, A, micro_batch_size=MB, attention="flash")
+    selective = Costs.transformer(H, S, A, micro_batch_size=MB, recompute="selective")
+    full = Costs.transformer(H, S, A, micro_batch_size=MB, recompute="full")
+    assert flash.mem_b == selective.mem_b == 34 * SBH
+    assert full.mem_b == 2 * SBH
+    extra = [c.b - plain.b for c in (flash, selective, full)]  # type: ignore[operator]
+    assert extra == [2 * S * SBH, 4 * S * SBH, plain.f]
+
+
+def test_the_output_layer_is_on_the_last_stage() -> None:
+    vocab = 50304
+    costs = Costs.transformer(H, S, A, micro_batch_size=MB, layers=(8, 8, 8, 6), vocab=vocab)
+    layer = SBH * (24 * H + 4 * S)
+    assert costs.f == (8 * layer, 8 * layer, 8 * layer, 6 * layer + 2 * SBH * vocab)
+    assert isinstance(costs.mem_b, tuple)
+    one = S * MB * (34 * H + 5 * A * S)
+    assert costs.mem_b[0] == 8 * one + SBH
+    assert costs.mem_b[3] == 6 * one + 4 * SBH * (1 + vocab / H)
+    with pytest.raises(ScheduleError, match="needs layers as a tuple"):
+        Costs.transformer(H, S, A, layers=8, vocab=vocab)

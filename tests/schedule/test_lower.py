@@ -1,0 +1,47 @@
+"""Programs: where messages stand, and that they stand so for every cost."""
+
+from itertools import pairwise
+
+from megapipe.schedule import Costs, Exchange, Program, build, lower, verify
+
+
+def text(program: Program) -> str:
+    """`[...]` is an exchange."""
+    return " ".join(
+        f"[{' '.join(map(str, item.messages))}]" if isinstance(item, Exchange) else "&".join(map(str, item))
+        for item in program
+    )
+
+
+def test_1f1b_on_two_ranks() -> None:
+    first, second = lower(build("1f1b", 2, 2))
+    assert text(first) == "0F0 [0F0:0->1] 0F1 [0F1:0->1 1BW0:1->0] 0BW0 [1BW1:1->0] 0BW1"
+    assert text(second) == "[0F0:0->1] 1F0 [0F1:0->1] 1BW0 [1BW0:1->0] 1F1 1BW1 [1BW1:1->0]"
+
+
+def test_a_receive_stands_where_its_sender_is_done() -> None:
+    """Rank 0 is slow: its second output is there only after rank 1's backward."""
+    _, second = lower(build("1f1b", 2, 2), Costs((9, 1), (1, 1), (1, 1)))
+    assert text(second) == "[0F0:0->1] 1F0 1BW0 [1BW0:1->0 0F1:0->1] 1F1 1BW1 [1BW1:1->0]"
+
+
+def test_the_turn_of_a_v_needs_no_message() -> None:
+    for rank, program in enumerate(lower(build("zb-v", 2, 1))):
+        exchanged = [str(m) for item in program if isinstance(item, Exchange) for m in item.messages]
+        assert exchanged == ["0F0:0->1", "2F0:1->0", "3B0:0->1", "1B0:1->0"], rank
+
+
+def test_every_message_is_sent_right_behind_its_pass() -> None:
+    for name in ("zb-h1", "zb-v", "dualpipe", "interleaved", "v-min"):
+        for rank, program in enumerate(lower(build(name, 4, 8), Costs(10, 14, 7, comm=1))):
+            for before, item in pairwise(program):
+                if isinstance(item, Exchange):
+                    assert not isinstance(before, Exchange)
+                    sent = [m.made_by for m in item.messages if m.src == rank]
+                    assert all(made in before for made in sent)
+
+
+def test_passes_that_take_no_time_still_have_an_order() -> None:
+    for name in ("1f1b", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "interleaved-zb"):
+        for costs in (Costs(0, 0, 0), Costs(1, 0, 1), Costs(0, 1, 0), Costs(1 / 3, 0.1, 0.2)):
+            verify(build(name, 4, 8), costs=costs)
