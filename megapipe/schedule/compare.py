@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megapipe.schedule.catalogue import SCHEDULES, build
 from megapipe.schedule.costs import UNIT, Costs
@@ -22,7 +23,7 @@ class Candidate:
 
     label: str
     name: str
-    options: tuple[tuple[str, object], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,9 @@ def compare(ranks: int, microbatches: int, costs: Costs = UNIT, memory: float | 
     """
     for candidate in candidates():
         searched = "costs" in inspect.signature(SCHEDULES[candidate.name].generate).parameters
-        options = dict(candidate.options)
+        limit, options = memory if searched else None, dict(candidate.options)
         try:
-            limit = memory if searched else None
-            schedule = build(candidate.name, ranks, microbatches, costs=costs, memory=limit, **options)  # type: ignore[arg-type]
+            schedule = build(candidate.name, ranks, microbatches, costs=costs, memory=limit, **options)
             yield measure(schedule, costs, candidate.label, memory)
         except ScheduleError as error:
             yield Refusal(candidate.label, str(error))
@@ -207,7 +207,7 @@ def _uneven(best: Row) -> list[str]:
 def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
     """How cheap DualPipeV's overlapped pairs must be to reach the best row, in percent of their passes apart."""
     row = next((row for row in rows if row.label == "dualpipe-v" and row.fits), None)
-    if row is None or row == best or costs.fb is not None:
+    if row is None or row.makespan <= best.makespan or costs.fb is not None:
         return []
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
         return []
