@@ -1,6 +1,6 @@
 """V-Half and V-Min: half and a third of 1F1B's activations, from a building block repeated for each microbatch.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 3 and 4). On the V, what a rank holds is the
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 2 and 3). On the V, what a rank holds is the
 lifespans of its two stages in the block together; the offsets choose how soon B follows F, and are the same memory on
 every rank. A block takes six slots, one for each pass of a rank.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from megapipe.schedule.passes import Kind, Pass, Schedule, Step, vee
 from megapipe.schedule.simulate import simulate
@@ -88,17 +89,17 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
     A stage holds no more microbatches than in the repeated block and a rank no more than `limit`. One of them is kept
     from the stage that goes down: so the oldest unfinished microbatch always finds room, and nothing can block.
     """
-    stages, m = 2 * len(blocks), microbatches
-    ready: dict[tuple[Kind, int, int], int] = {(Kind.F, 0, i): 0 for i in range(m)}
+    stages = 2 * len(blocks)
+    ready: dict[tuple[Kind, int, int], int] = {(Kind.F, 0, i): 0 for i in range(microbatches)}
     rows: list[list[Step]] = [[] for _ in blocks]
-    plans = [_Rank(rank, stages - 1 - rank, block, limit) for rank, block in enumerate(blocks)]
-    now, left = 0, 6 * m * len(blocks)
+    ranks = [_Rank(rank, stages - 1 - rank, block, limit) for rank, block in enumerate(blocks)]
+    now, left = 0, 6 * microbatches * len(blocks)
     while left:
-        for rank, plan in enumerate(plans):
-            item = plan.choose(ready, now, m)
+        for row, rank in zip(rows, ranks, strict=True):
+            item = rank.choose(ready, now)
             if item is None:
                 continue
-            rows[rank].append((item,))
+            row.append((item,))
             left -= 1
             kind, stage, i = item
             if kind is Kind.F:
@@ -110,13 +111,10 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 
 
 class _Rank:
-    """What a rank has done and holds."""
+    """What a rank has run and holds."""
 
     def __init__(self, down: int, up: int, block: Block, limit: int) -> None:
         w0, w1 = block.weights()
-        self.limit, self.held = limit, {down: 0, up: 0}
-        rooms = {down: min(-((block.f0 - w0 - 1) // 6), max(1, limit - 1)), up: -((block.f1 - w1 - 1) // 6)}
-        self.rooms = rooms
         self.slots = {
             (Kind.F, down): block.f0,
             (Kind.F, up): block.f1,
@@ -125,8 +123,13 @@ class _Rank:
         }
         self.next = dict.fromkeys(self.slots, 0)
         self.owed: deque[Pass] = deque()
+        self.held = {down: 0, up: 0}
+        # Lifespans from F to the end of W, in whole microbatches.
+        self.rooms = {down: min(ceil((w0 + 1 - block.f0) / 6), max(1, limit - 1)), up: ceil((w1 + 1 - block.f1) / 6)}
+        self.limit = limit
 
-    def choose(self, ready: dict[tuple[Kind, int, int], int], now: int, microbatches: int) -> Pass | None:
+    def choose(self, ready: dict[tuple[Kind, int, int], int], now: int) -> Pass | None:
+        """What to run in slot `now`, noted as run; None if nothing can."""
         full = sum(self.held.values()) == self.limit
         can = [
             (self.slots[kind, stage] + 6 * i, kind, stage)
@@ -134,16 +137,16 @@ class _Rank:
             if ready.get((kind, stage, i), now + 1) <= now
             and (kind is Kind.B or (not full and self.held[stage] < self.rooms[stage]))
         ]
-        if can:
-            _, kind, stage = min(can)
-            item = Pass(kind, stage, self.next[kind, stage])
-            self.next[kind, stage] += 1
-            if kind is Kind.F:
-                self.held[stage] += 1
-            else:
-                self.owed.append(Pass(Kind.W, stage, item.microbatch))
-            return item
-        if self.owed:
+        if not can:
+            if not self.owed:
+                return None
             self.held[self.owed[0].stage] -= 1
             return self.owed.popleft()
-        return None
+        _, kind, stage = min(can)
+        item = Pass(kind, stage, self.next[kind, stage])
+        self.next[kind, stage] += 1
+        if kind is Kind.F:
+            self.held[stage] += 1
+        else:
+            self.owed.append(item._replace(kind=Kind.W))
+        return item

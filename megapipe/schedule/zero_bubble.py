@@ -1,6 +1,6 @@
 """Schedules that split the backward: the weight gradient waits for a moment in which the rank would have nothing to do.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 and ZB-H2 (sec. 2.3), ZB-V (sec. 6).
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 and ZB-H2 (sec. 2), ZB-V (sec. 6).
 """
 
 from __future__ import annotations
