@@ -112,3 +112,20 @@ def test_v_half_halves_1f1bs_bubble(p: int) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "interleaved"])
 def test_every_rank_does_the_same_work_in_every_schedule(name: str) -> None:
     assert play(name, 4, 8, Costs(10, 14, 7)).busy == (8 * 31.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "makespan"),
+    [
+        ("1f1b", {}, 667),
+        ("zb-h1", {}, 555),
+        ("interleaved-zb", {"chunks": 2}, 509.5),
+        ("interleaved-zb", {"chunks": 4}, 486.75),
+        ("zb-v", {}, 502.5),
+    ],
+)
+def test_makespans_that_another_clock_measured_of_other_generators(
+    name: str, options: dict[str, int], makespan: float
+) -> None:
+    """8 ranks, 16 microbatches at a real model's costs; the peers are Megatron, sail-sg's zero bubble, and torch."""
+    assert play(name, 8, 16, Costs(10, 11, 8), **options).makespan == makespan
