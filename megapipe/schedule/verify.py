@@ -51,34 +51,41 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
         yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
         return
     passes = sum(len(step) for row in schedule.ranks for step in row)
-    if m > passes:
+    if not 1 <= m <= passes:
         yield f"there are {m} microbatches, but only {passes} passes"
         return
-    seen: dict[Pass, tuple[int, int]] = {}
+    seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):
         for i, step in enumerate(row):
             if len(step) != 1 and (len(step) != 2 or step[0].kind is not Kind.F or not step[1].kind.is_backward):
                 yield f"rank {rank}, step {i}, {_text(step)}: a step is one pass, or a forward and a backward"
             for item in step:
-                where = f"rank {rank}, step {i}, {item}:"
-                if not 0 <= item.stage < place.num_stages:
-                    yield f"{where} there is no stage {item.stage}, only 0 to {place.num_stages - 1}"
-                elif not 0 <= item.microbatch < m:
-                    yield f"{where} there is no microbatch {item.microbatch}, only 0 to {m - 1}"
-                elif schedule.chain_of(item.microbatch) != item.stage // place.chain:
-                    own = schedule.chain_of(item.microbatch)
-                    yield f"{where} microbatch {item.microbatch} runs through chain {own}, this stage is in another"
-                elif place.rank_of[item.stage] != rank:
-                    yield f"{where} stage {item.stage} is on rank {place.rank_of[item.stage]}"
+                misplaced = _misplaced(schedule, rank, item)
+                if misplaced:
+                    yield f"rank {rank}, step {i}, {item}: {misplaced}"
                 elif item in seen:
-                    yield f"{where} runs twice, first at step {seen[item][1]}"
+                    yield f"rank {rank}, step {i}, {item}: runs twice, first at step {seen[item]}"
                 else:
-                    seen[item] = rank, i
+                    seen[item] = i
     yield from _missing_or_early(schedule, seen)
 
 
-def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> Iterator[str]:
-    """Each stage needs F, then B, then W (or BW) of each of its microbatches; `seen` says where they are."""
+def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
+    """Why a pass cannot stand on this rank."""
+    place, m = schedule.placement, schedule.num_microbatches
+    _, stage, microbatch = item
+    if not 0 <= stage < place.num_stages:
+        return f"there is no stage {stage}, only 0 to {place.num_stages - 1}"
+    if not 0 <= microbatch < m:
+        return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
+    chain = schedule.chain_of(microbatch)
+    if chain != stage // place.chain:
+        return f"microbatch {microbatch} runs through chain {chain}, this stage is in another"
+    return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
+
+
+def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
+    """Each stage needs F, then B, then W (or BW) of each of its microbatches; `seen` has their steps."""
     place = schedule.placement
     for microbatch in range(schedule.num_microbatches):
         first = schedule.chain_of(microbatch) * place.chain
@@ -89,7 +96,7 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> 
             if whole:
                 for item in (b, w):
                     if item in seen:
-                        yield f"rank {rank}, step {seen[item][1]}, {item}: {bw} at step {seen[bw][1]} does it too"
+                        yield f"rank {rank}, step {seen[item]}, {item}: {bw} at step {seen[bw]} does it too"
             needed = [f, bw] if whole else [f, b, w]
             if not whole and b not in seen and w not in seen:
                 yield f"rank {rank}: {bw} is missing (or {b} and {w})"
@@ -97,8 +104,8 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, tuple[int, int]]) -> 
             yield from (f"rank {rank}: {item} is missing" for item in needed if item not in seen)
             there = [item for item in needed if item in seen]
             for before, after in pairwise(there):
-                if seen[after][1] <= seen[before][1]:
-                    yield f"rank {rank}, step {seen[after][1]}, {after}: runs before {before} at step {seen[before][1]}"
+                if seen[after] <= seen[before]:
+                    yield f"rank {rank}, step {seen[after]}, {after}: runs before {before} at step {seen[before]}"
 
 
 def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:
