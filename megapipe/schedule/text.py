@@ -98,8 +98,8 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
     """Read and verify a table in either dialect; placement and microbatches follow from the passes.
 
-    Torch's own send, receive and shard cells are skipped: programs are lowered here. `source` names the text in errors
-    and becomes the schedule's name.
+    Torch's own send, receive and shard cells are skipped: programs are lowered here. `source` names the text in errors,
+    its last part the schedule.
     """
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
@@ -125,8 +125,9 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
             problems.append(f"row {r + 1} is empty; each row is one rank")
     _refuse(source, problems)
     placement, microbatches = _infer(steps, source)
+    schedule = Schedule(Path(source).name, placement, microbatches, tuple(tuple(row) for row in steps))
     try:
-        return _verified(Schedule(source, placement, microbatches, tuple(tuple(row) for row in steps)), source)
+        return _verified(schedule, source)
     except ScheduleError as error:
         lengths = [len(row) for row in rows]
         if len(set(lengths)) == 1:

@@ -11,14 +11,16 @@ from megapipe.schedule import (
     Kind,
     Message,
     Pass,
-    Placement,
     Program,
+    Recorder,
     Schedule,
     ScheduleError,
     Step,
     build,
     forward_only,
+    loop,
     lower,
+    simulate,
     verify,
     verify_programs,
 )
@@ -188,12 +190,19 @@ def test_forwards_alone_can_run() -> None:
 
 
 def test_a_users_own_ten_lines() -> None:
-    """Two ranks, one stage each, written by hand."""
-    f, bw = Kind.F, Kind.BW
-    order = [
-        [Pass(f, 0, 0), Pass(f, 0, 1), Pass(bw, 0, 0), Pass(bw, 0, 1)],
-        [Pass(f, 1, 0), Pass(bw, 1, 0), Pass(f, 1, 1), Pass(bw, 1, 1)],
-    ]
-    mine = Schedule("mine", Placement((0, 1), 2), 2, tuple(tuple((x,) for x in row) for row in order))
-    verify(mine)
-    assert mine.ranks == build("1f1b", 2, 2).ranks
+    """1F1B whose cool-down splits the backward, on three ranks."""
+    rows = []
+    for rank in range(3):
+        rec = Recorder()
+        for _ in range(3 - rank):
+            rec.f(rank)
+        for _ in range(5 - (3 - rank)):
+            rec.bw(rank)
+            rec.f(rank)
+        for _ in range(3 - rank):
+            rec.b(rank)
+        rec.pay()
+        rows.append(tuple(rec.steps))
+    mine = Schedule("mine", loop(3), 5, tuple(rows))
+    verify(mine, memory=3)
+    assert simulate(mine).makespan < simulate(build("1f1b", 3, 5)).makespan
