@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 pretrain_gpt.py <flags>; see scripts/ for complete c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,13 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: nn.Module) -> tup
     return output, partial(loss_func, batch.loss_mask)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Flags in, trained model out; a problem the user can mend ends in one message and exit status 2."""
     try:
-        pretrain(parse(Config), gpt_provider, forward_step)
+        pretrain(parse(Config, argv), gpt_provider, forward_step)
     except UserError as error:
         stop(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ from megapipe.training.log import (
 )
 from megapipe.training.profile import Profiler
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
-from megapipe.validate import validate, validate_vocab
+from megapipe.validate import validate
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
@@ -71,7 +71,6 @@ def pretrain(
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     validate(config, has_cuda=has_cuda())
     tokenizer = build_tokenizer(config.data)
-    validate_vocab(config, tokenizer.vocab_size)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=vocab))
     find_checkpoint(config.checkpoint)
@@ -160,9 +159,7 @@ class Run:
         last_saved = progress.iteration
         while progress.iteration < config.train_iters:
             self.profiler.before(progress.iteration)
-            result = self._step(learning_rate(self.lr, progress.consumed_train_samples))
-            progress.iteration += 1
-            progress.consumed_train_samples += config.global_batch_size
+            result = self.step()
             self.profiler.after(progress.iteration)
             window.add(result)
             self._tell(window, result)
@@ -184,6 +181,22 @@ class Run:
             self._evaluate(self.valid, f"iteration {progress.iteration} on validation set", board=False)
             self._evaluate(self.test, f"iteration {progress.iteration} on test set", board=False)
         self.board.close()
+
+    def step(self) -> StepResult:
+        """One iteration of training."""
+        assert self.batches is not None
+        consumed = self.progress.consumed_train_samples
+        result = train_step(
+            self.pipeline,
+            self.optimizer,
+            self.batches.at(consumed),
+            consumed,
+            learning_rate(self.lr, consumed),
+            count_zeros=self.config.log.log_num_zeros_in_grad,
+        )
+        self.progress.iteration += 1
+        self.progress.consumed_train_samples += self.config.global_batch_size
+        return result
 
     def _module(self, provider: StageProvider, span: object) -> nn.Module:
         module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)  # type: ignore[arg-type]
@@ -208,18 +221,6 @@ class Run:
             dp.size,
             kind=config.data.dataloader_type,
             num_workers=config.data.num_workers,
-        )
-
-    def _step(self, lr: float) -> StepResult:
-        consumed = self.progress.consumed_train_samples
-        assert self.batches is not None
-        return train_step(
-            self.pipeline,
-            self.optimizer,
-            self.batches.at(consumed),
-            consumed,
-            lr,
-            count_zeros=self.config.log.log_num_zeros_in_grad,
         )
 
     def _tell(self, window: Window, result: StepResult) -> None:

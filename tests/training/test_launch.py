@@ -1,0 +1,133 @@
+"""The program as a user starts it: real processes, real torchrun, real files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0"
+)
+RUN = (
+    f"{MODEL} --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 3e-3 --lr-decay-style cosine "
+    "--lr-warmup-iters 3 --log-interval 1 --eval-interval 10 --eval-iters 2 --save-interval 10 "
+    "--log-validation-ppl-to-tensorboard"
+)
+PASS_LABEL = re.compile(r"^\d+(F|BW)\d+$")
+
+
+def launch(flags: str, processes: int = 1) -> str:
+    """Standard output of a run that must succeed."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [*(start or [sys.executable]), "pretrain_gpt.py", *flags.split()]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbers(output: str) -> dict[str, tuple[str, str, str]]:
+    """Iteration -> loss, gradient norm and learning rate as printed, and validation losses by their text."""
+    line = r"iteration +(\d+)/.* learning rate: (\S+) .*lm loss: (\S+) .*grad norm: (\S+) "
+    rows = {n: (loss, norm, lr) for n, lr, loss, norm in re.findall(line, output)}
+    return rows | {
+        where: (loss, "", "") for where, loss in re.findall(r"loss at (.*?) \| lm loss value: (\S+)", output)
+    }
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder and output of 20 steps on one process."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    return folder, launch(f"{RUN} --save {folder}/checkpoints --tensorboard-dir {folder}/tensorboard")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ten_steps_and_ten_after_a_load_are_twenty_steps_bit_for_bit(unbroken, tmp_path, processes):
+    folder, output = unbroken
+    flags = f"{RUN} --load {folder}/checkpoints --ckpt-step 10 --save {tmp_path}/checkpoints"
+    flags += f" --pipeline-model-parallel-size {processes}"
+    if processes > 1:
+        flags += f" --tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-end 11"
+    resumed = launch(flags, processes)
+
+    last_ten = {k: v for k, v in numbers(output).items() if not k.isdigit() or int(k) > 10}
+    last_ten.pop("iteration 10")
+    assert numbers(resumed) == last_ten
+    expected, got = (tensors(f / "checkpoints" / "iter_0000020") for f in (folder, tmp_path))
+    assert expected.keys() == got.keys()
+    assert {name.split(".")[0] for name in got} == {"decoder", "embedding", "optimizer"}
+    assert [name for name in got if not torch.equal(expected[name], got[name])] == []
+    if processes > 1:
+        check_traces(tmp_path)
+
+
+def check_traces(folder: Path) -> None:
+    """Step 11 (4 microbatches on 2 stages) in one trace per rank, every pass labelled."""
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((folder / "torch_profile" / f"rank-{rank}.json.gz").read_bytes()))
+        events = [e for e in trace["traceEvents"] if e.get("cat") == "user_annotation" and PASS_LABEL.match(e["name"])]
+        names = [e["name"] for e in sorted(events, key=lambda e: e["ts"])]
+        assert (
+            names
+            == [
+                ["0F0", "0F1", "0BW0", "0F2", "0BW1", "0F3", "0BW2", "0BW3"],
+                ["1F0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1BW3"],
+            ][rank]
+        )
+
+
+def test_tensorboard_has_megatrons_tags(unbroken):
+    folder, output = unbroken
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    names = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time"}
+    names |= {"lm loss validation", "lm loss validation ppl"}
+    assert names | {f"{name} vs samples" for name in names} == tags
+    logged = {e.step: e.value for e in events.Scalars("lm loss")}
+    assert logged == pytest.approx({int(k): float(v[0]) for k, v in numbers(output).items() if k.isdigit()}, rel=1e-6)
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8 * n for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("pretrain_*.sh")))
+def test_every_shipped_script_trains_a_step(script, tmp_path):
+    small = "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
+    small += (
+        "--max-position-embeddings 16 --train-iters 1 --lr-decay-iters 10 --micro-batch-size 1 --global-batch-size 4 "
+    )
+    small += "--eval-iters 0 --log-interval 1"
+    warmup = (
+        "--lr-warmup-fraction 0.1" if "fraction" in (ROOT / "scripts" / script).read_text() else "--lr-warmup-iters 1"
+    )
+    done = subprocess.run(
+        ["bash", f"scripts/{script}", *small.split(), *warmup.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RUN": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iteration        1/       1 |" in done.stdout
