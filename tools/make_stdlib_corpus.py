@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.cli import parse, stop
+from megapipe.data.files import complete_file
 from megapipe.errors import ConfigError, DataError, UserError
 
 
@@ -40,20 +40,14 @@ def main(argv: Sequence[str]) -> None:
         print(f"{output}: up to date")
         return
     root = Path(sysconfig.get_paths()["stdlib"])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for path, text in sources(root):
-                file.write(json.dumps({"text": text, "path": path}, ensure_ascii=False) + "\n")
-                count += 1
+    with complete_file(output) as file:
+        for path, text in sources(root):
+            file.write((json.dumps({"text": text, "path": path}, ensure_ascii=False) + "\n").encode())
+            count += 1
         if not count:
             raise DataError(f"{root} holds no .py files; this interpreter ships its standard library in another form")
-        size = temporary.stat().st_size
-        temporary.rename(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    size = output.stat().st_size
     print(f"Wrote {output}: {count} modules of {root}, {size / 1e6:.1f} MB")
 
 

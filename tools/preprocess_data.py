@@ -16,8 +16,8 @@ from typing import Literal
 
 from megapipe.cli import parse, stop
 from megapipe.config import DataConfig
+from megapipe.data.files import is_current
 from megapipe.data.preprocess import Encoding, Written, preprocess
-from megapipe.data.text import is_current
 from megapipe.errors import ConfigError, UserError
 
 _NOT_HERE = {

@@ -1,4 +1,4 @@
-"""Train a SentencePiece model on text, such that every text can be encoded and decoded without a change.
+"""Train a SentencePiece model on text, such that any text (without U+2581) is decoded as it was encoded.
 
     python tools/train_tokenizer.py --input data/stdlib.jsonl --output data/tokenizer.model --vocab-size 4096
 
@@ -8,7 +8,6 @@ Newlines are a token, runs of spaces may be, and bytes stand in for rare charact
 from __future__ import annotations
 
 import io
-import os
 import random
 import sys
 import time
@@ -20,8 +19,8 @@ from typing import Literal
 import sentencepiece
 
 from megapipe.cli import parse, stop
-from megapipe.data.text import is_current, raw_documents
-from megapipe.data.text import parse as parse_document
+from megapipe.data.files import complete_file, is_current
+from megapipe.data.text import raw_documents, texts
 from megapipe.errors import ConfigError, DataError, UserError
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
@@ -65,10 +64,8 @@ def main(argv: Sequence[str]) -> None:
     size = sum(len(line.encode()) for line in text)
     print(f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ...", flush=True)
     model = train(text, flags)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(model)
-    temporary.rename(output)
+    with complete_file(output) as file:
+        file.write(model)
     print(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
 
 
@@ -79,7 +76,7 @@ def lines(flags: Flags) -> Iterator[str]:
     draw = random.Random(0)
     for raw in raw_documents(flags.input):
         if draw.random() < share:
-            for text in parse_document(raw, flags.json_keys):
+            for text in texts(raw, flags.json_keys):
                 yield from (line for line in text.split("\n") if line)
 
 

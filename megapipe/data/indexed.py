@@ -6,6 +6,7 @@ is opened and not in the middle of a run. The writer shows a pair under its name
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from array import array
@@ -16,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from megapipe.data.files import writing
 from megapipe.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -47,7 +49,6 @@ class IndexedDataset:
 
     Attributes:
         lengths: [S] int32, tokens of each sequence.
-        starts: [S] int64, where each sequence begins in `tokens`.
         documents: [D] int64, number of sequences before each document, and S at the end.
         tokens: every token of the file.
 
@@ -173,8 +174,9 @@ class IndexedWriter:
         self._documents = array("q", [0])
         self._num_tokens = 0
         self._temporary = [Path(f"{self.prefix}.{end}.{os.getpid()}.tmp") for end in ("bin", "idx")]
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = self._temporary[0].open("wb")
+        with writing(self.prefix):
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = self._temporary[0].open("wb")
 
     def add_document(self, tokens: ArrayLike) -> None:
         """One document of one sequence; an empty one is an entry of the document array and no sequence."""
@@ -192,7 +194,8 @@ class IndexedWriter:
             low, high = tokens.min(), tokens.max()
             if low < limit.min or high > limit.max:
                 raise DataError(f"{self.prefix}: token {high if high > limit.max else low} does not fit {self.dtype}")
-        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        with writing(self.prefix):
+            self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._num_tokens += tokens.size
         before = len(self._lengths)
         self._lengths.extend(lengths[lengths > 0].tolist())
@@ -206,11 +209,13 @@ class IndexedWriter:
     ) -> None:
         try:
             if kind is None:
-                self._finish()
+                with writing(self.prefix):
+                    self._finish()
         finally:
-            self._bin.close()
             for path in self._temporary:
                 path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a full disk, said already
+                self._bin.close()
 
     def _finish(self) -> None:
         lengths = np.array(self._lengths, "<i4")

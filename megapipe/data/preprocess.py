@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megapipe.config import DataConfig
 from megapipe.data.indexed import IndexedWriter, token_dtype
-from megapipe.data.text import RawDocument, parse, raw_documents
+from megapipe.data.text import RawDocument, raw_documents, texts
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import DataError
 
@@ -126,7 +126,7 @@ def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
     problems: list[str] = []
     for raw in chunk:
         try:
-            for k, text in enumerate(parse(raw, encoding.keys)):
+            for k, text in enumerate(texts(raw, encoding.keys)):
                 documents[k].append(_ids(tokenizer, text, encoding.append_eod, dtype, raw))
         except DataError as error:
             problems.extend(error.problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.errors import DataError
@@ -48,7 +47,7 @@ def _documents_of(path: str) -> Iterator[RawDocument]:
                 yield RawDocument(path, number, line)
 
 
-def parse(raw: RawDocument, keys: Sequence[str]) -> list[str]:
+def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
     """The texts under `keys`; a plain text file has the one key "text".
 
     Raises: DataError naming file, line and what is wrong with it.
@@ -76,19 +75,14 @@ def _decoded(raw: RawDocument) -> str:
 def _text(raw: RawDocument, record: dict[str, object], key: str) -> str:
     text = record.get(key)
     if not isinstance(text, str):
-        has = f"a {type(text).__name__}" if key in record else f"missing; the line has {', '.join(record) or 'no keys'}"
+        has = (
+            f"of type {type(text).__name__}"
+            if key in record
+            else f"missing; the line has {', '.join(record) or 'no keys'}"
+        )
         raise DataError(f"{raw.where}: key {key!r} must be a text, but is {has}. See --json-keys")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise DataError(f"{raw.where}: key {key!r} has a lone surrogate at character {error.start}") from error
     return text
-
-
-def is_current(outputs: Sequence[str], inputs: Sequence[str]) -> bool:
-    """Do all outputs exist, none older than an input?"""
-    made, sources = [Path(p) for p in outputs], [Path(p) for p in inputs]
-    if not all(p.exists() for p in (*made, *sources)):
-        return False
-    oldest = min(p.stat().st_mtime_ns for p in made)
-    return all(p.stat().st_mtime_ns <= oldest for p in sources)

@@ -1,0 +1,47 @@
+"""Output files that appear under their name only when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from megapipe.errors import DataError
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system says about an output file into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{os.fspath(path)} cannot be written: {error.strerror or error}. A former version is as it was. "
+            "Free space or choose another folder."
+        ) from error
+
+
+@contextlib.contextmanager
+def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A binary file that replaces `path` when the block ends without an error, and vanishes otherwise."""
+    temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                yield file
+            temporary.rename(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def is_current(outputs: Sequence[str], inputs: Sequence[str]) -> bool:
+    """Do all outputs exist, none older than an input?"""
+    made, sources = [Path(p) for p in outputs], [Path(p) for p in inputs]
+    if not all(p.exists() for p in (*made, *sources)):
+        return False
+    oldest = min(p.stat().st_mtime_ns for p in made)
+    return all(p.stat().st_mtime_ns <= oldest for p in sources)

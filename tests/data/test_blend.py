@@ -1,0 +1,180 @@
+"""Splits, blends and sample counts against Megatron's values; every data path a user can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.data.blend import blend_indices, parse_data_path, split_ranges
+from megapipe.data.build import build_datasets, samples_wanted
+from megapipe.data.gpt_dataset import MockTokens, build_indices
+from megapipe.data.indexed import IndexedWriter
+from megapipe.data.tokenizer import NullTokenizer
+from megapipe.errors import DataError
+
+TOKENIZER = NullTokenizer(64)
+MANY = 1000
+
+
+def config(*data_path: str, **data: object) -> Config:
+    fields = {"split": "1,1,0", "eval_iters": 1, "eval_interval": 2, **data}
+    train = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=5, seed=1234)
+    return Config(model=ModelConfig(), train=train, data=DataConfig(data_path=data_path, **fields))  # type: ignore[arg-type]
+
+
+def write(prefix: Path, num_documents: int, first: int = 0) -> str:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for i in range(num_documents):
+            writer.add_document([first + i % 10] * 5)
+    return str(prefix)
+
+
+@pytest.mark.parametrize(
+    ("weights", "size", "limits", "choice", "index"),
+    [  # Megatron-LM d98e8a64's helpers.cpp
+        ([0.3, 0.7], 10, [MANY] * 2, "1 0 1 1 0 1 1 0 1 1", "0 0 1 2 1 3 4 2 5 6"),
+        ([0.5, 0.25, 0.25], 12, [MANY] * 3, "0 1 2 0 0 1 2 0 0 1 2 0", "0 0 0 1 2 1 1 3 4 2 2 5"),
+        ([1.0, 1.0], 6, [MANY] * 2, "0 1 0 1 0 1", "0 0 1 1 2 2"),
+        ([2.0, 5.0], 7, [2, 5], "1 0 1 1 0 1 1", "0 0 1 2 1 3 4"),
+    ],
+)
+def test_blends_equal_megatrons(weights: list[float], size: int, limits: list[int], choice: str, index: str) -> None:
+    sets, samples = blend_indices(weights, size, limits)
+    assert " ".join(map(str, sets)) == choice
+    assert " ".join(map(str, samples)) == index
+    assert (sets.dtype, samples.dtype) == (np.int16, np.int64)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any))
+def test_sizes_as_weights_give_every_sample_once(sizes: list[int]) -> None:
+    sets, samples = blend_indices([float(n) for n in sizes], sum(sizes), sizes)
+    pairs = list(zip(sets.tolist(), samples.tolist(), strict=True))
+    assert sorted(pairs) == [(k, i) for k, n in enumerate(sizes) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "ranges"),
+    [
+        ("969, 30, 1", 1000, [(0, 969), (969, 999), (999, 1000)]),
+        ("99,1,0", 100, [(0, 99), (99, 100), None]),
+        ("1,1,1", 100_000, [(0, 33333), (33333, 66667), (66667, 100_000)]),
+        ("1", 7, [(0, 7), None, None]),
+        ("0,1,0", 7, [None, (0, 7), None]),
+        (".5/.5", 7, [(0, 4), (4, 7), None]),
+    ],
+)
+def test_splits_cut_at_rounded_shares(split: str, count: int, ranges: list[tuple[int, int] | None]) -> None:
+    assert split_ranges(split, count) == ranges
+
+
+@pytest.mark.parametrize("split", ["", "1,2,3,4", "-1,2", "a,b", "1,nan"])
+def test_a_split_that_is_not_three_numbers_is_refused(split: str) -> None:
+    with pytest.raises(DataError, match=r"--split '.*' is not up to three numbers"):
+        split_ranges(split, 10)
+
+
+def test_a_split_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="--split '0,0,0' leaves nothing"):
+        split_ranges("0,0,0", 10)
+
+
+def test_even_lists_are_weights_and_prefixes_odd_ones_prefixes() -> None:
+    assert parse_data_path(["a"]) == (["a"], None)
+    assert parse_data_path(["3", "a", "1", "b"]) == (["a", "b"], [0.75, 0.25])
+    assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "prefix"])
+def test_a_weight_must_be_a_positive_number(weight: str) -> None:
+    with pytest.raises(DataError, match=f"weight {weight} of b is not a positive number.*such as --data-path 1 b"):
+        parse_data_path(["1", "a", weight, "b"])
+
+
+def test_no_data_path_is_refused() -> None:
+    with pytest.raises(DataError, match="--data-path is missing"):
+        build_datasets(config(), TOKENIZER)
+
+
+def test_samples_wanted_are_megatrons_counts() -> None:
+    assert samples_wanted(config()) == (10, 3 * 2, 2)  # 5 steps of 2; 5 // 2 + 1 evaluations of 1 batch
+    never = config(eval_interval=None)
+    assert samples_wanted(never) == (10, 2, 2)
+    by_samples = dataclasses.replace(never, train=dataclasses.replace(never.train, train_iters=None, train_samples=9))
+    assert samples_wanted(by_samples)[0] == 9
+
+
+def test_one_prefix_is_split_and_repeated_as_needed(tmp_path: Path) -> None:
+    datasets = build_datasets(config(write(tmp_path / "a", 4)), TOKENIZER)
+    assert datasets.train is not None
+    assert datasets.valid is not None
+    assert datasets.test is None
+    assert len(datasets.train) >= 10
+    train = {int(t) for i in range(len(datasets.train)) for t in datasets.train[i]}
+    valid = {int(t) for i in range(len(datasets.valid)) for t in datasets.valid[i]}
+    assert (train, valid) == ({0, 1}, {2, 3})
+
+
+def test_a_blend_takes_each_item_from_its_member(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a", 4), write(tmp_path / "b", 4, first=20)]
+    datasets = build_datasets(config("3", prefixes[0], "7", prefixes[1], split="1"), TOKENIZER)
+    assert datasets.train is not None
+    from_b = [bool(datasets.train[i][0] >= 20) for i in range(10)]
+    assert from_b == [True, False, True, True, False, True, True, False, True, True]  # the golden blend .3 .7
+
+
+def test_prefixes_without_weights_give_every_sample_once_or_say_so(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / name, 4, first) for name, first in (("a", 0), ("b", 20), ("c", 40))]
+    datasets = build_datasets(config(*prefixes, split="1"), TOKENIZER)  # 20 tokens each: 4 samples each
+    assert datasets.train is not None
+    assert len(datasets.train) == 10
+    too_long = dataclasses.replace(config(*prefixes, split="1"), train=TrainConfig(
+        micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=7
+    ))  # fmt: skip
+    with pytest.raises(DataError, match="gives every sample once, 12 of them; the run reads 14"):
+        build_datasets(too_long, TOKENIZER)
+
+
+def test_the_cache_changes_nothing_not_even_when_files_are_written_again(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a")
+    for num_documents in (30, 31):
+        write(tmp_path / "a", num_documents)
+        plain = build_datasets(config("1", prefix, "2", prefix), TOKENIZER)
+        for _ in range(2):
+            kept = build_datasets(config("1", prefix, "2", prefix, data_cache_path=str(tmp_path / "cache")), TOKENIZER)
+            assert plain.train is not None
+            assert kept.train is not None
+            assert [x.tolist() for x in kept.train] == [x.tolist() for x in plain.train]
+
+
+def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 problems") as error:
+        build_datasets(config("1", str(tmp_path / "a"), "1", str(tmp_path / "b")), TOKENIZER)
+    assert all(f"--data-path {tmp_path / name}: no file" in str(error.value) for name in "ab")
+
+
+def test_a_part_without_tokens_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--split 969,30,1 leaves no tokens for validation: .* 5 sequences, .* 5 to 5"):
+        build_datasets(config(write(tmp_path / "a", 5), split=None), TOKENIZER)
+
+
+def test_data_of_another_tokenizer_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds token 29, but the tokenizer has ids 0 to 19"):
+        build_datasets(config(write(tmp_path / "a", 10, first=20)), NullTokenizer(20))
+
+
+def test_mock_data_is_split_in_thirds() -> None:
+    mocked = config(mock_data=True, split=None)
+    mocked = dataclasses.replace(mocked, train=dataclasses.replace(mocked.train, seq_length=1000))
+    valid = build_datasets(mocked, TOKENIZER).valid
+    mock = MockTokens(64, 63)
+    indices = build_indices(mock.lengths, np.arange(33333, 66667), 1000, 6, 1234)
+    assert valid is not None
+    assert len(valid) == len(indices.shuffle)
+    position, offset = indices.samples[indices.shuffle[0]].tolist()
+    assert valid[0][0] == mock[int(indices.documents[position])][offset]

@@ -1,0 +1,117 @@
+"""The order of samples depends on consumed samples alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megapipe.data.loader import Batches, SampleOrder, make_batch
+from megapipe.errors import DataError
+
+
+class Counting:
+    """Item i is [i, i, i]: a sample that says its own id."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        return np.full(3, sample)
+
+
+def ids(batches: Batches, consumed: int) -> list[list[int]]:
+    """Sample ids of each microbatch of a step."""
+    return [microbatch[:, 0].tolist() for microbatch in batches.at(consumed)]
+
+
+def test_single_deals_each_microbatch_to_the_ranks_in_turn() -> None:
+    ranks = [Batches(Counting(100), 2, 2, rank, 3) for rank in range(3)]
+    assert [ids(b, 12) for b in ranks] == [[[12, 13], [18, 19]], [[14, 15], [20, 21]], [[16, 17], [22, 23]]]
+
+
+@pytest.mark.parametrize(("micro_batch_size", "data_parallel_size"), [(8, 1), (4, 2), (2, 2), (1, 8), (2, 1)])
+def test_a_global_batch_holds_the_same_samples_on_every_layout(micro_batch_size: int, data_parallel_size: int) -> None:
+    microbatches = 8 // (micro_batch_size * data_parallel_size)
+    for consumed in (0, 8, 40):
+        seen = [
+            i
+            for rank in range(data_parallel_size)
+            for microbatch in ids(
+                Batches(Counting(64), micro_batch_size, microbatches, rank, data_parallel_size), consumed
+            )
+            for i in microbatch
+        ]
+        assert sorted(seen) == list(range(consumed, consumed + 8))
+
+
+def megatron_cyclic(total: int, consumed: int, b: int, rank: int, dp: int, count: int) -> list[list[int]]:
+    """Microbatches that the format's text gives, epoch by epoch (aligned starts only)."""
+    out: list[list[int]] = []
+    active = total - total % (b * dp)
+    epoch, offset = consumed // active, consumed % active
+    while len(out) < count:
+        order = torch.randperm(total // b * b, generator=torch.Generator().manual_seed(epoch)).tolist()
+        mine = order[offset:][rank::dp]
+        out += [mine[i : i + b] for i in range(0, (active - offset) // dp, b)]
+        epoch, offset = epoch + 1, 0
+    return out[:count]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("total", [12, 23])
+def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int) -> None:
+    for rank in range(dp):
+        batches = Batches(Counting(total), 2, 4, rank, dp, kind="cyclic")
+        for step in range(8):
+            consumed = step * 8 * dp
+            assert ids(batches, consumed) == megatron_cyclic(total, consumed, 2, rank, dp, 4)
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_run_resumed_anywhere_reads_the_tail_of_the_unbroken_one(kind: str, workers: int) -> None:
+    def run(first: int) -> list[list[list[int]]]:
+        batches = Batches(Counting(50), 2, 3, 1, 2, kind=kind, num_workers=workers)  # type: ignore[arg-type]
+        return [ids(batches, consumed) for consumed in range(first, 48, 12)]
+
+    unbroken = run(0)
+    assert [run(consumed) for consumed in (12, 24, 36)] == [unbroken[1:], unbroken[2:], unbroken[3:]]
+
+
+def test_reading_ahead_survives_jumps_and_any_order_of_microbatches() -> None:
+    ahead, plain = Batches(Counting(400), 2, 4, num_workers=2), Batches(Counting(400), 2, 4, num_workers=0)
+    for consumed in (0, 8, 16, 8, 80, 88, 0, 0):
+        step = ahead.at(consumed)
+        for i in (3, 1, 0, 2, 1):
+            assert torch.equal(step[i], plain.at(consumed)[i])
+        assert torch.equal(torch.stack(step[:]), torch.stack(list(plain.at(consumed))))
+        assert step[0].shape == (2, 3)
+        assert step[0].dtype == torch.int64
+
+
+def test_past_the_end_is_an_error_and_reading_ahead_of_it_is_not() -> None:
+    batches = Batches(Counting(16), 2, 4)
+    assert ids(batches, 8) == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    with pytest.raises(DataError, match="The dataset ends at sample 16, the run wants 16 to 17"):
+        ids(batches, 16)
+
+
+def test_cyclic_refuses_a_dataset_smaller_than_a_microbatch_of_all_ranks() -> None:
+    with pytest.raises(DataError, match="7 samples do not fill one microbatch of --micro-batch-size 4 x 2"):
+        SampleOrder(7, 4, 0, 2, "cyclic").microbatch(0)
+
+
+def test_labels_are_the_next_tokens_and_eod_inputs_carry_no_loss() -> None:
+    rows = torch.tensor([[5, 0, 6, 0, 7], [1, 2, 3, 4, 0]])
+    batch = make_batch(rows, eod=0, eod_mask_loss=True)
+    assert batch.tokens.tolist() == [[5, 0, 6, 0], [1, 2, 3, 4]]
+    assert batch.labels.tolist() == [[0, 6, 0, 7], [2, 3, 4, 0]]
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 0], [1, 1, 1, 1]]  # the eod label itself is learned
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.loss_mask.dtype == torch.float32
+    assert make_batch(rows).loss_mask.min() == 1
