@@ -201,7 +201,7 @@ def test_a_users_own_ten_lines() -> None:
             rec.f(rank)
         for _ in range(3 - rank):
             rec.b(rank)
-        rec.pay()
+            rec.w()
         rows.append(tuple(rec.steps))
     mine = Schedule("mine", loop(3), 5, tuple(rows))
     verify(mine, memory=3)
