@@ -7,6 +7,7 @@ on a rank, however many chunks it cuts; a tuple names each stage of the chain an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from megapipe.schedule.passes import Kind, Pass, Placement, ScheduleError, Step
@@ -25,6 +26,7 @@ class Costs:
         comm: latency of a message between two ranks. It occupies neither; a message within a rank costs nothing.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
+    Raises: ScheduleError for a number that is negative, infinite or undefined.
     """
 
     f: PerStage = 1.0
@@ -34,6 +36,12 @@ class Costs:
     comm: float = 0.0
     mem_b: PerStage = 1.0
     mem_w: PerStage = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not 0 <= number < inf:
+                    raise ScheduleError(f"Costs.{name} must be a number from 0, got {number}.")
 
     @classmethod
     def transformer(

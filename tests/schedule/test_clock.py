@@ -68,3 +68,9 @@ def test_an_overlapped_pair_starts_when_both_inputs_are_there_and_ends_as_one() 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\.f names 3 stages, but the model is cut in 4\."):
         simulate(build("1f1b", 4, 4), Costs(f=(1, 1, 1)))
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_costs_are_numbers_from_0(bad: float) -> None:
+    with pytest.raises(ScheduleError, match=rf"Costs\.w must be a number from 0, got {bad}"):
+        Costs(w=(1.0, bad))
