@@ -101,14 +101,17 @@ def _refuse_empty(
 ) -> None:
     problems = []
     for source, parts in zip(sources, ranges, strict=True):
-        for part in used:
-            begin, end = parts[part] or (0, 0)
-            if not source.lengths[begin:end].any():
-                remedy = "" if part == 0 else " or, to do without, --eval-iters 0"
-                problems.append(
-                    f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has "
-                    f"{len(source.lengths)} sequences, its part is {begin} to {end}. Use --split 1,1,1{remedy}"
-                )
+        bounds = [r or (0, 0) for r in parts]
+        counts = [end - begin for begin, end in bounds]
+        # What the split does give, as a split of its own that leaves the empty parts out.
+        remedy = ",".join(map(str, counts)) if counts[0] and len(sources) == 1 else "1,0,0"
+        problems += [
+            f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has {len(source.lengths)} "
+            f"sequences, its part is {bounds[part][0]} to {bounds[part][1]}.\n"
+            f"      Use more documents, or --split {remedy}"
+            for part in used
+            if not source.lengths[slice(*bounds[part])].any()
+        ]
     if problems:
         raise DataError(problems)
 
@@ -120,7 +123,8 @@ def _build_part(
     if len(members) == 1 and weights is None:
         return dataset(members[0], wanted)
     if weights is None:
-        size, datasets = wanted, [dataset(member, None) for member in members]
+        size = wanted
+        datasets = [dataset(member, None) for member in members]
         weights = [float(len(d)) for d in datasets]
         if wanted > sum(weights):
             raise DataError(
@@ -129,10 +133,8 @@ def _build_part(
             )
     else:
         shares = [math.ceil(wanted * w) for w in weights]
-        size, datasets = (
-            sum(shares),
-            [dataset(member, math.ceil(n * SURPLUS)) for member, n in zip(members, shares, strict=True)],
-        )
+        size = sum(shares)
+        datasets = [dataset(member, math.ceil(n * SURPLUS)) for member, n in zip(members, shares, strict=True)]
     limits = [len(d) for d in datasets]
     key = {"blend": weights, "size": size, "limits": limits}
     choice, index = cached(config.data.data_cache_path, key, lambda: blend_indices(weights, size, limits))

@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -110,6 +111,11 @@ def _encoded(chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: i
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "A worker process was killed from outside, perhaps for want of memory; nothing was written. "
+                f"Use fewer --workers than {workers}, or split documents of many megabytes."
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
