@@ -56,8 +56,8 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None
     root = Path(directory)
 
     def check() -> None:
-        commit.refuse_to_overwrite(root, iteration)
         root.mkdir(parents=True, exist_ok=True)
+        commit.refuse_to_overwrite(root, iteration)
 
     _on_first(mesh, check)
 
@@ -89,13 +89,14 @@ def save_checkpoint(
         "config": dataclasses.asdict(config),
         "torch": torch.__version__,
     }
+    text = json.dumps(content, indent=1) + "\n"
     folder = Path(_on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         _together(mesh, lambda: _see(folder, mesh))
         tensors = _tensors(stages, kept, mesh)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         _together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None))
-        _on_first(mesh, lambda: commit.write_durably(folder / STATE, json.dumps(content, indent=1) + "\n"))
+        _on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
         mine = _share([path.name for path in folder.iterdir()], mesh)
         parts = mesh.world.gather_json(_together(mesh, lambda: commit.digest(folder, mine)))
         files = {name: entry for part in parts for name, entry in part.items()}
@@ -126,7 +127,7 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
             raise CheckpointError(f"--load {root} holds no checkpoint, and --exit-on-missing-checkpoint is given")
         return iteration
 
-    iteration = look() if mesh is None else _on_first(mesh, look)
+    iteration = _on_first(mesh or ProcessMesh.single(), look)
     if iteration is None:
         if mesh is not None and mesh.world.rank == 0:
             print(f"--load {root} holds no checkpoint; starting from random weights", flush=True)

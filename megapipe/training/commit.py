@@ -51,8 +51,14 @@ def iterations_in(root: Path) -> list[int]:
 def newest(root: Path) -> int | None:
     """The iteration to resume from, None if there is no checkpoint.
 
-    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there.
+    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there, or if `root` is a
+        checkpoint itself.
     """
+    if (root / MANIFEST).exists():
+        raise CheckpointError(
+            f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
+            f"--load {root.parent} --ckpt-step {root.name.removeprefix('iter_').lstrip('0')}"
+        )
     there = iterations_in(root)
     try:
         text = (root / POINTER).read_bytes()
@@ -89,8 +95,8 @@ def refuse_to_overwrite(root: Path, after: int) -> None:
 
 def begin(root: Path, iteration: int) -> Path:
     """A fresh folder to write into; clears what interrupted saves have left."""
-    refuse_to_overwrite(root, iteration - 1)
     root.mkdir(parents=True, exist_ok=True)
+    refuse_to_overwrite(root, iteration - 1)
     final = folder_of(root, iteration)
     if final.exists():  # complete, but cut off before its pointer: nobody has resumed from it
         os.rename(final, _temporary(final))

@@ -1,0 +1,73 @@
+"""Gloo processes that stay: a test file starts them once and gives them one task after another.
+
+Tasks are found by name in the new processes, so they must lie in a module of this folder, not in a test file.
+"""
+
+import multiprocessing
+import queue
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megapipe.mesh import CPU, build_mesh
+
+WORLD = 4
+
+
+def rank_main(rank, store, commands, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+    meshes = {}
+
+    def mesh_of(pp, dp, tp):
+        if (pp, dp, tp) not in meshes:
+            device_mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+
+            def group(name, ranks):
+                if name in ("pp", "dp", "tp"):
+                    return device_mesh.get_group(name)
+                return dist.group.WORLD if name == "world" else dist.new_group(list(ranks))
+
+            meshes[pp, dp, tp] = build_mesh((pp, dp, tp), rank, CPU, group, device_mesh)
+        return meshes[pp, dp, tp]
+
+    for scenario, layouts, args in iter(commands.get, None):
+        try:
+            results.put((rank, scenario(*map(mesh_of, *zip(*layouts, strict=True)), *args)))
+        except BaseException as error:
+            results.put((rank, error))
+
+
+class Pool:
+    def __init__(self, folder):
+        spawn = multiprocessing.get_context("spawn")
+        self.commands = [spawn.Queue() for _ in range(WORLD)]
+        self.results = spawn.Queue()
+        self.processes = [
+            spawn.Process(target=rank_main, args=(r, str(folder / "store"), inbox, self.results), daemon=True)
+            for r, inbox in enumerate(self.commands)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, scenario, layouts, *args):
+        """Results in rank order. layouts: (pp, dp, tp) for each mesh that the scenario takes."""
+        for inbox in self.commands:
+            inbox.put((scenario, layouts, args))
+        results = dict(self._result() for _ in range(WORLD))
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        return [results[rank] for rank in range(WORLD)]
+
+    def _result(self):
+        while True:
+            try:
+                return self.results.get(timeout=1)
+            except queue.Empty:
+                assert all(process.is_alive() for process in self.processes), "a rank died"
+
+    def close(self):
+        for process in self.processes:
+            process.kill()

@@ -1,0 +1,76 @@
+"""A checkpoint of any layout is gone on from under any other, bit for bit, and all ranks stop together."""
+
+import os
+import struct
+
+import pytest
+import torch
+import toy_run
+from rank_pool import WORLD, Pool
+from toy_run import SINGLE, Run
+
+from megapipe.config import CheckpointConfig
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        ((2, 1, 2), (2, 2, 1), torch.float32),
+        ((1, 4, 1), (1, 1, 4), torch.float32),
+        ((4, 1, 1), (1, 2, 2), torch.bfloat16),
+        ((1, 2, 2), (4, 1, 1), torch.bfloat16),
+    ],
+)
+def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype):
+    for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype):
+        assert wrong == []
+        assert counters == (2, 16, 2)
+
+
+def test_one_process_goes_on_from_many(pool, tmp_path):
+    folder = pool.run(toy_run.save, [(2, 1, 2)], tmp_path)[0]
+    run = Run(SINGLE)
+    run.load(folder)
+    assert run.train(3, 4).differing(Run(SINGLE).train(1, 4)) == []
+
+
+def test_many_processes_go_on_from_one(pool, tmp_path):
+    folder = Run(SINGLE).train(1, 2).save(tmp_path, 2)
+    assert pool.run(toy_run.load, [(2, 1, 2)], folder) == [[]] * WORLD
+
+
+def test_data_parallel_replicas_are_written_once(pool, tmp_path):
+    whole = Run(SINGLE).save(tmp_path / "one", 1)
+    folder = pool.run(toy_run.save, [(1, 4, 1)], tmp_path / "four")[0]
+
+    def tensor_bytes(folder):
+        heads = [(path, struct.unpack("<Q", path.read_bytes()[:8])[0]) for path in folder.glob("*.safetensors")]
+        return sum(path.stat().st_size - 8 - head for path, head in heads)
+
+    assert tensor_bytes(folder) == tensor_bytes(whole)
+
+
+def test_an_error_on_one_rank_stops_all_with_the_same_text(pool, tmp_path):
+    text = "a shard: No space left on device"
+    assert pool.run(toy_run.failing_save, [(2, 1, 2)], tmp_path / "full") == [(text,)] * WORLD
+    assert os.listdir(tmp_path / "full") == []
+    folder = pool.run(toy_run.save, [(2, 1, 2)], tmp_path)[0]
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    size = shard.stat().st_size
+    text = f"{shard} has {size} bytes, not {size + 1}. Load another iteration with --ckpt-step"
+    assert pool.run(toy_run.damaged_load, [(1, 1, 4)], folder) == [(text,)] * WORLD
+
+
+def test_all_ranks_find_what_the_first_finds(pool, tmp_path):
+    config = CheckpointConfig(load=str(tmp_path))
+    assert pool.run(toy_run.find, [(1, 4, 1)], config) == [None] * WORLD
+    folder = pool.run(toy_run.save, [(1, 4, 1)], tmp_path)[0]
+    assert pool.run(toy_run.find, [(1, 4, 1)], config) == [folder] * WORLD
