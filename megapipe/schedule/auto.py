@@ -1,0 +1,225 @@
+"""zb-auto: a schedule searched for the costs, the memory and the placement at hand.
+
+The papers' patterns and building blocks of our own are candidates; annealing improves the best of them until the lower
+bound is met or the effort is spent. `python -m megapipe.schedule.auto` shows the gain where a better schedule than any
+fixed pattern is known to exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from megapipe.schedule.auto_anneal import Cooling, Found, anneal
+from megapipe.schedule.auto_bound import lower_bound
+from megapipe.schedule.auto_problem import Problem, decode, one_by_one, problem
+from megapipe.schedule.auto_seeds import blocks, patterns, unroll
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Placement, Schedule, ScheduleError, loop, vee
+from megapipe.schedule.simulate import simulate
+
+__all__ = ["Report", "lower_bound", "search", "zb_auto"]
+
+# Passes that a second of effort may place in the search. Counted, not timed: the result is the same on every machine.
+_PASSES_PER_SECOND = 4_000_000
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. Times and memory are in the units of the costs.
+
+    Attributes:
+        bound: no schedule of this placement, memory and objective can be faster.
+        distance: objective / bound - 1.
+    """
+
+    schedule: Schedule
+    makespan: float
+    period: float
+    peak: float
+    bound: float
+    distance: float
+
+    def __str__(self) -> str:
+        place = self.schedule.placement
+        chunks = place.num_stages // place.num_ranks
+        shape = "v" if chunks == 2 and place == vee(place.num_ranks) else f"loop of {chunks} chunk(s)"
+        return (
+            f"{shape}: makespan {self.makespan:g}, period {self.period:g}, peak memory {self.peak:g}, "
+            f"lower bound {self.bound:g}, distance {self.distance:.1%}"
+        )
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    placement: str | None = None,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    memory: float | tuple[float, ...] | None = None,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Schedule:
+    """The best schedule that the search finds. Never worse than ZB-H1, ZB-H2, ZB-V, V-Half, V-Min and interleaved
+    zero-bubble with 2 and 4 chunks where those fit the memory and the placement; arguments as in `search`."""
+    return search(
+        ranks,
+        microbatches,
+        placement=placement,
+        chunks=chunks,
+        costs=costs,
+        memory=memory,
+        objective=objective,
+        effort=effort,
+        progress=progress,
+    ).schedule
+
+
+def search(
+    ranks: int,
+    microbatches: int,
+    *,
+    placement: str | None = None,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    memory: float | tuple[float, ...] | None = None,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """Search schedules with a split backward. The same arguments give the same schedule.
+
+    Args:
+        placement: "loop", "v", or None for the better.
+        chunks: stages per rank: any number for a loop, 2 for a V; None for the best of 1, 2 and 4.
+        costs: per device share, or by stage; costs by stage leave only placements with as many stages.
+        memory: most activation a rank may hold, in the unit of the costs, for all ranks or for each; None: as 1F1B, p.
+        objective: "makespan" (a barrier ends the iteration) or "period" (longest span of a rank; no barrier).
+        effort: about the seconds to spend on one core; 40 finds what 4 may miss.
+        progress: called with the share of the effort spent.
+    Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
+    """
+    period = objective == "period"
+    places = _placements(ranks, microbatches, placement, chunks, costs, objective)
+    problems = [problem(place, microbatches, costs, _limits(place, costs, memory), period) for place in places]
+    best = _run([_Race(x, costs, objective) for x in _possible(problems)], effort, progress or (lambda share: None))
+    schedule = decode(best.problem, best.found.orders, "zb-auto")
+    timeline = simulate(schedule, costs)
+    distance = best.found.length / best.bound - 1 if best.bound else 0.0
+    return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), best.bound, distance)
+
+
+class _Race:
+    """One placement's part in the search: its problem, its bound and the best found so far."""
+
+    def __init__(self, problem: Problem, costs: Costs, objective: str) -> None:
+        self.problem = problem
+        self.costs = costs
+        self.objective = objective
+        self.bound = lower_bound(problem.placement, problem.microbatches, costs, problem.memory, objective)
+        self.goal = self.bound * (1 + 1e-9)
+        self.found = patterns(problem)[0]
+        self.random = Random(0)
+
+    def keep(self, found: Found) -> None:
+        if found.length < self.found.length:
+            self.found = found
+
+    def steps(self, seconds: float) -> int:
+        return int(seconds * _PASSES_PER_SECOND / self.problem.num_passes)
+
+    def seed(self, seconds: float) -> None:
+        """Building blocks; with many microbatches also a smaller problem, solved and unrolled."""
+        if self.found.length <= self.goal:
+            return
+        small = 3 * self.problem.placement.num_ranks
+        if self.problem.microbatches >= 2 * small:
+            self.seed_from(small, seconds)
+        else:
+            for found in blocks(self.problem, self.steps(seconds) // 2, self.random)[:1]:
+                self.keep(found)
+
+    def seed_from(self, small: int, seconds: float) -> None:
+        p = self.problem
+        race = _Race(problem(p.placement, small, self.costs, p.memory, p.period), self.costs, self.objective)
+        race.seed(seconds / 3)
+        race.improve(seconds * 2 / 3)
+        for found in unroll(p, race.problem, race.found)[:1]:
+            self.keep(found)
+
+    def improve(self, seconds: float) -> None:
+        steps = self.steps(seconds)
+        hot = min(6.0, steps / 5000) * 0.3
+        cooling = Cooling(steps, hot, min(hot, 0.02), 1.0)
+        self.keep(anneal(self.problem, self.found, cooling, self.random, self.goal))
+
+
+def _run(races: list[_Race], effort: float, progress: Callable[[float], None]) -> _Race:
+    """Seeds and a short annealing for every placement, the rest of the effort for the best."""
+    spent = 0.0
+    first = 0.5 * effort / len(races) if len(races) > 1 else 0.3 * effort
+    for race in races:
+        race.seed(first / 2)
+        if len(races) > 1:
+            race.improve(first / 2)
+        spent += first
+        progress(spent / effort)
+    best = min(races, key=lambda race: race.found.length)
+    best.improve(effort - spent)
+    progress(1.0)
+    return best
+
+
+def _placements(
+    ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs, objective: str
+) -> list[Placement]:
+    """Those to try."""
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+    if placement not in (None, "loop", "v"):
+        raise ScheduleError(f'zb-auto has the placements "loop" and "v", not "{placement}".')
+    if objective not in ("makespan", "period"):
+        raise ScheduleError(f'zb-auto has the objectives "makespan" and "period", not "{objective}".')
+    if chunks is not None and (chunks < 1 or (placement == "v" and chunks != 2)):
+        raise ScheduleError(f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2.")
+    places = [vee(ranks)] if placement != "loop" and chunks in (None, 2) else []
+    if placement != "v":
+        places += [loop(ranks, v) for v in ((1, 2, 4) if chunks is None else (chunks,))]
+    by_stage = [x for x in (costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w) if isinstance(x, tuple)]
+    return [p for p in places if all(len(x) == p.chain for x in by_stage)] or places
+
+
+def _limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """The limit of each rank."""
+    if isinstance(memory, tuple):
+        if len(memory) != place.num_ranks:
+            raise ScheduleError(
+                f"zb-auto takes one memory limit or one for each of {place.num_ranks} ranks, not {len(memory)}."
+            )
+        return memory
+    if memory is None:
+        mem_b, _ = costs.memory(place)
+        memory = place.num_ranks * max(sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks))
+    return (memory,) * place.num_ranks
+
+
+def _possible(problems: list[Problem]) -> list[Problem]:
+    """Those whose ranks can hold one microbatch."""
+    found, lacking = [], []
+    for x in problems:
+        least = [max(accumulate(x.holds[y] for y in order)) for order in one_by_one(x)]
+        short = [r for r, need in enumerate(least) if need > x.memory[r] * (1 + 1e-9)]
+        if short:
+            lacking.append((max(least[r] for r in short), short[0], x.memory[short[0]]))
+        else:
+            found.append(x)
+    if not found:
+        need, rank, limit = min(lacking)
+        raise ScheduleError(
+            f"zb-auto cannot run in memory {limit:g}: rank {rank} needs {need:g} for a microbatch. Use --memory {need:g}."
+        )
+    return found

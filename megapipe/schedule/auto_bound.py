@@ -1,0 +1,71 @@
+"""No schedule can be faster than this: what chains of passes, memory and work on one rank force.
+
+Two ideas, for any costs by stage. Before its first B a rank can only run F, no more than its memory holds; after its
+last B only W, no more than its memory holds. And every microbatch occupies memory from its F to its W (Little's law).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.passes import Kind, Placement
+
+
+def lower_bound(
+    placement: Placement, microbatches: int, costs: Costs, memory: float | tuple[float, ...], objective: str
+) -> float:
+    """Least makespan or period of any schedule with a split backward on one chain.
+
+    With uniform stages, no latency, memory p and m >= 2p it is m(F+B+W) + (p-1) max(B, F + max(0, B-W)) for one chunk
+    and m(F+B+W) + (p-1) max(F, B)/2 for two.
+
+    Args:
+        memory: limit of every rank or of each, in the unit of the costs.
+        objective: "makespan" or "period" (longest time from a rank's first start to its last end).
+    Returns: a time in the unit of the costs.
+    """
+    ranks, m, rank_of = placement.num_ranks, microbatches, placement.rank_of
+    limits = memory if isinstance(memory, tuple) else (memory,) * ranks
+    time = costs.durations(placement)
+    f, b, w = (time[kind] for kind in (Kind.F, Kind.B, Kind.W))
+    mem_b, mem_w = costs.memory(placement)
+    lag = [costs.comm if one != two else 0.0 for one, two in pairwise(rank_of)] + [0.0]
+    # When F of stage s can start, and how long after the start of B at the last stage B of stage s can start.
+    down = [0.0, *accumulate(x + y for x, y in zip(f, lag, strict=True))]
+    up = [0.0, *accumulate(b[s] + lag[s - 1] for s in reversed(range(1, placement.num_stages)))][::-1]
+    turn = down[-1]
+
+    def at_rest(rank: int) -> tuple[float, float]:
+        """(from first start to last B end, from first start to last end) of a rank by itself."""
+        stages, limit = placement.stages_on(rank), limits[rank] * (1 + 1e-9)
+        first, deepest = stages[0], stages[-1]
+        busy = m * sum(f[s] + b[s] + w[s] for s in stages)
+        wait = max(0.0, turn + up[deepest] - down[first] - _most(limit, m, stages, f, mem_b))
+        lives = [mem_b[s] * (turn + up[s] + b[s] - down[s]) for s in stages]
+        owed = [mem_w[s] * w[s] for s in stages]
+        to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), m * sum(lives) / limit)
+        return to_last_b, max(busy + wait, m * (sum(lives) + sum(owed)) / limit)
+
+    alone = [at_rest(rank) for rank in range(ranks)]
+    entry = [placement.stages_on(rank)[0] for rank in range(ranks)]
+    best = 0.0
+    for q, first in enumerate(entry):
+        span = max(alone[q][1], turn - down[first] + up[first] + b[first] + w[first])
+        for r, deeper in enumerate(entry):
+            if deeper >= first:
+                back = up[first] + b[first] - up[deeper] - b[deeper]
+                span = max(span, down[deeper] - down[first] + alone[r][0] + back + w[first])
+        best = max(best, span + (down[first] if objective == "makespan" else 0.0))
+    return best
+
+
+def _most(limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]) -> float:
+    """Most time of passes that each hold `memory` at once within the limit."""
+    everything = microbatches * sum(time[s] for s in stages)
+    sizes = {memory[s] for s in stages}
+    if min(sizes) <= 0.0 or limit == float("inf"):
+        return everything
+    if len(sizes) == 1:
+        return min(everything, limit // sizes.pop() * max(time[s] for s in stages))
+    return min(everything, limit * max(time[s] / memory[s] for s in stages))

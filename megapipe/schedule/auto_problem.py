@@ -1,0 +1,252 @@
+"""The search's view of a schedule: passes as integers, a rank's order as a list of them, one tight clock.
+
+Pass (kind k, stage s, microbatch i) is (3 s + k) m + i with F, B, W = 0, 1, 2, so a whole number names its class
+(kind and stage) and the next microbatch of the class is the next number. Orders keep every class FIFO.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule
+
+Orders = list[list[int]]
+KINDS = (Kind.F, Kind.B, Kind.W)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not change during a search. Lists of passes end with one more entry: "no pass", done at time 0.
+
+    Attributes:
+        memory: limit of each rank, in the unit of the costs.
+        period: minimise the longest span of a rank instead of the makespan.
+        duration, lag: time of a pass, and of the message it waits for.
+        source, target: the pass whose result a pass takes, and the pass on another rank that waits for it.
+        rank: where it runs.
+        holds: memory it adds; negative: frees. B swaps mem_b for mem_w.
+        unit: the longest pass, the scale of every step of the search.
+    """
+
+    placement: Placement
+    microbatches: int
+    memory: tuple[float, ...]
+    period: bool
+    duration: list[float]
+    lag: list[float]
+    source: list[int]
+    target: list[int]
+    rank: list[int]
+    holds: list[float]
+    unit: float
+
+    @property
+    def num_passes(self) -> int:
+        return len(self.duration) - 1
+
+    @property
+    def nothing(self) -> int:
+        """The pass that is none, done before the start."""
+        return len(self.duration) - 1
+
+
+def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool) -> Problem:
+    """Write placement and costs down by pass."""
+    m, stages, rank_of = microbatches, placement.num_stages, placement.rank_of
+    n = 3 * stages * m
+    time = costs.durations(placement)
+    mem_b, mem_w = costs.memory(placement)
+    duration, lag, holds = [0.0] * (n + 1), [0.0] * (n + 1), [0.0] * (n + 1)
+    source, target, rank = [n] * (n + 1), [n] * (n + 1), [-1] * (n + 1)
+    for s in range(stages):
+        for k, held in enumerate((mem_b[s], mem_w[s] - mem_b[s], -mem_w[s])):
+            before = (s - 1 if s else None, s + 1 if s + 1 < stages else None, None)[k]
+            for x in range((3 * s + k) * m, (3 * s + k + 1) * m):
+                duration[x], holds[x], rank[x] = time[KINDS[k]][s], held, rank_of[s]
+                if before is not None:
+                    source[x] = x + 3 * m * (before - s)
+                    if rank_of[before] != rank_of[s]:
+                        lag[x], target[source[x]] = costs.comm, x
+                elif k:
+                    source[x] = x - m
+    unit = max(duration)
+    return Problem(placement, m, memory, period, duration, lag, source, target, rank, holds, unit)
+
+
+def clock(problem: Problem, orders: Orders) -> list[float] | None:
+    """End of every pass if each starts as soon as it can; None if ranks wait for each other for ever."""
+    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
+    n = problem.num_passes
+    end = [-1.0] * n + [0.0]
+    at, now, sizes = [0] * len(orders), [0.0] * len(orders), [len(order) for order in orders]
+    ready, left = list(range(len(orders))), n
+    while ready:
+        r = ready.pop()
+        order, i, t, size = orders[r], at[r], now[r], sizes[r]
+        left += i
+        while i < size:
+            x = order[i]
+            arrival = end[source[x]]
+            if arrival < 0.0:
+                break
+            arrival += lag[x]
+            if arrival > t:
+                t = arrival
+            t += duration[x]
+            end[x] = t
+            i += 1
+            y = target[x]
+            if y != n:
+                q = rank[y]
+                if at[q] < sizes[q] and orders[q][at[q]] == y:
+                    ready.append(q)
+        left -= i
+        at[r], now[r] = i, t
+    return None if left else end
+
+
+def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0.0) -> float:
+    """The objective, plus `spread` times its mean over ranks: that tells the search of gains on ranks not the last."""
+    ends = [end[order[-1]] for order in orders]
+    if problem.period:
+        ends = [e - end[o[0]] + problem.duration[o[0]] for e, o in zip(ends, orders, strict=True)]
+    return max(ends) + spread * sum(ends) / len(ends)
+
+
+def fits(problem: Problem, orders: Orders) -> bool:
+    """Does every rank stay within its memory?"""
+    return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
+
+
+def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
+    """Does this order stay within the memory of the rank?"""
+    holds, held, limit = problem.holds, 0.0, problem.memory[rank] * (1 + 1e-9)
+    for x in order:
+        held += holds[x]
+        if held > limit:
+            return False
+    return True
+
+
+def encode(problem: Problem, schedule: Schedule) -> Orders:
+    """A table of split passes as integers."""
+    m = problem.microbatches
+    return [
+        [(3 * x.stage + KINDS.index(x.kind)) * m + x.microbatch for step in r for x in step] for r in schedule.ranks
+    ]
+
+
+def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
+    """Integers as a table."""
+    m = problem.microbatches
+    rows = (tuple((Pass(KINDS[x // m % 3], x // m // 3, x % m),) for x in order) for order in orders)
+    return Schedule(name, problem.placement, m, tuple(rows))
+
+
+def one_by_one(problem: Problem) -> Orders:
+    """One microbatch at a time: the order of least memory."""
+    m, place = problem.microbatches, problem.placement
+    rows = []
+    for rank in range(place.num_ranks):
+        stages = place.stages_on(rank)
+        classes = [3 * s for s in stages] + [3 * s + k for s in reversed(stages) for k in (1, 2)]
+        rows.append([c * m + i for i in range(m) for c in classes])
+    return rows
+
+
+def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
+    """F and B of a rank, reordered to fit: where an F finds no room even with all W done, a later B comes first.
+
+    None if that cannot help.
+    """
+    m, holds, limit = problem.microbatches, problem.holds, problem.memory[rank] * (1 + 1e-9)
+    backward = [x for x in order if x // m % 3 == 1]
+    done: set[int] = set()
+    result: list[int] = []
+    held, first = 0.0, 0
+    for x in order:
+        if x in done:
+            continue
+        if x // m % 3 == 0:
+            while held + holds[x] > limit:
+                while first < len(backward) and backward[first] in done:
+                    first += 1
+                sooner = next((b for b in backward[first:] if b not in done and b - m in done), None)
+                if sooner is None:
+                    return None
+                done.add(sooner)
+                result.append(sooner)
+                held -= holds[sooner - m]
+            held += holds[x]
+        elif x - m in done:
+            held -= holds[x - m]
+        else:
+            return None
+        done.add(x)
+        result.append(x)
+    return result
+
+
+def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Orders, list[float]] | None:
+    """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
+
+    Args:
+        orders: F and B of each rank.
+        patience: a W may begin in a wait that is shorter than itself if it overruns it by at most this part of W.
+    Returns: (orders with W, end of every pass), None if the order blocks or does not fit.
+    """
+    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
+    holds, n, m, p = problem.holds, problem.num_passes, problem.microbatches, len(orders)
+    end = [-1.0] * n + [0.0]
+    at, now, held, paid = [0] * p, [0.0] * p, [0.0] * p, [0] * p
+    owed: Orders = [[] for _ in orders]
+    full: Orders = [[] for _ in orders]
+    ready, left = list(range(p)), sum(map(len, orders))
+    limits = [limit * (1 + 1e-9) for limit in problem.memory]
+    while ready:
+        r = ready.pop()
+        order, owe, out, limit, i = orders[r], owed[r], full[r], limits[r], at[r]
+        t, mem, w = now[r], held[r], paid[r]
+        left += i
+        while i < len(order):
+            x = order[i]
+            arrival = end[source[x]]
+            if arrival < 0.0:
+                break
+            arrival += lag[x]
+            while w < len(owe):
+                y = owe[w]
+                slack = patience * duration[y] + 1e-9 * arrival
+                if mem + holds[x] <= limit and t + duration[y] > arrival + slack:
+                    break
+                t += duration[y]
+                end[y] = t
+                out.append(y)
+                mem += holds[y]
+                w += 1
+            mem += holds[x]
+            if mem > limit:
+                return None
+            t = (arrival if arrival > t else t) + duration[x]
+            end[x] = t
+            out.append(x)
+            i += 1
+            if x // m % 3:
+                owe.append(x + m)
+            y = target[x]
+            if y != n:
+                q = rank[y]
+                if at[q] < len(orders[q]) and orders[q][at[q]] == y:
+                    ready.append(q)
+        left -= i
+        at[r], now[r], held[r], paid[r] = i, t, mem, w
+    if left:
+        return None
+    for r in range(p):
+        t = now[r]
+        for y in owed[r][paid[r] :]:
+            t += duration[y]
+            end[y] = t
+            full[r].append(y)
+    return full, end
