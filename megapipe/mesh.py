@@ -98,6 +98,8 @@ class ProcessMesh:
     Attributes:
         ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
             placement; size 1 for all others and where both are the same rank.
+        twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
+            1 for the middle rank of an odd pipeline.
         device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
             and for ranks that are threads.
     """
@@ -107,6 +109,7 @@ class ProcessMesh:
     pp: Axis = Axis()
     world: Axis = Axis()
     ends: Axis = Axis()
+    twins: Axis = Axis()
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
 
@@ -175,12 +178,14 @@ def build_mesh(
     def along(dim: int) -> list[list[int]]:
         return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
 
+    pipelines = along(0)
     return ProcessMesh(
         tp=axis("tp", along(2)),
         dp=axis("dp", along(1)),
-        pp=axis("pp", along(0)),
+        pp=axis("pp", pipelines),
         world=axis("world", [grid.flatten().tolist()]),
-        ends=axis("ends", [sorted({ranks[0], ranks[-1]}) for ranks in along(0)]),
+        ends=axis("ends", [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]),
+        twins=axis("twins", [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]),
         device=device,
         device_mesh=device_mesh,
     )

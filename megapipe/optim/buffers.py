@@ -27,9 +27,12 @@ class FlatBuffers:
         params: the stage's parameters by name, of one floating dtype on one device.
         borrowed: names of those whose weight is another's (a tied head beside its embedding): they have a gradient
             here and nothing else.
+        has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], borrowed: Collection[str] = ()) -> None:
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], borrowed: Collection[str] = (), *, has_main: bool = True
+    ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
         own = [name for name in params if name not in borrowed]
@@ -56,7 +59,7 @@ class FlatBuffers:
             view = self.view(self.model, name)
             view.copy_(params[name].data)
             params[name].data = view
-        self.main = self.model if dtype == main_dtype else self.model.to(main_dtype)
+        self.main = self.model if dtype == main_dtype or not has_main else self.model.to(main_dtype)
         for name, param in params.items():
             main_grad = self.view(self.grads, name)
             setattr(param, "main_grad", main_grad)  # noqa: B010

@@ -1,25 +1,25 @@
 """AdamW over the flat buffers of a rank, with one view of the whole model's parameters.
 
-A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel, the two
-uses of a tied weight are added, and the norm is summed over the model's parameters in one global order.
+A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel and over
+DualPipe's twins, the two uses of a tied weight are added, and the norm is summed over the model's parameters in one
+global order.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from megapipe.config import TrainConfig
-from megapipe.errors import ConfigError
 from megapipe.mesh import ProcessMesh, layout_of
 from megapipe.optim.buffers import FlatBuffers
+from megapipe.optim.census import take_census
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,16 @@ class Optimizer:
     Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
     as is every method that says so; `step` is collective over the mesh.
 
+    Under DualPipe a stage exists twice, on mirrored ranks. Both sum their gradients; the rank where it is of the first
+    chain has the main parameters and Adam's moments, updates, and sends the weights to the other. So every rank has the
+    state of half its stages, and norm and checkpoint see each once.
+
     Args:
-        stages: this rank's pieces of the model; `named_parameters` give names that are unique in the whole model.
+        stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
+            whole model.
     Attributes:
         buffers: one per stage, in the same order.
+        owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         steps: updates made so far; Adam's bias correction needs it.
         weight_decay: as in TrainConfig; a loaded checkpoint may set it.
     Raises: ConfigError for names that occur twice and for ties that cannot be kept.
@@ -56,7 +62,7 @@ class Optimizer:
         self.mesh, self.train = mesh, train
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in stage.named_parameters())
-        census = _census(stages, mesh)
+        census, twins = take_census(stages, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         self._index = {name: n for n, name in enumerate(owners)}
         ties = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
@@ -67,13 +73,28 @@ class Optimizer:
             if (user in self.params) != (owner in self.params)
         ]
         borrowed = {user for user, _ in self._ties_here}
-        self.buffers = [FlatBuffers(dict(stage.named_parameters()), borrowed) for stage in stages]
-        self.exp_avg = [torch.zeros_like(b.main) for b in self.buffers]
-        self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.buffers]
+        self.buffers: list[FlatBuffers] = []
+        self.owned: list[FlatBuffers] = []
+        shared: dict[tuple[int, str], FlatBuffers] = {}
+        for stage in stages:
+            params = dict(stage.named_parameters())
+            name = min(params, default="")
+            here = name not in twins or census[name].rank == mesh.pp.rank
+            buffers = FlatBuffers(params, borrowed, has_main=here)
+            self.buffers.append(buffers)
+            if here:
+                self.owned.append(buffers)
+            if name in twins:
+                shared[int(census[name].rank > twins[name].rank), name] = buffers
+        # (position of the owner in mesh.twins, buffers), in one order on both ranks
+        self._twins = [(source, shared[source, name]) for source, name in sorted(shared)]
+        self.exp_avg = [torch.zeros_like(b.main) for b in self.owned]
+        self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.owned]
         for user, owner in self._ties_here:
             self.params[user].data = self.params[owner].data
         for name, source in self._ties_across:
             mesh.ends.broadcast(self.params[name].data, source)
+        self._send_to_twins()
         self.reload_main()
 
     def zero_grad(self) -> None:
@@ -90,8 +111,10 @@ class Optimizer:
         """
         for buffers in self.buffers:
             buffers.reduce(self.mesh.dp)
+        for _, buffers in self._twins:
+            buffers.reduce(self.mesh.twins)
         self._add_tied()
-        grads = [b.grads for b in self.buffers]
+        grads = [b.grads for b in self.owned]
         if grad_scale != 1:
             for flat in grads:
                 flat.mul_(grad_scale)
@@ -107,22 +130,22 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """L2 norm of all parameters, tied and replicated ones once. Collective over tp and pp."""
-        return self._norm([b.main for b in self.buffers])
+        return self._norm([b.main for b in self.owned])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors a resumed run needs, as views: exp_avg and exp_avg_sq by parameter name, and master where the
-        model's weights are rounded. A tied weight whose owner is on this rank has none of its own."""
+        """The tensors that a resumed run needs and this rank owns, as views: exp_avg and exp_avg_sq by parameter name,
+        and master where the model's weights are rounded. A tied weight beside its owner has none of its own."""
         kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if any(b.main is not b.model for b in self.buffers):
-            kinds["master"] = [b.main for b in self.buffers]
+        if any(b.main is not b.model for b in self.owned):
+            kinds["master"] = [b.main for b in self.owned]
         return {
-            kind: {name: b.view(flat, name) for b, flat in zip(self.buffers, flats, strict=True) for name in b.own}
+            kind: {name: b.view(flat, name) for b, flat in zip(self.owned, flats, strict=True) for name in b.own}
             for kind, flats in kinds.items()
         }
 
     def reload_main(self) -> None:
         """Take the main parameters from the model's weights."""
-        for buffers in self.buffers:
+        for buffers in self.owned:
             buffers.copy_model_to_main()
 
     def _add_tied(self) -> None:
@@ -132,10 +155,14 @@ class Optimizer:
         for name, _ in self._ties_across:
             self.mesh.ends.all_reduce(_main_grad(self.params[name]))
 
+    def _send_to_twins(self) -> None:
+        for source, buffers in self._twins:
+            self.mesh.twins.broadcast(buffers.model, source)
+
     def _update(self, lr: float) -> None:
         for decay in (True, False):
-            parts = [b.decayed if decay else b.not_decayed for b in self.buffers]
-            rows = zip(self.buffers, parts, self.exp_avg, self.exp_avg_sq, strict=True)
+            parts = [b.decayed if decay else b.not_decayed for b in self.owned]
+            rows = zip(self.owned, parts, self.exp_avg, self.exp_avg_sq, strict=True)
             live = [(b.main[part], b.grads[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop]
             if live:
                 main, grads, exp_avg, exp_avg_sq = (list(column) for column in zip(*live, strict=True))
@@ -157,15 +184,16 @@ class Optimizer:
                     maximize=False,
                 )
         self.steps += 1
-        for buffers in self.buffers:
+        for buffers in self.owned:
             buffers.copy_main_to_model()
+        self._send_to_twins()
 
     def _counted(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """This rank's share of the model's parameters, each element on one rank of the pipeline only."""
         first = self.mesh.tp.rank == 0
         return {
             name: b.view(flat, name)
-            for b, flat in zip(self.buffers, flats, strict=True)
+            for b, flat in zip(self.owned, flats, strict=True)
             for name in b.own
             if name in self._index and (first or layout_of(self.params[name]).dim is not None)
         }
@@ -185,53 +213,9 @@ class Optimizer:
 
     def _count_zeros(self) -> int:
         zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        for grad in self._counted([b.grads for b in self.buffers]).values():
+        for grad in self._counted([b.grads for b in self.owned]).values():
             zeros += grad.numel() - grad.count_nonzero()
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
-
-
-class _Row(NamedTuple):
-    name: str
-    rank: int
-    shape: list[int]
-    tied_to: str | None
-
-
-def _census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Mapping[str, _Row]:
-    """Every parameter of the pipeline by name. Raises: ConfigError, the same on all its ranks."""
-    mine = [
-        (name, mesh.pp.rank, list(layout_of(param).full), layout_of(param).tied_to)
-        for stage in stages
-        for name, param in stage.named_parameters()
-    ]
-    problems: list[str] = []
-    rows: dict[str, _Row] = {}
-    for row in (_Row(*row) for rank in mesh.pp.gather_json(mine) for row in rank):
-        if row.name in rows:
-            problems.append(
-                f"parameter {row.name} exists on pipeline ranks {rows[row.name].rank} and {row.rank}; "
-                "a stage must name its layers by their number in the whole model"
-            )
-        rows[row.name] = row
-    for row in rows.values():
-        if row.tied_to is not None:
-            problems += _tie_problems(row, rows.get(row.tied_to), mesh.pp.size)
-    if problems:
-        raise ConfigError(problems)
-    return rows
-
-
-def _tie_problems(user: _Row, owner: _Row | None, pp: int) -> list[str]:
-    if owner is None or owner.tied_to is not None:
-        return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
-    if owner.shape != user.shape:
-        return [f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: the shapes differ"]
-    if owner.rank != user.rank and {owner.rank, user.rank} != {0, pp - 1}:
-        return [
-            f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
-            f"they must share a rank or be on the first and the last, 0 and {pp - 1}"
-        ]
-    return []
 
 
 def _natural(name: str) -> list[str | int]:

@@ -1,0 +1,82 @@
+"""Which rank of the pipeline holds which parameter: each once, or, under DualPipe, twice on mirrored ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from megapipe.errors import ConfigError
+from megapipe.mesh import ProcessMesh, layout_of
+
+
+class Row(NamedTuple):
+    """One parameter on one rank. `stage` counts the stages of its rank."""
+
+    name: str
+    rank: int
+    stage: int
+    shape: list[int]
+    tied_to: str | None
+
+
+class Census(NamedTuple):
+    """Every parameter of the pipeline by name.
+
+    Attributes:
+        owners: where its state lives.
+        twins: its replica, if there is one.
+    """
+
+    owners: Mapping[str, Row]
+    twins: Mapping[str, Row]
+
+
+def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
+    """Ask all ranks of the pipeline. Of twins the one whose stage is of the first chain, the earlier on its rank, owns.
+
+    Raises: ConfigError, the same on all ranks, for names that occur twice otherwise and ties that cannot be kept.
+    """
+    mine = [
+        (name, mesh.pp.rank, number, list(layout_of(param).full), layout_of(param).tied_to)
+        for number, stage in enumerate(stages)
+        for name, param in stage.named_parameters()
+    ]
+    problems: list[str] = []
+    owners: dict[str, Row] = {}
+    twins: dict[str, Row] = {}
+    for row in (Row(*row) for rank in mesh.pp.gather_json(mine) for row in rank):
+        other = owners.setdefault(row.name, row)
+        if other is row:
+            continue
+        if row.name in twins or not _mirrored(other, row, mesh.pp.size):
+            problems.append(
+                f"parameter {row.name} exists on pipeline ranks {other.rank} and {row.rank}; "
+                "a stage must name its layers by their number in the whole model"
+            )
+        owners[row.name], twins[row.name] = sorted((other, row), key=lambda row: row.stage)
+    for row in owners.values():
+        if row.tied_to is not None:
+            problems += _tie_problems(row, owners.get(row.tied_to), mesh.pp.size)
+    if problems:
+        raise ConfigError(problems)
+    return Census(owners, twins)
+
+
+def _mirrored(a: Row, b: Row, pp: int) -> bool:
+    """Are these DualPipe's replicas: mirrored ranks, different chains?"""
+    return a.rank != b.rank and a.rank + b.rank == pp - 1 and a.stage != b.stage and a[3:] == b[3:]
+
+
+def _tie_problems(user: Row, owner: Row | None, pp: int) -> list[str]:
+    if owner is None or owner.tied_to is not None:
+        return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
+    if owner.shape != user.shape:
+        return [f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: the shapes differ"]
+    if owner.rank != user.rank and {owner.rank, user.rank} != {0, pp - 1}:
+        return [
+            f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
+            f"they must share a rank or be on the first and the last, 0 and {pp - 1}"
+        ]
+    return []
