@@ -74,7 +74,8 @@ class PipelineStage:
 
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
-        self.weight_grads.run(microbatch)
+        with torch.no_grad():  # as in autograd's own backward: gradients must not grow a graph
+            self.weight_grads.run(microbatch)
 
     def finish(self) -> None:
         """Nothing may be left in hand after a step."""
