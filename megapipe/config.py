@@ -68,6 +68,20 @@ class ModelConfig:
     """Layers of plain torch (local, so far also auto); transformer_engine is refused until it is implemented."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which scaled-dot-product kernel torch may use."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in backward: of whole layers (full), or of attention without its projections."""
+    recompute_activations: bool = False
+    """The same as --recompute-granularity selective."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
+    recompute_num_layers: int | None = None
+    """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
+    per_layer_overrides: str | None = None
+    """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
+    no_attention: Annotated[bool, Suppress] = False
+    """This layer has no attention. Only as an override."""
+    no_mlp: Annotated[bool, Suppress] = False
+    """This layer has no MLP. Only as an override."""
 
     # Widths that Megatron derives, valid once the required flags are given.
     @property
@@ -103,6 +117,10 @@ class ModelConfig:
     @property
     def bias(self) -> bool:
         return not self.disable_bias_linear
+
+    @property
+    def recompute_attention(self) -> bool:
+        return self.recompute_activations or self.recompute_granularity == "selective"
 
     @property
     def tied(self) -> bool:

@@ -7,11 +7,13 @@ schedule can mean, how layers divide, what a data file must hold) it is asked, n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megapipe.config import Config
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
 from megapipe.optim.lr import LRSchedule
+from megapipe.overrides import layer_config
 from megapipe.pipeline_parallel.partition import partition
 from megapipe.schedule import SCHEDULES, build
 from megapipe.validate_inputs import (
@@ -37,6 +39,8 @@ def validate(config: Config, *, has_cuda: bool) -> None:
     """
     sound, problems = check_numbers(config)
     problems += _model(sound)
+    problems += _overrides(sound)
+    problems += _recompute(sound)
     problems += _length(sound)
     problems += _layout(sound)
     problems += _learning_rate(sound)
@@ -105,6 +109,34 @@ def _model(config: Config) -> Problems:
             f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "
             f"Use --max-position-embeddings {config.train.seq_length}."
         )
+
+
+def _overrides(config: Config) -> Problems:
+    """Each layer that differs must be sound by itself; alike ones are named by the first."""
+    model = config.model
+    if model.per_layer_overrides is None or model.num_layers is None:
+        return
+    if unreadable := ask(lambda: layer_config(model, 0)):
+        yield from unreadable
+        return
+    said = {*check_numbers(config)[1], *_model(config)}
+    for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
+        layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
+        sound, problems = check_numbers(replace(config, model=changed))
+        for line in [*problems, *_model(sound)]:
+            if line not in said:
+                yield f"--per-layer-overrides, layer {layer}: {line}"
+
+
+def _recompute(config: Config) -> Problems:
+    m = config.model
+    if m.recompute_granularity == "full":
+        if m.recompute_activations:
+            yield "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out."
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if (value := getattr(m, name)) is not None:
+            yield f"{flag(name)} {value} has no effect without --recompute-granularity full. Add it."
 
 
 def _length(config: Config) -> Problems:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "errors": "schedule",
     "config": "errors schedule",
     "flag_rules": "known_flags schedule",
+    "overrides": "config errors",
     "cli": "config errors flag_rules",
     "flag_table": "cli config flag_rules known_flags",
     "device": "config errors",
@@ -25,14 +26,16 @@ MAY_IMPORT = {
     "pipeline_parallel.partition": "errors schedule",
     "pipeline_parallel": "config errors schedule mesh pipeline_parallel.partition tensor_parallel.weight_grad "
     "tensor_parallel.rng",
-    "models": "config errors mesh tensor_parallel pipeline_parallel.partition",
+    "models": "config errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",
     "plan": "config errors schedule pipeline_parallel.partition",
     "validate_numbers": "config",
     "validate_inputs": "config errors data validate_numbers",
-    "validate": "config errors schedule data optim pipeline_parallel.partition validate_inputs validate_numbers",
-    "training": "config device errors mesh schedule tensor_parallel pipeline_parallel models data optim plan validate",
+    "validate": "config errors overrides schedule data optim pipeline_parallel.partition validate_inputs "
+    "validate_numbers",
+    "training": "config device errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
+    "validate",
 }
 
 

@@ -9,25 +9,33 @@ from megapipe.mesh import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
+from megapipe.overrides import layer_config
 from megapipe.tensor_parallel.rng import dropout
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). `layer` is its number in the whole model, from 0."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). `layer` is its number in the whole model, from 0.
+
+    Overrides of the configuration that name this layer apply; they may leave out either half, or both.
+    """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__()
+        config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, config.hidden)
-        self.self_attention = SelfAttention(config, tp, layer)
-        self.pre_mlp_layernorm = Norm(config, config.hidden)
-        self.mlp = MLP(config, tp)
+        self.input_layernorm = None if config.no_attention else Norm(config, config.hidden)
+        self.self_attention = None if config.no_attention else SelfAttention(config, tp, layer)
+        self.pre_mlp_layernorm = None if config.no_mlp else Norm(config, config.hidden)
+        self.mlp = None if config.no_mlp else MLP(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        x = x + self._drop(self.self_attention(self.input_layernorm(x)), "attention_out")
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), "mlp_out")
+        if self.input_layernorm is not None and self.self_attention is not None:
+            x = x + self._drop(self.self_attention(self.input_layernorm(x)), "attention_out")
+        if self.pre_mlp_layernorm is not None and self.mlp is not None:
+            x = x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), "mlp_out")
+        return x
 
     def _drop(self, x: Tensor, site: str) -> Tensor:
         return dropout(x, self.hidden_dropout, self.layer, site) if self.training else x

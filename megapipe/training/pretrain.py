@@ -26,6 +26,7 @@ from megapipe.mesh import ProcessMesh
 from megapipe.models.provider import StageProvider
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
+from megapipe.overrides import inline
 from megapipe.pipeline_parallel.partition import partition
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.schedule import build, simulate
@@ -72,7 +73,7 @@ def pretrain(
     validate(config, has_cuda=has_cuda())
     tokenizer = build_tokenizer(config.data)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=vocab))
+    config = dataclasses.replace(config, model=dataclasses.replace(inline(config.model), padded_vocab_size=vocab))
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
 
