@@ -39,6 +39,34 @@ class Entry:
     copies: int = 1
 
 
+def _zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int | None = None,
+    placement: str | None = None,
+    costs: Costs = UNIT,
+    memory: float | None = None,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Schedule:
+    # Only who searches pays for loading the search.
+    from megapipe.schedule.auto import zb_auto
+
+    return zb_auto(
+        ranks,
+        microbatches,
+        chunks=chunks,
+        placement=placement,
+        costs=costs,
+        memory=memory,
+        objective=objective,
+        effort=effort,
+        progress=progress,
+    )
+
+
 SCHEDULES: dict[str, Entry] = {
     "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time"),
     "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m"),
@@ -47,6 +75,7 @@ SCHEDULES: dict[str, Entry] = {
     "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
+    "zb-auto": Entry(_zb_auto, "loop or v", None, "searched for given costs and memory, p if not given", split=True),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
     "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),

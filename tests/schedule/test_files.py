@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.schedule import ScheduleError, build, from_csv, from_json, load, mirror, to_csv, to_json, vee
+from megapipe.schedule import Costs, ScheduleError, build, from_csv, from_json, load, loop, mirror, to_csv, to_json, vee
+from megapipe.schedule.auto import zb_auto
 
 ONE_F_ONE_B = "0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"
 
@@ -111,3 +112,9 @@ def test_numbers_a_schedule_cannot_mean(name: str, p: int, m: int, options: dict
     with pytest.raises(ScheduleError) as caught:
         build(name, p, m, **options)  # type: ignore[arg-type]
     assert told in str(caught.value)
+
+
+def test_the_search_gets_what_build_is_told() -> None:
+    options = {"costs": Costs(10, 14, 7), "memory": 2.0, "placement": "v", "objective": "period", "effort": 0.1}
+    assert build("ZB-auto", 2, 4, **options) == zb_auto(2, 4, **options)  # type: ignore[arg-type]
+    assert build("zb-auto", 2, 4, chunks=4, effort=0.1).placement == loop(2, 4)
