@@ -10,7 +10,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" # the profiler library would print into the log
 RUN="${RUN:-runs/quickstart}"
 SPLIT="969,30,1"
-ITERS="${ITERS:-200}"
+ITERS="${ITERS:-120}"
 mkdir -p "$RUN"
 
 echo "== 1/5 Corpus: the source text of the Python standard library"
@@ -31,8 +31,8 @@ torchrun --nproc-per-node 2 pretrain_gpt.py \
   --micro-batch-size 4 --global-batch-size 32 --train-iters "$ITERS" \
   --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 \
   --data-path "$RUN/stdlib_text_document" --split "$SPLIT" --tokenizer-model "$RUN/tokenizer.model" \
-  --eval-interval 100 --eval-iters 10 --log-interval 10 \
-  --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 100 \
+  --eval-interval 60 --eval-iters 10 --log-interval 10 \
+  --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 \
   --tensorboard-dir "$RUN/tensorboard" --profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 \
   2>&1 | tee -a "$RUN/log.txt"
 

@@ -52,6 +52,11 @@ class WeightGrads:
         """Microbatches whose W pass has not come yet."""
         return tuple(self._owed)
 
+    @property
+    def is_deferring(self) -> bool:
+        """Is the stage in a B pass, so that its products are owed?"""
+        return self._deferring is not None
+
     def submit(self, job: Callable[[], None]) -> None:
         """Do a product now, or keep it if the stage is in a B pass."""
         if self._deferring is None:
@@ -79,7 +84,7 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return dy.t() @ x
-    job = partial(_add_product, main_grad, dy, x)
+    job = partial(add_product, main_grad, dy, x)
     if owner is None:
         job()
     else:
@@ -87,7 +92,8 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
     return None
 
 
-def _add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad [out, in] += dy^T x, with dy [n, out] and x [n, in], summed in main_grad's type."""
     if dy.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
     elif dy.is_cuda:

@@ -1,0 +1,136 @@
+"""Output head and loss in one operation that never holds the logits of the whole vocabulary.
+
+Forward goes through the vocabulary block by block and keeps one number per token, the logarithm of the softmax
+denominator; backward computes a block's logits again and turns them into gradients at once. Blocks of the vocabulary,
+not of tokens: each row of the weight and of its gradient is then read and written once. tp splits the vocabulary first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.mesh import Axis
+from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
+
+IGNORE = -100
+BLOCK_ELEMENTS = 1 << 22
+"""Logits held at once."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, tp: Axis, label_smoothing: float, z_loss: float
+    ) -> Tensor:
+        rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1) - tp.rank * weight.shape[0]
+        highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
+        denominator, at_label, total = (torch.zeros_like(highest) for _ in range(3))
+        for block in _blocks(len(rows), weight.shape[0]):
+            logits = _logits(rows, weight, block)
+            inside, column = _columns(labels, block)
+            at_label += logits.gather(1, column).squeeze(1) * inside
+            if label_smoothing:
+                total += logits.sum(1)
+            higher = torch.maximum(highest, logits.amax(1))
+            denominator.mul_((highest - higher).exp_())
+            denominator += logits.sub_(higher[:, None]).exp_().sum(1)
+            highest = higher
+        if tp.size > 1:
+            higher = tp.all_reduce(highest.clone(), "max")
+            denominator.mul_((highest - higher).exp_())
+            denominator, at_label, total = tp.all_reduce(torch.stack((denominator, at_label, total)))
+            highest = higher
+        lse = denominator.log_().add_(highest)
+        losses = lse - (1 - label_smoothing) * at_label
+        if label_smoothing:
+            losses -= label_smoothing / (weight.shape[0] * tp.size) * total
+        if z_loss:
+            losses += z_loss * lse.square()
+        ignored = target.reshape(-1) == IGNORE
+        ctx.save_for_backward(x, weight, labels, lse, ignored)
+        ctx.tp, ctx.label_smoothing, ctx.z_loss = tp, label_smoothing, z_loss
+        ctx.weight_grads = current_weight_grads()
+        return losses.masked_fill_(ignored, 0.0).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, weight, labels, lse, ignored = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
+        to_softmax = (grad * (1 + 2 * ctx.z_loss * lse))[:, None]
+        to_label = ((ctx.label_smoothing - 1) * grad)[:, None]
+        to_all = (ctx.label_smoothing / (weight.shape[0] * ctx.tp.size) * grad)[:, None]
+
+        def grad_logits(block: slice) -> Tensor:
+            dy = _logits(rows, weight, block).sub_(lse[:, None]).exp_().mul_(to_softmax)
+            if ctx.label_smoothing:
+                dy.sub_(to_all)
+            inside, column = _columns(labels, block)
+            return dy.scatter_add_(1, column, to_label * inside[:, None]).to(rows.dtype)
+
+        def weight_pass(into: Tensor) -> None:
+            for block in _blocks(len(rows), weight.shape[0]):
+                add_product(into[block], grad_logits(block), rows)
+
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        into = torch.zeros_like(weight, dtype=lse.dtype) if main_grad is None else main_grad
+        owner = ctx.weight_grads
+        if main_grad is not None and owner is not None and owner.is_deferring and wants_weight:
+            # The W pass computes the logits once more: keeping them is what this operation avoids.
+            owner.submit(lambda: weight_pass(into))
+            wants_weight = False
+        grad_x = torch.zeros_like(rows, dtype=lse.dtype)
+        for block in _blocks(len(rows), weight.shape[0]) if wants_x or wants_weight else ():
+            dy = grad_logits(block)
+            if wants_x:
+                grad_x += dy @ weight[block]
+            if wants_weight:
+                add_product(into[block], dy, rows)
+        reduced = ctx.tp.all_reduce(grad_x.to(x.dtype)).view(x.shape) if wants_x else None
+        return reduced, into.to(weight.dtype) if wants_weight and main_grad is None else None, None, None, None, None
+
+
+_head_loss: Callable[..., Tensor] = _HeadLoss.apply
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _logits(rows: Tensor, weight: Tensor, block: slice) -> Tensor:
+    """[n, block], rounded to the type of the rows as a head of its own would, then float32."""
+    return (rows @ weight[block].t()).to(_wide(rows))
+
+
+def _blocks(rows: int, width: int) -> Iterator[slice]:
+    step = max(BLOCK_ELEMENTS // max(rows, 1), 64)
+    return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
+
+
+def _columns(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which labels [n] lie in a block, and their column [n, 1] there (0 for the others)."""
+    inside = (labels >= block.start) & (labels < block.stop)
+    return inside, (labels - block.start).where(inside, 0)[:, None]
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, tp: Axis, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Cross entropy of each token straight from the hidden states, `vocab_parallel_cross_entropy(x W^T, target)`.
+
+    Args:
+        x: [..., h], the same on all tp ranks; its gradient is summed over tp.
+        weight: [v/t, h], this rank's rows of the output head; the gradient is added into its `main_grad`, in a W pass
+            if the stage is in a B pass.
+        target: [...], ids in 0..v-1, or -100 for a token without loss.
+        label_smoothing: e, mixes the label with the uniform distribution (Szegedy et al. 2016, section 7).
+        z_loss: adds z_loss x log(denominator)^2 (Chowdhery et al. 2022, section 5).
+    Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
+        Memory: 4M logits at a time. Time: one matrix product more than without, two under a B/W split.
+    """
+    return _head_loss(x, weight, target, tp, label_smoothing, z_loss)

@@ -1,0 +1,120 @@
+"""Head and loss in one operation against torch's loss of the whole logits, in blocks small enough to matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megapipe.tensor_parallel.fused_cross_entropy as fused
+from megapipe.mesh import Axis, ProcessMesh
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
+from megapipe.tensor_parallel.weight_grad import WeightGrads
+
+TOKENS, HIDDEN, VOCAB = 40, 16, 256
+
+
+@pytest.fixture(autouse=True)
+def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", 1)  # the least block, 64 of the vocabulary
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [s, b, h], head, targets with ignored ones, and a weight for each token's loss."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS // 2, 2, HIDDEN, generator=g, dtype=torch.float64)
+    weight = torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64) * 0.3
+    target = torch.randint(0, VOCAB, (TOKENS // 2, 2), generator=g)
+    target[3, 1] = target[7, 0] = fused.IGNORE
+    scale = torch.rand(TOKENS // 2, 2, generator=g, dtype=torch.float64)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, scale
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
+    logits = (x @ weight.t()).flatten(0, 1)
+    losses = F.cross_entropy(
+        logits, target.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=fused.IGNORE
+    )
+    z = z_loss * logits.logsumexp(-1).square()
+    return (losses + z.masked_fill(target.flatten() == fused.IGNORE, 0.0)).view(target.shape)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-2)])
+def test_value_and_gradients_equal_torch(tp, smoothing, z_loss):
+    x, weight, target, scale = case()
+    expected = reference(x, weight, target, smoothing, z_loss)
+    grads = torch.autograd.grad(expected, (x, weight), scale)
+
+    def body(mesh: ProcessMesh):
+        own = weight.detach().chunk(tp)[mesh.tp.rank].clone().requires_grad_()
+        hidden = x.detach().clone().requires_grad_()
+        losses = vocab_parallel_linear_cross_entropy(
+            hidden, own, target, mesh.tp, label_smoothing=smoothing, z_loss=z_loss
+        )
+        losses.backward(scale)
+        return losses.detach(), hidden.grad, own.grad
+
+    for rank, (losses, grad_x, grad_weight) in enumerate(run_threads(body, tp=tp)):
+        torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(grad_x, grads[0], rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(grad_weight, grads[1].chunk(tp)[rank], rtol=1e-10, atol=1e-13)
+
+
+def test_float32_equals_float64_to_six_digits():
+    wide, narrow = case(), case(torch.float32)
+    for x, weight, target, scale in (wide, narrow):
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, Axis())
+        (losses * scale).sum().backward()
+    torch.testing.assert_close(narrow[0].grad.double(), wide[0].grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(narrow[1].grad.double(), wide[1].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_gives_the_float32_loss_of_bf16_logits():
+    x, weight, target, scale = case(torch.bfloat16)
+    target = target.clamp(min=0)
+    expected = vocab_parallel_cross_entropy(x @ weight.t(), target, Axis())
+    losses = vocab_parallel_linear_cross_entropy(x, weight, target, Axis())
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    whole = torch.autograd.grad(expected, (x, weight), scale.float())
+    blocks = torch.autograd.grad(losses, (x, weight), scale.float())
+    for a, b in zip(whole, blocks, strict=True):
+        assert (a.float() - b.float()).norm() < 0.01 * a.float().norm()
+
+
+def test_the_weight_gradient_waits_for_its_w_pass():
+    x, weight, target, scale = case()
+    (expected,) = torch.autograd.grad(reference(x, weight, target), weight, scale)
+    weight.main_grad = torch.zeros_like(weight)
+    stage = WeightGrads()
+    with stage.capturing():
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, Axis())
+    with stage.deferring(0):
+        losses.backward(scale)
+    assert x.grad is not None
+    assert not weight.main_grad.any()
+    stage.run(0)
+    torch.testing.assert_close(weight.main_grad, expected)
+
+
+def test_only_a_block_of_logits_is_ever_held(monkeypatch):
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", TOKENS * 64)
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[:1] == (TOKENS,):
+                largest = max(largest, out.numel())
+            return out
+
+    x, weight, target, _ = case()
+    with Sizes():
+        vocab_parallel_linear_cross_entropy(x, weight, target, Axis()).sum().backward()
+    assert largest == TOKENS * 64
