@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapipe.config import ModelConfig
 from megapipe.mesh import Axis
 from megapipe.models.norm import Norm
+from megapipe.models.recompute import recompute
 from megapipe.models.rope import rotate
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.rng import dropout
@@ -66,7 +67,8 @@ class SelfAttention(nn.Module):
         if config.position_embedding_type == "rope":
             dim = int(head * config.rotary_percent)
             q, k = rotate(q, dim, config.rotary_base), rotate(k, dim, config.rotary_base)
-        return self.linear_proj(self._attend(q, k, v))  # type: ignore[no-any-return]
+        attended = recompute(self._attend, q, k, v) if config.recompute_attention else self._attend(q, k, v)
+        return self.linear_proj(attended)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""

@@ -5,6 +5,8 @@ Parameter names are global: a layer is called by its number in the whole model w
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from megapipe.config import ModelConfig
 from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.norm import Norm
+from megapipe.models.recompute import recompute, units
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
@@ -54,11 +57,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(n): TransformerLayer(config, tp, n) for n in span.layers})
         self.final_layernorm = Norm(config, config.hidden) if span.loss else None
+        layers = iter(self.layers.values())
+        # A plain list: nothing is registered twice.
+        self._runs = [(nn.Sequential(*islice(layers, size)), again) for size, again in units(config, span.count)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        for layer in self.layers.values():
-            x = layer(x)
+        for run, again in self._runs:
+            x = recompute(run, x) if again else run(x)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 

@@ -16,6 +16,10 @@ _FREE = {
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "recompute_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
     "padded_vocab_size",  # the embedding's shape says it
     "transformer_impl",
 }

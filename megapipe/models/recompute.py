@@ -1,0 +1,60 @@
+"""Compute a part of the model again in backward instead of keeping its activations (Chen et al. 2016).
+
+Random streams and the stage that may put weight gradients off are context variables; the second run sees the values of
+the first, so masks are the same and under a B/W split the recomputation happens once, in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config import ModelConfig
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function, ctx.context = function, copy_context()
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.context.run(ctx.function, *inputs)
+        torch.autograd.backward(output, grad)
+        return None, *(x.grad for x in inputs)
+
+
+_recompute: Callable[..., Tensor] = _Recompute.apply
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of which only the inputs are kept for backward. Costs a second forward.
+
+    Args:
+        function: must compute the same when called again; parameters it uses get their gradients.
+    """
+    if any(x.requires_grad for x in inputs):
+        return _recompute(function, *inputs)
+    return function(*inputs)
+
+
+def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:
+    """How full recomputation cuts a stage's layers: (number of layers, computed again?) of each run of layers.
+
+    Megatron's two methods. uniform: runs of --recompute-num-layers, of each only the input is kept. block: so many
+    single layers are computed again, the others keep their activations.
+    """
+    n = config.recompute_num_layers or 1
+    if config.recompute_granularity != "full":
+        return [(1, False)] * layers
+    if config.recompute_method == "block":
+        return [(1, i < n) for i in range(layers)]
+    return [(min(n, layers - first), True) for first in range(0, layers, n)]
