@@ -1,0 +1,226 @@
+"""Traces of all ranks on one clock, with the predicted timeline beside the measured one.
+
+Everything is read off the profiler's labels: which rank ran which pass when, and how long it stood waiting for a
+message inside it. The table of the schedule, the costs of its passes and the bubble follow from those.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megapipe.errors import DataError
+from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
+
+Event = dict[str, Any]
+_PASS = re.compile(r"^(\d+)(F|B|W|BW)(\d+)$")
+_MESSAGE = re.compile(r"^(recv|send) ")
+_ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
+"""Where a GPU ran the passes its own times count, not the host's."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A pass as it ran. Times in microseconds on the common clock; `waited` of them inside it for a message."""
+
+    label: Pass
+    start: float
+    end: float
+    waited: float
+
+    @property
+    def busy(self) -> float:
+        return self.end - self.start - self.waited
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's file: its events on the common clock, and its passes, one list per training step."""
+
+    rank: int
+    events: list[Event]
+    steps: list[list[Slice]]
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """Milliseconds of one rank, median over steps: computing, not computing while the step runs, and the same as the
+    simulator predicts it from the measured passes. A bubble is idle time / step."""
+
+    rank: int
+    step_ms: float
+    busy_ms: float
+    bubble: float
+    predicted_step_ms: float
+    predicted_bubble: float
+
+
+def read(path: Path) -> RankTrace:
+    """Read rank-N.json or rank-N.json.gz as torch's profiler wrote it. Raises: DataError."""
+    number = re.match(r"rank-(\d+)\.json(\.gz)?$", path.name)
+    if number is None:
+        raise DataError(f"{path}: a trace is called rank-N.json or rank-N.json.gz, as --use-pytorch-profiler names it")
+    try:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        base = content["baseTimeNanoseconds"] / 1000
+        events: list[Event] = content["traceEvents"]
+    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a trace of torch's profiler: {error}") from None
+    events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
+    return RankTrace(int(number[1]), events, list(_steps(_slices(events))))
+
+
+def _slices(events: Sequence[Event]) -> list[Slice]:
+    """The labelled passes in order of time."""
+    for category in _ANNOTATIONS:
+        spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == category and "dur" in e]
+        messages = sorted((begin, end) for name, begin, end in spans if _MESSAGE.match(name))
+        passes = [(m, begin, end) for name, begin, end in spans if (m := _PASS.match(name))]
+        if passes:
+            break
+    else:
+        return []
+    return [
+        Slice(
+            Pass(Kind(m[2]), int(m[1]), int(m[3])),
+            begin,
+            end,
+            sum(b - a for a, b in messages if begin <= a and b <= end),
+        )
+        for m, begin, end in sorted(passes, key=lambda row: row[1])
+    ]
+
+
+def _steps(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
+    """Cut where a pass comes for the second time."""
+    step: list[Slice] = []
+    seen: set[Pass] = set()
+    for item in slices:
+        if item.label in seen:
+            yield step
+            step, seen = [], set()
+        step.append(item)
+        seen.add(item.label)
+    if step:
+        yield step
+
+
+def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
+    """The traces of each pipeline: ranks that ran different passes of one table belong together, in rank order."""
+    groups: list[tuple[set[Pass], list[RankTrace]]] = []
+    for trace in sorted(traces, key=lambda t: t.rank):
+        own = {item.label for item in trace.steps[0]} if trace.steps else set()
+        if not own:
+            continue
+        for labels, members in groups:
+            if not labels & own:
+                labels |= own
+                members.append(trace)
+                break
+        else:
+            groups.append((set(own), [trace]))
+    return [members for _, members in groups]
+
+
+def table_of(ranks: Sequence[RankTrace]) -> Schedule:
+    """The schedule that the ranks of a pipeline ran. Raises: DataError if their traces do not make one."""
+    rows = [[item.label for item in trace.steps[0]] for trace in ranks]
+    rank_of = {label.stage: r for r, row in enumerate(rows) for label in row}
+    if sorted(rank_of) != list(range(len(rank_of))):
+        missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
+        raise DataError(f"no trace has a pass of stage {missing}; profile all ranks of a pipeline")
+    first = [{label.microbatch for row in rows for label in row if label.stage == s} for s in (0, len(rank_of) - 1)]
+    # Two chains carry different microbatches.
+    chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
+    placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain)
+    count = len({label.microbatch for row in rows for label in row})
+    return Schedule("measured", placement, count, tuple(tuple((label,) for label in row) for row in rows))
+
+
+def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
+    """Milliseconds of each kind of pass on each stage, median over microbatches and steps."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for item in (item for trace in ranks for step in trace.steps for item in step):
+        times[item.label.kind, schedule.placement.position(item.label.stage)].append(item.busy / 1000)
+    chain = range(schedule.placement.chain)
+
+    def column(kind: Kind) -> list[float]:
+        return [median(times.get((kind, s), [0.0])) for s in chain]
+
+    f, b, w, both = (column(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+    # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
+    w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
+    b = [b[s] or both[s] for s in chain]
+    return Costs(f=tuple(f), b=tuple(b), w=tuple(w))
+
+
+def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[RankSummary]:
+    """One row per rank of a pipeline."""
+    rows = []
+    spans = [_span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))]
+    for r, trace in enumerate(ranks):
+        busy = [sum(item.busy for item in step) for step, _ in zip(trace.steps, spans, strict=False)]
+        step_ms = median(end - start for start, end in spans) / 1000
+        bubble = median(1 - b / (end - start) for b, (start, end) in zip(busy, spans, strict=True))
+        rows.append(
+            RankSummary(
+                trace.rank,
+                step_ms,
+                median(busy) / 1000,
+                bubble,
+                predicted.makespan,
+                1 - predicted.busy[r] / predicted.makespan,
+            )
+        )
+    return rows
+
+
+def merge(pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> Iterator[Event]:
+    """All events of a pipeline's ranks, each rank a process of the trace, and the prediction of each step.
+
+    The predicted passes of a step start with its first measured one; they lie in a process of their own.
+    """
+    for trace in pipeline:
+        yield {"ph": "M", "pid": trace.rank, "name": "process_name", "args": {"name": f"rank {trace.rank}"}}
+        yield {"ph": "M", "pid": trace.rank, "name": "process_sort_index", "args": {"sort_index": trace.rank}}
+        for event in trace.events:
+            if event.get("ph") != "M":
+                yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
+    pid = 1_000_000 + pipeline[0].rank
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "predicted from the measured passes"}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
+    for n in range(min(len(t.steps) for t in pipeline)):
+        begin, _ = _span([trace.steps[n] for trace in pipeline])
+        for label, start in predicted.start.items():
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": schedule.placement.rank_of[label.stage],
+                "name": str(label),
+                "cat": "predicted",
+                "ts": begin + start * 1000,
+                "dur": (predicted.end[label] - start) * 1000,
+            }
+
+
+def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
+    """The table that the ranks ran, and its timeline under their own measured costs with free messages."""
+    schedule = table_of(ranks)
+    return schedule, simulate(schedule, costs_of(ranks, schedule))
+
+
+def order_of(trace: RankTrace, step: int = 0) -> list[str]:
+    """Labels of a rank's passes in one step, in order: 0F0, 0F1, 0BW0, ..."""
+    return [str(item.label) for item in trace.steps[step]]
+
+
+def _span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
+    return min(row[0].start for row in rows), max(item.end for row in rows for item in row)
