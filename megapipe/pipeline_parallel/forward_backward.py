@@ -75,7 +75,7 @@ def get_forward_backward_func(
             on_stage_done: called with a stage's number when its last pass is over.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
         """
-        table = build(name, pp_size, num_microbatches, chunks=vp_size or 1) if isinstance(name, str) else name
+        table = build(name, pp_size, num_microbatches, chunks=vp_size) if isinstance(name, str) else name
         assert table.num_microbatches == num_microbatches, "the schedule is for another number of microbatches"
         own = table.placement.stages_on(mesh.pp.rank)
         modules = list(model) if isinstance(model, Sequence) else [model]
