@@ -22,19 +22,21 @@ MAY_IMPORT = {
     "flag_table": "cli config flag_rules known_flags",
     "device": "config errors",
     "mesh": "config errors device",
-    "tensor_parallel": "config errors mesh",
+    "documents": "",
+    "tensor_parallel": "config documents errors mesh",
     "pipeline_parallel.partition": "errors schedule",
-    "pipeline_parallel": "config errors schedule mesh pipeline_parallel.partition tensor_parallel.weight_grad "
+    "pipeline_parallel": "config device errors schedule mesh pipeline_parallel.partition tensor_parallel.weight_grad "
     "tensor_parallel.rng",
-    "models": "config errors mesh overrides tensor_parallel pipeline_parallel.partition",
+    "models": "config documents errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",
     "plan": "config errors schedule pipeline_parallel.partition",
     "validate_numbers": "config",
+    "validate_model": "config validate_numbers",
     "validate_inputs": "config errors data validate_numbers",
     "validate": "config errors overrides schedule data optim pipeline_parallel.partition validate_inputs "
-    "validate_numbers",
-    "training": "config device errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
+    "validate_model validate_numbers",
+    "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
     "validate",
 }
 

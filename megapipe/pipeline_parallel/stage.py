@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
@@ -47,7 +48,7 @@ class PipelineStage:
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         self.weight_grads = WeightGrads()
         self.results: dict[int, Any] = {}
-        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._saved: dict[int, tuple[Tensor | None, GradientEdge]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
@@ -59,17 +60,18 @@ class PipelineStage:
             if self.holds_loss:
                 output = self._loss(microbatch, output, loss_func)
         if torch.is_grad_enabled():
-            self._saved[microbatch] = x, output
+            # Only the graph: the output's memory is free once it is sent, as with deallocate_pipeline_outputs.
+            self._saved[microbatch] = x, get_gradient_edge(output)
         return None if self.holds_loss else output.detach()
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
-        x, output = self._saved.pop(microbatch)
+        x, edge = self._saved.pop(microbatch)
         if weights:
-            torch.autograd.backward(output, grad)
+            torch.autograd.backward(edge, grad)
         else:
             with self.weight_grads.deferring(microbatch):
-                torch.autograd.backward(output, grad)
+                torch.autograd.backward(edge, grad)
         return None if x is None else x.grad
 
     def weight(self, microbatch: int) -> None:

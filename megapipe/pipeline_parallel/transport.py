@@ -1,0 +1,129 @@
+"""How tensors move between two pipeline ranks: the three modes of posting them, and handles to wait for.
+
+Between two ranks messages have no names, only an order: what one end sends first, the other must receive first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.mesh import Axis
+
+
+class P2PMode(StrEnum):
+    """How the operations of one call are posted.
+
+    plain: one by one; each completes on its own.
+    batched: as one group (one NCCL launch on the axis' communicator).
+    ring: as groups with at most one send and one receive per neighbour; a group completes as a unit.
+    """
+
+    PLAIN = "plain"
+    BATCHED = "batched"
+    RING = "ring"
+
+
+class Handle(Protocol):
+    """Something that completes."""
+
+    def wait(self) -> Any:
+        """Return once it has."""
+
+
+class Op(NamedTuple):
+    """A tensor from here to the rank at position `peer` of the axis, or (not sends) from there to here."""
+
+    sends: bool
+    peer: int
+    tensor: Tensor
+
+
+class InFlight:
+    """A tensor that may still be on its way."""
+
+    __slots__ = ("_then", "_work", "tensor")
+
+    def __init__(self, tensor: Tensor, work: Handle, then: Callable[[], None] | None = None) -> None:
+        self.tensor, self._work, self._then = tensor, work, then
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has arrived or left. To be called once: gloo would wait for a second message."""
+        self._work.wait()
+        if self._then is not None:
+            self._then()
+        return self.tensor
+
+
+class Transport:
+    """Posts operations over the axis' group.
+
+    Args:
+        pp: the pipeline axis; its group may be a bare ProcessGroup that torch.distributed does not know (threads).
+    """
+
+    def __init__(self, pp: Axis, mode: str = P2PMode.PLAIN) -> None:
+        self.pp, self.mode = pp, P2PMode(mode)
+
+    def post(self, ops: list[Op]) -> Sequence[Handle]:
+        """Start the operations, in their order as far as the mode has one; a handle for each."""
+        if self.mode is P2PMode.PLAIN:
+            return [self.one(op) for op in ops]
+        if self.mode is P2PMode.BATCHED:
+            return self._batch(ops)
+        return [unit for group in _rounds(ops) for unit in [self._ring(group)] * len(group)]
+
+    def one(self, op: Op) -> Handle:
+        """Start one operation."""
+        group = self.pp.group
+        assert group is not None
+        return group.send([op.tensor], op.peer, 0) if op.sends else group.recv([op.tensor], op.peer, 0)
+
+    def _batch(self, ops: list[Op]) -> Sequence[Handle]:
+        if self.pp.device.type != "cuda":  # gloo coalesces nothing, and P2POp refuses groups of threads
+            return [self.one(op) for op in ops]
+        calls = [
+            dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, group=self.pp.group, group_peer=op.peer)
+            for op in ops
+        ]
+        works: list[dist.Work] = dist.batch_isend_irecv(calls)
+        return works if len(works) == len(ops) else works * len(ops)  # NCCL gives one for all
+
+    def _ring(self, ops: list[Op]) -> _Unit:
+        """torch.distributed.ring_exchange in builds that have it (stock PyTorch has not), else a group of our own."""
+        native = getattr(dist, "ring_exchange", None)
+        before, after = (self.pp.rank - 1) % self.pp.size, (self.pp.rank + 1) % self.pp.size
+        # With two ranks both neighbours are one, and the native call could not tell which tensor is which.
+        if native is None or before == after or any(op.peer not in (before, after) for op in ops):
+            return _Unit(self._batch(ops))
+        named = {f"tensor_{'send' if op.sends else 'recv'}_{'next' if op.peer == after else 'prev'}": op for op in ops}
+        native(**{name: op.tensor for name, op in named.items()}, group=self.pp.group)
+        return _Unit(())
+
+
+class _Unit:
+    """Operations that complete together."""
+
+    def __init__(self, works: Sequence[Handle]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        while self._works:
+            self._works.pop().wait()
+
+
+def _rounds(ops: list[Op]) -> list[list[Op]]:
+    """Runs of consecutive operations in which no direction occurs twice."""
+    rounds: list[list[Op]] = []
+    seen: set[tuple[bool, int]] = set()
+    for op in ops:
+        if not rounds or op[:2] in seen:
+            rounds.append([])
+            seen = set()
+        rounds[-1].append(op)
+        seen.add(op[:2])
+    return rounds
