@@ -5,7 +5,9 @@ Parameter names are global: a layer is called by its number in the whole model w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import dropout
 
+T = TypeVar("T")
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
@@ -59,11 +62,14 @@ class Decoder(nn.Module):
         self.final_layernorm = Norm(config, config.hidden) if span.loss else None
         layers = iter(self.layers.values())
         # A plain list: nothing is registered twice.
+        self.between: Callable[[Tensor], Tensor] | None = None
         self._runs = [(nn.Sequential(*islice(layers, size)), again) for size, again in units(config, span.count)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         for run, again in self._runs:
+            if self.between is not None:
+                x = self.between(x)
             x = recompute(run, x) if again else run(x)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
@@ -96,6 +102,20 @@ class GPTModel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Give a stage without embedding the output [s, b, h] of the one before it (Megatron's name)."""
         self._input = x
+
+    def overlapped_forward_backward(self, forward: Callable[[], T], between: Callable[[Tensor], Tensor]) -> T:
+        """Run `forward`, which calls this module, with `between` before each layer.
+
+        Args:
+            between: takes the hidden states and gives those to go on with. The pipeline cuts the graph there and runs a
+                piece of another microbatch's backward (pipeline_parallel.overlap).
+        Returns: what forward returns.
+        """
+        self.decoder.between = between
+        try:
+            return forward()
+        finally:
+            self.decoder.between = None
 
     def forward(
         self, tokens: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None

@@ -81,6 +81,7 @@ def get_forward_backward_func(
         modules = list(model) if isinstance(model, Sequence) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator] * len(modules)
         assert len(modules) == len(iterators) == len(own), f"stages {own} need as many model chunks and iterators"
+        paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
         stages = {
             number: PipelineStage(
                 module,
@@ -91,6 +92,7 @@ def get_forward_backward_func(
                 per_token=calculate_per_token_loss,
                 collect_non_loss_data=collect_non_loss_data,
                 stream=stream,
+                overlaps=number in paired,
             )
             for number, module, iterator in zip(own, modules, iterators, strict=True)
         }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megapipe.pipeline_parallel.overlap import Cuts
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
@@ -27,6 +30,7 @@ class PipelineStage:
         loss_divisor: number of microbatches; a loss in (sum, tokens) form is divided by its tokens too unless
             per_token. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
+        overlaps: it takes part in pairs of a forward and a backward.
     Attributes:
         results: what loss_func reported for each microbatch.
     """
@@ -42,37 +46,65 @@ class PipelineStage:
         per_token: bool,
         collect_non_loss_data: bool,
         stream: Callable[[int], Stream],
+        overlaps: bool = False,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         self.weight_grads = WeightGrads()
         self.results: dict[int, Any] = {}
-        self._saved: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        self._overlapped: Callable[..., tuple[Tensor, LossFunc]] | None = (
+            getattr(module, "overlapped_forward_backward", None) if overlaps else None
+        )
+        self._saved: dict[int, tuple[Tensor | None, GradientEdge, Cuts]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
+        return self._forward(microbatch, x, Cuts())
+
+    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
+        """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
+        x = self._saved[microbatch][0]
+        for _ in self._backward(microbatch, grad, weights):
+            pass
+        return None if x is None else x.grad
+
+    def overlapped_forward_backward(
+        self,
+        microbatch: int,
+        x: Tensor | None,
+        backward_stage: PipelineStage,
+        backward_microbatch: int,
+        grad: Tensor | None,
+        *,
+        weights: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What `forward` and `backward_stage.backward` return, the same bits, computed a layer of each in turn."""
+        x_backward = backward_stage._saved[backward_microbatch][0]
+        pieces = backward_stage._backward(backward_microbatch, grad, weights)
+        output = self._forward(microbatch, x, Cuts(pieces))
+        for _ in pieces:  # those that the forward had no layer for
+            pass
+        return output, None if x_backward is None else x_backward.grad
+
+    def _forward(self, microbatch: int, x: Tensor | None, cuts: Cuts) -> Tensor | None:
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self.module.set_input_tensor(x)  # type: ignore[operator]
+        run = partial(self.forward_step, self.data_iterator, self.module)
         with self.weight_grads.capturing(), self.stream(microbatch).active():
-            output, loss_func = self.forward_step(self.data_iterator, self.module)
+            output, loss_func = run() if self._overlapped is None else self._overlapped(run, cuts)
             if self.holds_loss:
                 output = self._loss(microbatch, output, loss_func)
         if torch.is_grad_enabled():
             # Only the graph: the output's memory is free once it is sent, as with deallocate_pipeline_outputs.
-            self._saved[microbatch] = x, get_gradient_edge(output)
+            self._saved[microbatch] = x, get_gradient_edge(output), cuts
         return None if self.holds_loss else output.detach()
 
-    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
-        x, edge = self._saved.pop(microbatch)
-        if weights:
-            torch.autograd.backward(edge, grad)
-        else:
-            with self.weight_grads.deferring(microbatch):
-                torch.autograd.backward(edge, grad)
-        return None if x is None else x.grad
+    def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
+        _, edge, cuts = self._saved.pop(microbatch)
+        with nullcontext() if weights else self.weight_grads.deferring(microbatch):
+            yield from cuts.backward(edge, grad)
 
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
