@@ -40,12 +40,26 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Fraction of each head that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
+    use_rope_scaling: bool = False
+    """Llama 3.1's slower rotation of the low frequencies, made for an original length of 8192."""
+    rope_scaling_factor: float = 8.0
+    """How much slower, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2."""
+    window_size: str | None = None
+    """Sliding window LEFT,RIGHT such as 127,0: a token sees itself and LEFT tokens before it; -1 is no limit."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of every norm."""
     norm_epsilon: float = 1e-5
     """Added to the variance."""
+    apply_layernorm_1p: bool = False
+    """Norms keep their weight minus 1, so that it starts at 0."""
     swiglu: bool = False
     """Gated SiLU in the MLP instead of GELU."""
+    quick_geglu: bool = False
+    """Gated GELU in the MLP, as x sigmoid(1.702 x)."""
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GELU."""
     disable_bias_linear: bool = False
     """No bias in any linear layer."""
     add_qkv_bias: bool = False
@@ -56,6 +70,8 @@ class ModelConfig:
     """An output head of its own instead of the word embedding's weight."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; projections into the residual stream: std / sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial word and position embeddings. Default: --init-method-std."""
     attention_dropout: float = 0.1
     """Dropout of attention probabilities."""
     hidden_dropout: float = 0.1
@@ -113,6 +129,21 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return int(4 * self.hidden * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Two widths of the MLP's first layer, gate and up."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def window(self) -> int | None:
+        """Tokens before itself that a token sees; None for all."""
+        left = -1 if self.window_size is None else int(self.window_size.strip("()").split(",")[0])
+        return None if left < 0 else left
+
+    @property
+    def embedding_std(self) -> float:
+        return self.init_method_std if self.embedding_init_method_std is None else self.embedding_init_method_std
 
     @property
     def bias(self) -> bool:
@@ -234,6 +265,10 @@ class DataConfig:
     """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
+    reset_position_ids: bool = False
+    """Positions, learned or rotary, start again at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A token attends only to tokens of its own document."""
     tokenizer_type: Literal["SentencePieceTokenizer", "NullTokenizer"] = "SentencePieceTokenizer"
     """Kind of tokenizer."""
     tokenizer_model: str | None = None

@@ -34,6 +34,10 @@ ACCEPTED: dict[str, Accepted] = {
     "--use-cpu-initialization": Accepted(_SWITCH, "initial weights are the same under every tp, pp and schedule"),
     "--accumulate-allreduce-grads-in-fp32": Accepted(_SWITCH, "gradients are added and reduced in float32"),
     "--attention-softmax-in-fp32": Accepted(_SWITCH, "torch's attention kernels compute the softmax in float32"),
+    "--apply-query-key-layer-scaling": Accepted(
+        _SWITCH, "the factor cancels out; it guards scores of 16 bits, which our kernels do not keep"
+    ),
+    "--openai-gelu": Accepted(_SWITCH, "GELU always has the tanh form"),
     "--no-masked-softmax-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-bias-swiglu-fusion": Accepted(_SWITCH, _UNFUSED),
     "--no-bias-dropout-fusion": Accepted(_SWITCH, _UNFUSED),
@@ -110,11 +114,16 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("deterministic-mode", "on a CPU runs repeat bit for bit; on a GPU attention's backward pass does not"),
     ("wandb-* one-logger-* otel-*", "use --tensorboard-dir"),
     ("no-bias-gelu-fusion", "without fusion Megatron-LM takes the erf form of GELU; megapipe has the tanh form"),
-    ("squared-relu quick-geglu openai-gelu", "the MLP has GELU, or --swiglu"),
     (
-        "use-rope-scaling rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",
-        "rotary positions are plain",
+        "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",
+        "rotary positions are plain or scaled as in Llama 3.1 (--use-rope-scaling)",
     ),
+    (
+        "glu-linear-offset activation-func-clamp-value",
+        "the MLP has GELU, --squared-relu, --swiglu or --quick-geglu",
+    ),
+    ("init-method-xavier-uniform", "initial weights are normal; use --init-method-std"),
+    ("fp32-residual-connection", "the residual stream has the type of the weights"),
     ("nvtx-ranges record-shapes pytorch-profiler-*", "use --profile --use-pytorch-profiler"),
     ("moe-* num-experts expert-* ep-* gtp-* use-grouped-gemm-*", "there are no mixture-of-experts layers"),
     ("rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method", "megapipe pretrains; no reinforcement learning"),
@@ -131,7 +140,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-* v-head-dim mla-* cache-mla-*",
         "attention is multi-head or grouped-query",
     ),
-    ("dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*", "attention is full and causal"),
+    (
+        "dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*",
+        "attention is causal, whole or --window-size",
+    ),
     ("mtp-*", "there is no multi-token prediction"),
     (
         "fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*",

@@ -24,6 +24,7 @@ from megapipe.validate_inputs import (
     profile_problems,
     tokenizer_problems,
 )
+from megapipe.validate_model import variant_problems
 from megapipe.validate_numbers import check_numbers, flag
 
 Problems = Iterator[str]
@@ -39,6 +40,7 @@ def validate(config: Config, *, has_cuda: bool) -> None:
     """
     sound, problems = check_numbers(config)
     problems += _model(sound)
+    problems += variant_problems(sound.model)
     problems += _overrides(sound)
     problems += _recompute(sound)
     problems += _length(sound)

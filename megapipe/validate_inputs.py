@@ -84,6 +84,8 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
         yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
     if attention == "flash" and on_gpu and not config.train.bf16:
         yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
+    if attention == "flash" and on_gpu and config.model.window_size:
+        yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."
     if config.model.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine is not in this version yet. Use --transformer-impl local."
 

@@ -32,8 +32,10 @@ _FIELDS = {
     "pipeline_model_parallel_size micro_batch_size global_batch_size seq_length train_iters train_samples "
     "exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size "
     "eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval tensorboard_queue_size",
-    "above 0": "norm_epsilon rotary_base distributed_timeout_minutes exit_duration_in_mins lr adam_eps",
-    "at least 0": "init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad "
+    "above 0": "norm_epsilon rotary_base rope_scaling_factor distributed_timeout_minutes exit_duration_in_mins lr "
+    "adam_eps",
+    "at least 0": "init_method_std embedding_init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init "
+    "weight_decay clip_grad "
     "num_workers eval_iters ckpt_step seed profile_step_start",
     "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     "above 0 and at most 1": "rotary_percent",

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "plan": "config errors schedule pipeline_parallel.partition",
     "validate_numbers": "config",
     "validate_model": "config validate_numbers",
+    "validate_model": "config validate_numbers",
     "validate_inputs": "config errors data validate_numbers",
     "validate": "config errors overrides schedule data optim pipeline_parallel.partition validate_inputs "
     "validate_model validate_numbers",

@@ -30,20 +30,29 @@ class Batch:
     position_ids: Tensor
 
 
-def make_batch(tokens_plus_one: Tensor, eod: int | None = None, eod_mask_loss: bool = False) -> Batch:
+def make_batch(
+    tokens_plus_one: Tensor, eod: int | None = None, eod_mask_loss: bool = False, reset_position_ids: bool = False
+) -> Batch:
     """Inputs are all but the last token, labels all but the first.
 
     Args:
         tokens_plus_one: [b, s + 1] int64, on the device that the batch shall be on.
-        eod: end-of-document id, needed with eod_mask_loss: no loss where the INPUT is eod (eod itself is learned).
+        eod: end-of-document id, needed with the two that follow.
+        eod_mask_loss: no loss where the INPUT is eod (eod itself is learned).
+        reset_position_ids: positions begin at 0 after each eod.
     """
     tokens = tokens_plus_one[:, :-1].contiguous()
     labels = tokens_plus_one[:, 1:].contiguous()
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    assert eod is not None or not (eod_mask_loss or reset_position_ids)
+    ends = tokens == -1 if eod is None else tokens == eod
     if eod_mask_loss:
-        assert eod is not None
-        loss_mask[tokens == eod] = 0.0
+        loss_mask[ends] = 0.0
     position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if reset_position_ids:
+        begins = torch.zeros_like(tokens)
+        begins[:, 1:] = torch.where(ends[:, :-1], position_ids[:, 1:], 0)
+        position_ids = position_ids - begins.cummax(dim=1).values
     return Batch(tokens, labels, loss_mask, position_ids)
 
 

@@ -1,8 +1,12 @@
-"""Causal self-attention with heads split over tensor-parallel ranks; grouped-query, rotary and head norms as asked."""
+"""Causal self-attention with heads split over tensor-parallel ranks; grouped-query, rotary and head norms as asked.
+
+Documents and sliding windows cut the sequence instead of masking it, so that nothing of s x s is kept.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
+from megapipe.documents import Documents, restarting_positions
 from megapipe.mesh import Axis
 from megapipe.models.norm import Norm
 from megapipe.models.recompute import recompute
-from megapipe.models.rope import rotate
+from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.rng import dropout
+from megapipe.tensor_parallel.rng import current_stream, dropout
 
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -23,6 +28,8 @@ _BACKENDS = {
     "unfused": [SDPBackend.MATH],
     "local": [SDPBackend.MATH],
 }
+_SMALLEST_BLOCK = 128
+"""Queries: below, a block is too small for its call to a kernel."""
 
 
 class SelfAttention(nn.Module):
@@ -65,29 +72,79 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if config.position_embedding_type == "rope":
-            dim = int(head * config.rotary_percent)
-            q, k = rotate(q, dim, config.rotary_base), rotate(k, dim, config.rotary_base)
+            documents, positions = current_stream().documents, None
+            if documents is not None and documents.restart:
+                positions = restarting_positions(documents, x.device).t()
+            q, k = (rotate(part, Rotary.of(config), positions) for part in (q, k))
         attended = recompute(self._attend, q, k, v) if config.recompute_attention else self._attend(q, k, v)
         return self.linear_proj(attended)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        documents, window = current_stream().documents, self.config.window
+        if documents is not None and not documents.isolate:
+            documents = None
         if self.training and self.config.attention_dropout:
-            out = self._attend_with_dropout(q, k, v)
+            out = self._attend_with_dropout(q, k, v, documents)
         else:
             with _kernel(self.config.attention_backend):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+                if documents is None:
+                    out = _by_window(q, k, v, window=window)
+                else:
+                    out = _by_document(q, k, v, window, documents)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         # torch's kernels draw their mask from a global generator; ours belongs to layer and sample.
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        blocked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        s = q.shape[2]
+        seen = _band(s, s, 0, s if self.config.window is None else self.config.window, q.device)
+        if documents is not None:
+            of = [torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in documents.lengths]
+            number = torch.stack(of).to(q.device)
+            seen = seen & (number[:, None, :, None] == number[:, None, None, :])
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        probs = wide.masked_fill(blocked, float("-inf")).softmax(-1).to(q.dtype)
+        probs = wide.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
         return dropout(probs, self.config.attention_dropout, self.layer, "attention", tp=self.tp, dim=1) @ v
+
+
+# The three below: q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d].
+def _by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents) -> Tensor:
+    """Each document by itself, so that no mask says which tokens belong together."""
+    rows = []
+    for row, lengths in enumerate(documents.lengths):
+        parts = zip(*(torch.split(x[row : row + 1], list(lengths), dim=2) for x in (q, k, v)), strict=True)
+        rows.append(torch.cat([_by_window(*part, window=window) for part in parts], dim=2))
+    return torch.cat(rows)
+
+
+def _by_window(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+    """Queries in blocks of the window's width, each with the keys that any of them sees: memory and time s x window."""
+    s = q.shape[2]
+    if window is None or window >= s - 1:
+        return _sdpa(q, k, v, None)
+    outs = []
+    step = max(window, _SMALLEST_BLOCK)
+    for begin in range(0, s, step):
+        end, first = min(begin + step, s), max(0, begin - window)
+        seen = _band(end - begin, end - first, begin - first, window, q.device)
+        outs.append(_sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen))
+    return torch.cat(outs, dim=2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    """Causal without a mask."""
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=gqa)
+
+
+@lru_cache(maxsize=8)  # shared by all layers and blocks
+def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
+    """[queries, keys], True where query i, which is key i + ahead, sees key j: 0 <= i + ahead - j <= window."""
+    distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance <= window)
 
 
 def _kernel(backend: str) -> AbstractContextManager[object]:

@@ -35,14 +35,14 @@ class Embedding(nn.Module):
         assert config.padded_vocab_size is not None
         self.hidden_dropout = config.hidden_dropout
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size, config.hidden, tp=tp, init_std=config.init_method_std
+            config.padded_vocab_size, config.hidden, tp=tp, init_std=config.embedding_std
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
             self.position_embeddings = nn.Embedding(*shape)
-            weight = set_layout(nn.Parameter(torch.empty(shape)), Layout(shape, std=config.init_method_std))
+            weight = set_layout(nn.Parameter(torch.empty(shape)), Layout(shape, std=config.embedding_std))
             self.position_embeddings.weight = weight
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class GPTModel(nn.Module):
                 config.padded_vocab_size,
                 tp=tp,
                 bias=False,
-                init_std=config.init_method_std,
+                init_std=config.embedding_std if config.tied else config.init_method_std,
                 tied_to=WORD_EMBEDDINGS if config.tied else None,
             )
         self._input: Tensor | None = None

@@ -1,7 +1,10 @@
-"""The feed-forward half of a layer: GELU, or SwiGLU (Shazeer 2020) with gate and up in one column-parallel weight."""
+"""The feed-forward half of a layer: GELU, squared ReLU (So et al. 2021), or gated (Shazeer 2020) with gate and up in
+one column-parallel weight.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,12 +14,12 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 class MLP(nn.Module):
-    """h -> ffn -> h. linear_fc1 of SwiGLU holds [gate; up], each split over tp on its own."""
+    """h -> ffn -> h. linear_fc1 of a gated MLP holds [gate; up], each split over tp on its own."""
 
     def __init__(self, config: ModelConfig, tp: Axis) -> None:
         super().__init__()
-        self.gated = config.swiglu
-        blocks = 2 if self.gated else 1
+        self.config = config
+        blocks = 2 if config.gated else 1
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden,
             blocks * config.ffn,
@@ -35,10 +38,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        x = self.linear_fc1(x)
-        if self.gated:
+        return self.linear_fc2(self._activate(self.linear_fc1(x)))  # type: ignore[no-any-return]
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.config.gated:
             gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
-        else:
-            x = F.gelu(x, approximate="tanh")
-        return self.linear_fc2(x)  # type: ignore[no-any-return]
+            return (F.silu(gate) if self.config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
+        if self.config.squared_relu:
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh")

@@ -11,18 +11,24 @@ from megapipe.mesh import Layout, set_layout
 
 
 class Norm(nn.Module):
-    """Norm of `config.normalization` kind over vectors of `size`; the weight starts at 1, LayerNorm's bias at 0."""
+    """Norm of `config.normalization` kind over vectors of `size`; the weight starts at 1, LayerNorm's bias at 0.
+
+    With --apply-layernorm-1p the parameter is the weight minus 1.
+    """
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), mean=1.0))
+        self.one_more = config.apply_layernorm_1p
+        start = 0.0 if self.one_more else 1.0
+        self.weight = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), mean=start))
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = set_layout(nn.Parameter(torch.empty(size)), Layout((size,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
+        weight = self.weight + 1 if self.one_more else self.weight
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)

@@ -1,32 +1,82 @@
-"""Rotary position embedding (Su et al. 2021, section 3.4), half-split as in Llama's Hugging Face weights."""
+"""Rotary position embedding (Su et al. 2021, section 3.4), half-split as in Llama's Hugging Face weights by default."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from megapipe.config import ModelConfig
+
+# Llama 3.1: wavelengths above ORIGINAL / LOW turn slower, those below ORIGINAL / HIGH as ever, the others in between.
+ORIGINAL, LOW, HIGH = 8192, 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which rotation.
+
+    Attributes:
+        dim: channels of a head that are rotated, from the first.
+        base: of the frequencies base^(-2i/dim).
+        interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
+        scaling: Llama 3.1's factor for low frequencies; None for none.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    scaling: float | None = None
+
+    @staticmethod
+    def of(config: ModelConfig) -> Rotary:
+        """The rotation that the flags describe."""
+        return Rotary(
+            int(config.head_dim * config.rotary_percent),
+            config.rotary_base,
+            config.rotary_interleaved,
+            config.rope_scaling_factor if config.use_rope_scaling else None,
+        )
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Radians per position of each pair, [dim / 2] in float64."""
+        plain = self.base ** (-torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim)
+        if self.scaling is None:
+            return plain
+        wavelength = 2 * math.pi / plain
+        keep = ((ORIGINAL / wavelength - LOW) / (HIGH - LOW)).clamp(0, 1)
+        return keep * plain + (1 - keep) * plain / self.scaling
+
 
 @lru_cache(maxsize=8)
-def rotary_table(length: int, dim: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_table(length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, each [length, 1, 1, dim]; computed in float64, kept in `dtype`."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-    angle = torch.arange(length, dtype=torch.float64, device=device).outer(frequency)
+    angle = torch.arange(length, dtype=torch.float64, device=device).outer(rotary.frequencies(device))
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, dim: int, base: float) -> Tensor:
-    """Rotate the first `dim` channels of every head by its position.
+def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:
+    """Rotate the first channels of every head by its position.
 
     Args:
-        x: [s, b, heads, head_dim]; position is the index in s.
+        x: [s, b, heads, head_dim].
+        positions: [s, b], below s; default: the index in s.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(x.shape[0], dim, base, x.device, wide)
-    turn, rest = x[..., :dim].to(wide), x[..., dim:]
-    half = dim // 2
+    cos, sin = rotary_table(x.shape[0], rotary, x.device, wide)
+    if positions is not None:
+        cos, sin = cos[positions, 0], sin[positions, 0]
+    half = rotary.dim // 2
+    turn, rest = x[..., : rotary.dim].to(wide), x[..., rotary.dim :]
+    if rotary.interleaved:
+        turn = turn.reshape(*turn.shape[:-1], half, 2).transpose(-1, -2).flatten(-2)
     swapped = torch.cat((-turn[..., half:], turn[..., :half]), dim=-1)
-    turned = (turn * cos + swapped * sin).to(x.dtype)
+    turned = turn * cos + swapped * sin
+    if rotary.interleaved:
+        turned = turned.reshape(*turned.shape[:-1], 2, half).transpose(-1, -2).flatten(-2)
+    turned = turned.to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

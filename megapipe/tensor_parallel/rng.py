@@ -15,19 +15,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megapipe.documents import Documents
 from megapipe.mesh import Axis, layout_of
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The randomness of one microbatch: the run's seed and the number of its first sample in the whole training."""
+    """What layers need to know of a microbatch beside its hidden states.
+
+    Attributes:
+        seed, sample: its randomness: the run's seed and the number of its first sample in the whole training.
+        documents: where its documents lie, if attention or positions heed them.
+    """
 
     seed: int
     sample: int
+    documents: Documents | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Layers that run in this context draw from this stream."""
+        """Layers that run in this context draw from this stream and heed its documents."""
         token = _stream.set(self)
         try:
             yield

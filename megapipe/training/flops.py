@@ -15,5 +15,5 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     h, head = model.hidden, model.head_dim
     projections = 2 * h * head * (2 * model.heads + 2 * model.query_groups)
     scores = 2 * 2 * seq_length * head * model.heads / 2
-    mlp = 2 * h * model.ffn * (3 if model.swiglu else 2)
+    mlp = 2 * h * model.ffn * (3 if model.gated else 2)
     return 3 * (model.layers * (projections + scores + mlp) + 2 * h * model.padded_vocab_size)

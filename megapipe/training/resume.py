@@ -13,6 +13,7 @@ from megapipe.optim.lr import LRSchedule
 _FREE = {
     "attention_backend",
     "attention_dropout",
+    "embedding_init_method_std",
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megapipe.config import Config
 from megapipe.data.loader import Batch, make_batch
+from megapipe.documents import Documents, find_documents
 from megapipe.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
@@ -84,9 +85,18 @@ class Pipeline:
             micro_batch_size=b,
             forward_only=evaluate,
             calculate_per_token_loss=config.train.calculate_per_token_loss,
-            stream=lambda i: Stream(config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1)),
+            stream=lambda i: Stream(
+                config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1), self._documents(microbatches, i)
+            ),
         )
         return self._means(reported)
+
+    def _documents(self, microbatches: Sequence[Tensor], i: int) -> Documents | None:
+        """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
+        isolate, restart = self.config.data.reset_attention_mask, self.config.data.reset_position_ids
+        if not (isolate or restart):
+            return None
+        return find_documents(microbatches[i][:, :-1], self._eod, isolate=isolate, restart=restart)
 
     @property
     def _own(self) -> tuple[int, ...]:
@@ -99,8 +109,13 @@ class Pipeline:
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
         order = [p.microbatch for step in steps for p in step if p.kind is Kind.F and p.stage == stage]
-        device, mask = self.mesh.device, self.config.data.eod_mask_loss
-        return (make_batch(microbatches[i].to(device, non_blocking=True), self._eod, mask) for i in order)
+        data = self.config.data
+
+        def batch(i: int) -> Batch:
+            tokens = microbatches[i].to(self.mesh.device, non_blocking=True)
+            return make_batch(tokens, self._eod, data.eod_mask_loss, data.reset_position_ids)
+
+        return map(batch, order)
 
     def _means(self, reported: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
         """Sum what the loss stages reported over data and pipeline ranks. A value is (sum, count) or one number."""

@@ -14,7 +14,7 @@ from megapipe.models.attention import SelfAttention
 from megapipe.models.gpt import GPTModel
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
-from megapipe.models.rope import rotate
+from megapipe.models.rope import Rotary, rotate
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
@@ -36,14 +36,14 @@ def test_rope_is_a_rotation_in_the_complex_plane():
     x = random(6, 2, 3, 8)
     angle = torch.arange(6).double().outer(10000.0 ** (-torch.arange(4).double() / 4))
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)[:, None, None, :]
-    torch.testing.assert_close(rotate(x, 8, 10000.0), torch.cat((turned.real, turned.imag), -1))
+    torch.testing.assert_close(rotate(x, Rotary(8)), torch.cat((turned.real, turned.imag), -1))
 
 
 def test_rope_of_a_part_of_the_head_leaves_the_rest():
     x = random(6, 2, 3, 8)
-    y = rotate(x, 4, 10000.0)
+    y = rotate(x, Rotary(4))
     assert torch.equal(y[..., 4:], x[..., 4:])
-    torch.testing.assert_close(y[..., :4], rotate(x[..., :4].contiguous(), 4, 10000.0))
+    torch.testing.assert_close(y[..., :4], rotate(x[..., :4].contiguous(), Rotary(4)))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

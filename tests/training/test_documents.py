@@ -1,0 +1,57 @@
+"""Document boundaries on every stage of a pipeline: the same losses as on one, and other losses than without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import STYLES, VOCAB
+
+from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.data.loader import make_batch
+from megapipe.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import partition
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import build
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.step import Pipeline
+from pretrain_gpt import forward_step
+
+EOD, SEQ = 0, 12
+TRAIN = TrainConfig(micro_batch_size=2, global_batch_size=8, seq_length=SEQ)
+
+
+def loss(mesh: ProcessMesh, model: ModelConfig, data: DataConfig) -> float:
+    """Mean loss of a batch of 4 microbatches in which every sixth token ends a document."""
+    config = Config(model=model, train=TRAIN, data=data, world_size=mesh.pp.size)
+    schedule = build("1f1b", mesh.pp.size, 4)
+    spans = partition(model.layers, schedule.placement)
+    modules = [gpt_provider(model, spans[mesh.pp.rank], mesh.tp)]
+    initialize(modules[0], 1, mesh.tp)
+    tokens = torch.randint(1, VOCAB, (4, 2, SEQ + 1), generator=torch.Generator().manual_seed(5))
+    tokens[torch.rand(tokens.shape, generator=torch.Generator().manual_seed(6)) < 1 / 6] = EOD
+    return Pipeline(config, schedule, modules, forward_step, mesh, EOD).run(list(tokens), 0)[0]["lm loss"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_reset_changes_the_loss_and_every_stage_knows_the_documents(style):
+    # A wide initialisation, so that what a token attends to shows in the loss.
+    model = replace(STYLES[style], init_method_std=0.5, attention_dropout=0.0, hidden_dropout=0.0)
+    seen = set()
+    for isolate in (False, True):
+        for restart in (False, True):
+            data = DataConfig(reset_attention_mask=isolate, reset_position_ids=restart)
+            alone = loss(ProcessMesh.single(), model, data)
+            assert run_threads(lambda mesh, data=data: loss(mesh, model, data), pp=4) == [alone] * 4
+            seen.add(round(alone, 4))
+    # Rotation is relative: inside documents it does not matter where it starts.
+    assert len(seen) == (3 if style == "llama" else 4)
+
+
+def test_positions_restart_after_each_end_of_document():
+    rows = torch.tensor([[5, EOD, 6, 7, EOD, EOD, 8], [EOD, 5, 6, 7, 8, 9, EOD]])
+    batch = make_batch(rows, EOD, reset_position_ids=True)
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
+    assert batch.loss_mask.min() == 1
