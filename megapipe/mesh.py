@@ -31,6 +31,20 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class Pending:
+    """The result of a collective that may still be under way: read it after `wait` only."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as a rank sees it. Size 1 needs no group and its collectives are the identity.
 
@@ -49,25 +63,33 @@ class Axis:
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine x over the axis in place and return it. op: sum, max or min."""
-        if self.size > 1:
-            dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
-        return x
+        return self.start_all_reduce(x, op).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, ...] on each rank -> [size * n, ...], in rank order."""
-        if self.size == 1:
-            return x
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _all_gather(out, x.contiguous(), group=self.group)
-        return out
+        return self.start_all_gather(x).wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size * n, ...] on each rank -> the sum's own slice [n, ...]."""
+        return self.start_reduce_scatter(x).wait()
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        """`all_reduce` that runs while its caller goes on; so are the two below. x must not change before the end."""
         if self.size == 1:
-            return x
+            return Pending(x)
+        return Pending(x, dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True))
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(x)
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        return Pending(out, _all_gather(out, x.contiguous(), group=self.group, async_op=True))
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(x)
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        _reduce_scatter(out, x.contiguous(), group=self.group)
-        return out
+        return Pending(out, _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Overwrite x with the one at position `source`."""
@@ -201,6 +223,8 @@ class Layout:
         dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
         tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
         mean, std: the initial weight is mean + std x N(0, 1).
+        sum_over_tp: whole on every rank, but each sees a part of what it is used on (its heads, or its share of a
+            sequence-parallel sequence), so that the gradients must be summed over tp.
     """
 
     full: tuple[int, ...]
@@ -208,6 +232,7 @@ class Layout:
     tied_to: str | None = None
     mean: float = 0.0
     std: float = 0.0
+    sum_over_tp: bool = False
 
     def local(self, tp_size: int) -> tuple[int, ...]:
         """`full` with this layout's dimension divided over tp."""

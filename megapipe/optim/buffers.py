@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from megapipe.mesh import Axis
+from megapipe.mesh import Axis, layout_of
 
 ALIGN = 64
 
@@ -49,6 +49,7 @@ class FlatBuffers:
         self.decayed = slice(0, ends[0])
         self.not_decayed = slice(ends[0], ends[1])
         self.own = tuple(decayed + others)
+        self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
         device = next((p.device for p in params.values()), None)
@@ -73,6 +74,14 @@ class FlatBuffers:
     def zero_grad(self) -> None:
         """Start a step."""
         self.grads.zero_()
+
+    def sum_over_tp(self, tp: Axis) -> None:
+        """Add up the gradients of parameters whose layout says so, in one all-reduce."""
+        if tp.size > 1 and self._partial:
+            views = [self.view(self.grads, name) for name in self._partial]
+            summed = tp.all_reduce(torch.cat([view.flatten() for view in views]))
+            for view, part in zip(views, torch.split(summed, [view.numel() for view in views]), strict=True):
+                view.copy_(part.view_as(view))
 
     def reduce(self, dp: Axis) -> None:
         """Sum the gradients over the data-parallel ranks: one all-reduce."""

@@ -110,6 +110,7 @@ class Optimizer:
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
         for buffers in self.buffers:
+            buffers.sum_over_tp(self.mesh.tp)
             buffers.reduce(self.mesh.dp)
         for _, buffers in self._twins:
             buffers.reduce(self.mesh.twins)

@@ -1,46 +1,47 @@
-"""Collectives that autograd can differentiate: each forward has the backward that makes sharded layers exact.
+"""What happens to a tensor, and to its gradient, at the edge of a tensor-parallel region.
 
-The pairs are those of Shoeybi et al. 2019, section 3: f (identity forward, all-reduce backward) opens a tensor-parallel
-region and g (all-reduce forward, identity backward) closes it.
+The edges are the conjugate pairs f, g of Shoeybi et al. 2019, section 3, and those of Korthikanti et al. 2022, section
+4.2.2, for a sequence split over the same ranks outside of the regions: what one direction adds up the other copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.mesh import Axis, Pending
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+class Edge(NamedTuple):
+    """forward: of the tensor. backward: of its gradient. Both may work in place on what they are given."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.all_reduce(grad.contiguous().clone()), None
+    forward: Callable[[Tensor], Pending] = Pending
+    backward: Callable[[Tensor], Pending] = Pending
 
 
-_copy: Callable[..., Tensor] = _Copy.apply
+INSIDE = Edge()
+"""No edge: nothing happens."""
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.mark_dirty(x)
-        return tp.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def opening(tp: Axis, sequence_parallel: bool) -> Edge:
+    """Into a region: from the whole [s, ...], or from this rank's [s/t, ...] under sequence parallelism."""
+    if tp.size == 1:
+        return INSIDE
+    if sequence_parallel:
+        return Edge(tp.start_all_gather, tp.start_reduce_scatter)
+    return Edge(backward=tp.start_all_reduce)
 
 
-_reduce: Callable[..., Tensor] = _Reduce.apply
+def closing(tp: Axis, sequence_parallel: bool) -> Edge:
+    """Out of a region, where each rank has a summand [s, ...]: to the sum, or to this rank's [s/t, ...] of it."""
+    if tp.size == 1:
+        return INSIDE
+    if sequence_parallel:
+        return Edge(tp.start_reduce_scatter, tp.start_all_gather)
+    return Edge(tp.start_all_reduce)
 
 
 class _GatherLast(torch.autograd.Function):
@@ -55,16 +56,6 @@ class _GatherLast(torch.autograd.Function):
 
 
 _gather_last: Callable[..., Tensor] = _GatherLast.apply
-
-
-def copy_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
-    """Enter a tensor-parallel region: x as it is; its gradient is summed over tp."""
-    return x if tp.size == 1 else _copy(x, tp)
-
-
-def reduce_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
-    """Leave a tensor-parallel region: x summed over tp, in place."""
-    return x if tp.size == 1 else _reduce(x, tp)
 
 
 def gather_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:

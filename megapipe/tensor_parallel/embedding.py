@@ -9,28 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.mesh import Axis, Layout, set_layout
-from megapipe.tensor_parallel.collectives import reduce_from_tensor_parallel
+from megapipe.tensor_parallel.collectives import Edge, closing
 
 
 class _Lookup(torch.autograd.Function):
     """weight[ids], zero where an id is not of this rank; the gradient is added row by row into main_grad."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, closes: Edge) -> Tensor:
         local = ids - first
         outside = (local < 0) | (local >= weight.shape[0])
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside, weight)
-        return weight[local].masked_fill(outside.unsqueeze(-1), 0.0)
+        ctx.closes = closes
+        return closes.forward(weight[local].masked_fill_(outside.unsqueeze(-1), 0.0)).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
+        grad = ctx.closes.backward(grad).wait()
         local, outside, weight = ctx.saved_tensors
         main_grad: Tensor | None = getattr(weight, "main_grad", None)
         into = torch.zeros_like(weight) if main_grad is None else main_grad
         rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
         into.index_add_(0, local.reshape(-1), rows.to(into.dtype))
-        return None, into if main_grad is None else None, None
+        return None, into if main_grad is None else None, None, None
 
 
 _lookup: Callable[..., Tensor] = _Lookup.apply
@@ -42,19 +44,28 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         num_embeddings: v, rows of the whole table; must divide by tp.
         embedding_dim: h.
+        sequence_parallel: the output is this rank's share of the sequence, the first dimension of the ids.
         init_std: standard deviation of the initial weight.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, tp: Axis, init_std: float = 0.02) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
         assert num_embeddings % tp.size == 0, f"{num_embeddings} rows do not divide over {tp.size} ranks"
         self.tp = tp
+        self._closes = closing(tp, sequence_parallel)
         self.weight = set_layout(
             nn.Parameter(torch.empty(num_embeddings // tp.size, embedding_dim)),
             Layout((num_embeddings, embedding_dim), 0, std=init_std),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids of any shape, 0..v-1 -> [*ids.shape, h], the same on all tp ranks."""
-        rows = _lookup(ids, self.weight, self.tp.rank * self.weight.shape[0])
-        return reduce_from_tensor_parallel(rows, self.tp)
+        """ids [s, ...], 0..v-1 -> [s, ..., h], the same on all tp ranks, or [s/t, ..., h]."""
+        return _lookup(ids, self.weight, self.tp.rank * self.weight.shape[0], self._closes)

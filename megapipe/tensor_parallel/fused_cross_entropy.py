@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.mesh import Axis
+from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
 IGNORE = -100
@@ -24,9 +25,17 @@ BLOCK_ELEMENTS = 1 << 22
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, tp: Axis, label_smoothing: float, z_loss: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        tp: Axis,
+        label_smoothing: float,
+        z_loss: float,
+        sequence_parallel: bool,
     ) -> Tensor:
-        rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1) - tp.rank * weight.shape[0]
+        ctx.opens = opening(tp, sequence_parallel)
+        rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
         denominator, at_label, total = (torch.zeros_like(highest) for _ in range(3))
         for block in _blocks(len(rows), weight.shape[0]):
@@ -57,15 +66,16 @@ class _HeadLoss(torch.autograd.Function):
         return losses.masked_fill_(ignored, 0.0).view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, lse, ignored = ctx.saved_tensors
-        rows = x.reshape(-1, x.shape[-1])
+        opens = ctx.opens
+        rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
         to_softmax = (grad * (1 + 2 * ctx.z_loss * lse))[:, None]
         to_label = ((ctx.label_smoothing - 1) * grad)[:, None]
         to_all = (ctx.label_smoothing / (weight.shape[0] * ctx.tp.size) * grad)[:, None]
 
-        def grad_logits(block: slice) -> Tensor:
+        def grad_logits(rows: Tensor, block: slice) -> Tensor:
             dy = _logits(rows, weight, block).sub_(lse[:, None]).exp_().mul_(to_softmax)
             if ctx.label_smoothing:
                 dy.sub_(to_all)
@@ -73,8 +83,9 @@ class _HeadLoss(torch.autograd.Function):
             return dy.scatter_add_(1, column, to_label * inside[:, None]).to(rows.dtype)
 
         def weight_pass(into: Tensor) -> None:
+            rows = _rows(opens.forward(x).wait())
             for block in _blocks(len(rows), weight.shape[0]):
-                add_product(into[block], grad_logits(block), rows)
+                add_product(into[block], grad_logits(rows, block), rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight, "main_grad", None)
@@ -86,16 +97,21 @@ class _HeadLoss(torch.autograd.Function):
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         for block in _blocks(len(rows), weight.shape[0]) if wants_x or wants_weight else ():
-            dy = grad_logits(block)
+            dy = grad_logits(rows, block)
             if wants_x:
                 grad_x += dy @ weight[block]
             if wants_weight:
                 add_product(into[block], dy, rows)
-        reduced = ctx.tp.all_reduce(grad_x.to(x.dtype)).view(x.shape) if wants_x else None
-        return reduced, into.to(weight.dtype) if wants_weight and main_grad is None else None, None, None, None, None
+        reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape) if wants_x else None
+        grad_weight = into.to(weight.dtype) if wants_weight and main_grad is None else None
+        return reduced, grad_weight, *(None,) * 6
 
 
 _head_loss: Callable[..., Tensor] = _HeadLoss.apply
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -119,7 +135,14 @@ def _columns(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 def vocab_parallel_linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, tp: Axis, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp: Axis,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """Cross entropy of each token straight from the hidden states, `vocab_parallel_cross_entropy(x W^T, target)`.
 
@@ -130,7 +153,8 @@ def vocab_parallel_linear_cross_entropy(
         target: [...], ids in 0..v-1, or -100 for a token without loss.
         label_smoothing: e, mixes the label with the uniform distribution (Szegedy et al. 2016, section 7).
         z_loss: adds z_loss x log(denominator)^2 (Chowdhery et al. 2022, section 5).
+        sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
     Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
         Memory: 4M logits at a time. Time: one matrix product more than without, two under a B/W split.
     """
-    return _head_loss(x, weight, target, tp, label_smoothing, z_loss)
+    return _head_loss(x, weight, target, tp, label_smoothing, z_loss, sequence_parallel)

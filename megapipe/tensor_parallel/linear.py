@@ -2,6 +2,9 @@
 
 Column: each rank computes its slice of the output. Row: each rank takes its slice of the input and the partial outputs
 are summed. Weight gradients go straight into the weight's `main_grad` and can be put off to a W pass.
+
+A row layer's input is always the slice that a column layer made, and its bias is added in place, so there is no
+`input_is_parallel` and no `skip_bias_add`.
 """
 
 from __future__ import annotations
@@ -14,37 +17,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.mesh import Axis, Layout, set_layout
-from megapipe.tensor_parallel.collectives import gather_from_tensor_parallel, reduce_from_tensor_parallel
-from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, current_weight_grads
+from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
+from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b; backward sums the input's gradient over tp (if asked) and hands on the weight's."""
+    """closes(opens(x) W^T) + b.
+
+    Kept for backward is what lies outside of the edges, the smaller side: under sequence parallelism x before its
+    all-gather and, until the W pass, the output's gradient before its own. Each is gathered again when it is used: one
+    all-gather more per layer and microbatch, two under a B/W split, for 1/t of the memory.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reduce_grad: Axis | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opens: Edge, closes: Edge) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias = bias
-        ctx.reduce_grad = reduce_grad
+        ctx.bias, ctx.opens, ctx.closes = bias, opens, closes
         ctx.weight_grads = current_weight_grads()
-        return F.linear(x, weight, bias)
+        whole = opens.forward(x).wait()
+        if closes is INSIDE:
+            return F.linear(whole, weight, bias)
+        y = closes.forward(F.linear(whole, weight)).wait()
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-            if ctx.reduce_grad is not None:
-                grad_x = ctx.reduce_grad.all_reduce(grad_x)
-        if ctx.needs_input_grad[1]:
-            grad_weight = accumulate_weight_grad(weight, grad, x, ctx.weight_grads)
-        if ctx.needs_input_grad[2]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (x, weight), opens, closes, owner = ctx.saved_tensors, ctx.opens, ctx.closes, ctx.weight_grads
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        deferring = owner is not None and owner.is_deferring
+        owed: Tensor | None = getattr(weight, "main_grad", None) if needs_weight and deferring else None
+        whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
+        dy = closes.backward(grad).wait()
+        grad_x = opens.backward(dy @ weight) if needs_x else None  # is summed during the products below
+        grad_weight = grad_bias = None
+        if needs_bias:
             grad_bias = _bias_grad(ctx.bias, grad)
-        return grad_x, grad_weight, grad_bias, None
+        if owed is not None:
+            owner.submit(lambda: _weight_pass(owed, closes.backward(grad).wait(), opens.forward(x).wait()))
+        elif whole is not None:
+            grad_weight = accumulate_weight_grad(weight, dy, whole.wait(), owner)
+        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None
 
 
 _linear: Callable[..., Tensor] = _Linear.apply
+
+
+def _weight_pass(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    add_product(main_grad, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 
 
 def _bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
@@ -56,16 +75,12 @@ def _bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, reduce_grad: Axis | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> [..., out]; the input's gradient is summed over `reduce_grad`."""
-    return _linear(x, weight, bias, reduce_grad)
-
-
 class ColumnParallelLinear(nn.Module):
     """Output split over tp: weight [out/t, in], bias [out/t].
 
     Args:
         input_size, output_size: of the whole layer; output_size must divide by tp.
+        sequence_parallel: the input is this rank's share of the sequence.
         gather_output: return the whole output instead of this rank's slice.
         blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
         init_std: standard deviation of the initial weight.
@@ -78,6 +93,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         tp: Axis,
         bias: bool,
+        sequence_parallel: bool = False,
         gather_output: bool = False,
         blocks: int = 1,
         init_std: float = 0.02,
@@ -87,6 +103,7 @@ class ColumnParallelLinear(nn.Module):
         assert output_size % (blocks * tp.size) == 0, f"{output_size} outputs do not divide over {tp.size} ranks"
         self.tp = tp
         self.gather_output = gather_output
+        self._opens = opening(tp, sequence_parallel)
         rows = output_size // tp.size
         shape = (output_size,) if blocks == 1 else (blocks, output_size // blocks)
         dim = len(shape) - 1
@@ -96,8 +113,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = set_layout(nn.Parameter(torch.empty(rows)), Layout(shape, dim)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in], the same on all tp ranks -> [..., out/t], or [..., out] with gather_output."""
-        y = linear(x, self.weight, self.bias, reduce_grad=self.tp)
+        """x [s, ..., in], the same on all tp ranks, or [s/t, ..., in] -> [s, ..., out/t], or out with gather_output."""
+        y = _linear(x, self.weight, self.bias, self._opens, INSIDE)
         return gather_from_tensor_parallel(y, self.tp) if self.gather_output else y
 
 
@@ -106,22 +123,32 @@ class RowParallelLinear(nn.Module):
 
     Args:
         input_size, output_size: of the whole layer; input_size must divide by tp.
+        sequence_parallel: the output is this rank's share of the sequence.
         init_std: standard deviation of the initial weight.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, tp: Axis, bias: bool, init_std: float = 0.02) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        tp: Axis,
+        bias: bool,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
         assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"
-        self.tp = tp
+        self._closes = closing(tp, sequence_parallel)
         self.weight = set_layout(
             nn.Parameter(torch.empty(output_size, input_size // tp.size)),
             Layout((output_size, input_size), 1, std=init_std),
         )
-        self.bias = set_layout(nn.Parameter(torch.empty(output_size)), Layout((output_size,))) if bias else None
+        self.bias = None
+        if bias:
+            layout = Layout((output_size,), sum_over_tp=sequence_parallel)
+            self.bias = set_layout(nn.Parameter(torch.empty(output_size)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in/t] -> [..., out], the same on all tp ranks."""
-        if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        y = reduce_from_tensor_parallel(linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        """x [s, ..., in/t] -> [s, ..., out], the same on all tp ranks, or [s/t, ..., out]."""
+        return _linear(x, self.weight, self.bias, INSIDE, self._closes)
