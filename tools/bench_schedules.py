@@ -1,0 +1,247 @@
+"""Runs schedules for real on emulated devices and compares them with their prediction and with torch's runtime.
+
+Processes, messages, executor and communicator are real; a pass sleeps instead of computing (see emulated.py), so many
+ranks show true schedules on few cores. All schedules run in one pool of processes and take turns step by step, so
+that whatever else the machine does meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before anything is installed
+
+import torch  # noqa: E402
+from emulated import PEERS, Ours, Runner, Torchs, sharpen_sleep  # noqa: E402
+
+from megapipe.config import ParallelConfig  # noqa: E402
+from megapipe.mesh import CPU, ProcessMesh  # noqa: E402
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Job:
+    """One schedule under one runtime (megapipe or torch)."""
+
+    runtime: str
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one job showed. Times in ms, of the slowest rank; shares of the step; medians over the repeats.
+
+    Attributes:
+        bubble: share of the step in which an average rank does not compute.
+        peak: most saved activations on any rank, in device shares.
+        sent_mb: sent by all ranks together in one step; None where it was not counted.
+        cpu_us: CPU time of the main thread per microbatch, mean over ranks.
+        to_torch: step time over that of torch's same schedule, paired by repeat.
+    """
+
+    runtime: str
+    schedule: str
+    predicted_ms: float
+    step_ms: float
+    ratio: float
+    predicted_bubble: float
+    bubble: float
+    predicted_peak: float
+    peak: float
+    sent_mb: float | None
+    cpu_us: float
+    to_torch: float | None = None
+    cpu_to_torch: float | None = None
+
+
+def main() -> int:
+    """Parse, run, print. Returns the exit status."""
+    args = _arguments()
+    f, b, w = (x / 1000 for x in args.ms)
+    costs = Costs(f, b, w, comm=args.link_ms / 1000)
+    try:
+        jobs = _jobs(args, costs)
+    except ScheduleError as error:
+        print(f"bench_schedules.py: error: {error}", file=sys.stderr)
+        return 2
+    measured = _run_pool(jobs, costs, args)
+    rows = [_row(job, costs, steps, args.message_kib) for job, steps in zip(jobs, measured, strict=True)]
+    rows = [_against_torch(i, jobs, rows, measured) for i in range(len(jobs))]
+    print(_table(rows, args))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "rows": [asdict(r) for r in rows]}, indent=1))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names or files, comma-separated")
+    parser.add_argument("--ms", type=_times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
+    parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
+    parser.add_argument("--message-kib", type=int, default=64, help="size of each message")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each schedule")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
+    parser.add_argument("--json", help="write all numbers to this file")
+    args = parser.parse_args()
+    for name in ("pp", "microbatches", "repeats", "message_kib"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    return args
+
+
+def _times(text: str) -> tuple[float, ...]:
+    times = tuple(map(float, text.split(",")))
+    if len(times) != 3 or min(times) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not three times F,B,W from 0, such as 20,20,20")
+    return times
+
+
+def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
+    jobs = []
+    for name in args.schedules.split(","):
+        chunks = args.chunks if name.lower() in SCHEDULES and SCHEDULES[name.lower()].chunks is None else None
+        schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs)
+        jobs.append(Job("megapipe", schedule))
+        if schedule.name in PEERS and not args.no_torch and args.pp > 1:
+            jobs.append(Job("torch", schedule))
+    return jobs
+
+
+def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace) -> list[list[list[list[float]]]]:
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "emulated"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shape = (args.message_kib * 256, 1, 1)  # float32
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=_rank, args=(rank, args.pp, port, jobs, costs, shape, args.repeats, sender), daemon=True)
+        for rank in range(args.pp)
+    ]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        return receiver.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
+    finally:
+        for process in ranks:
+            process.join(timeout=30)
+
+
+def _rank(
+    rank: int, size: int, port: int, jobs: list[Job], costs: Costs, shape: tuple[int, ...], repeats: int, sender: Any
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sharpen_sleep()
+    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=size), CPU)
+    kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
+    runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
+    gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
+    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
+    if rank == 0:
+        sender.send([list(of_job) for of_job in zip(*measured, strict=True)])
+    mesh.close()
+
+
+def _step(runner: Runner) -> list[list[float]]:
+    """What every rank measured in one step, which all start at the same moment."""
+    world, device = runner.mesh.world, runner.device
+    device.busy = device.peak = device.held = 0.0
+    start = world.broadcast(torch.tensor([time.perf_counter() + 0.02], dtype=torch.float64)).item()
+    device.epoch = start
+    time.sleep(max(0.0, start - time.perf_counter()))
+    cpu = time.thread_time()
+    runner.step()
+    cpu, took = time.thread_time() - cpu, time.perf_counter() - start
+    assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
+    sent = -1 if runner.sent_bytes is None else runner.sent_bytes
+    mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
+    return world.all_gather(mine).tolist()  # type: ignore[no-any-return]
+
+
+def _row(job: Job, costs: Costs, steps: list[list[list[float]]], message_kib: int) -> Row:
+    schedule, ranks = job.schedule, job.schedule.placement.num_ranks
+    timeline = simulate(schedule, costs)
+    times = [max(rank[0] for rank in step) for step in steps]
+    busy = [sum(rank[1] for rank in step) / ranks for step in steps]
+    cpu = [sum(rank[2] for rank in step) / ranks / schedule.num_microbatches for step in steps]
+    sent = sum(rank[4] for rank in steps[0])
+    return Row(
+        runtime=job.runtime,
+        schedule=schedule.name,
+        predicted_ms=timeline.makespan * 1e3,
+        step_ms=statistics.median(times) * 1e3,
+        ratio=statistics.median(times) / timeline.makespan if timeline.makespan else float("inf"),
+        predicted_bubble=1 - sum(timeline.busy) / ranks / timeline.makespan if timeline.makespan else 0.0,
+        bubble=statistics.median(1 - b / t for b, t in zip(busy, times, strict=True)),
+        predicted_peak=max(timeline.peak),
+        peak=max(rank[3] for step in steps for rank in step),
+        sent_mb=None if sent < 0 else sent / 1e6,
+        cpu_us=statistics.median(cpu) * 1e6,
+    )
+
+
+def _against_torch(i: int, jobs: list[Job], rows: list[Row], measured: list[list[list[list[float]]]]) -> Row:
+    """The row, beside torch's of the same schedule if there is one."""
+    peer = Job("torch", jobs[i].schedule)
+    if peer not in jobs or jobs[i] == peer:
+        return rows[i]
+    j = jobs.index(peer)
+    pairs = zip(measured[i], measured[j], strict=True)
+    quotients = [max(rank[0] for rank in own) / max(rank[0] for rank in other) for own, other in pairs]
+    cpu = rows[i].cpu_us / rows[j].cpu_us
+    return replace(rows[i], to_torch=statistics.median(quotients), cpu_to_torch=cpu)
+
+
+def _table(rows: list[Row], args: argparse.Namespace) -> str:
+    f, b, w = args.ms
+    lines = [
+        f"pp {args.pp}, {args.microbatches} microbatches, F/B/W {f:g}/{b:g}/{w:g} ms per device share, link "
+        f"{args.link_ms:g} ms, messages of {args.message_kib} KiB, median of {args.repeats} steps",
+        "",
+        "| schedule | runtime | predicted ms | step ms | step/predicted | bubble predicted | measured "
+        "| peak predicted | counted | MB sent | CPU us/microbatch | step/torch | CPU/torch |",
+        "|---|---|" + "---:|" * 11,
+    ]
+    for r in rows:
+        cells = (
+            r.schedule,
+            r.runtime,
+            f"{r.predicted_ms:.0f}",
+            f"{r.step_ms:.0f}",
+            f"{r.ratio:.3f}",
+            f"{r.predicted_bubble:.1%}",
+            f"{r.bubble:.1%}",
+            f"{r.predicted_peak:g}",
+            f"{r.peak:g}",
+            "" if r.sent_mb is None else f"{r.sent_mb:.1f}",
+            f"{r.cpu_us:.0f}",
+            "" if r.to_torch is None else f"{r.to_torch:.3f}",
+            "" if r.cpu_to_torch is None else f"{r.cpu_to_torch:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""A device that computes by sleeping, and one step on it under our executor or under torch.distributed.pipelining.
+
+A pass holds the main thread for its time without using the CPU, as a kernel does that its host waits for. What a step
+takes beyond its passes is then what the runtime adds; what the main thread uses of the CPU is the runtime's and
+autograd's own work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.pipelining as peers
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megapipe.mesh import ProcessMesh
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.pipeline_parallel.transport import Op, Transport
+from megapipe.schedule import Costs, Kind, Schedule, lower
+from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.weight_grad import current_weight_grads
+
+PEERS = {
+    "gpipe": peers.ScheduleGPipe,
+    "1f1b": peers.Schedule1F1B,
+    "interleaved": peers.ScheduleInterleaved1F1B,
+    "interleaved-zb": peers.ScheduleInterleavedZeroBubble,
+    "zb-v": peers.ScheduleZBVZeroBubble,
+    "dualpipe-v": peers.ScheduleDualPipeV,
+}
+"""torch's schedule of the same order."""
+
+
+def sharpen_sleep() -> None:
+    """Let sleeps of this thread end on time: Linux may add 50 microseconds to each to save power."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
+
+
+@dataclass
+class Device:
+    """One rank's device in one step.
+
+    Attributes:
+        link: seconds that a message from another rank is on its way.
+        epoch: start of the step; messages carry when they were made, counted from here, so that float32 is enough.
+        busy: seconds of passes so far.
+        held, peak: activations kept, in device shares.
+    """
+
+    link: float = 0.0
+    epoch: float = 0.0
+    busy: float = 0.0
+    held: float = 0.0
+    peak: float = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """One pass."""
+        started = time.perf_counter()
+        if seconds:
+            time.sleep(seconds)
+            self.busy += time.perf_counter() - started
+
+    def arrive(self, message: Tensor, remote: bool) -> None:
+        """Wait until a message from another rank would be here."""
+        if self.link and remote:
+            early = self.epoch + message.view(-1)[0].item() + self.link - time.perf_counter()
+            if early > 0:
+                time.sleep(early)
+
+    def stamp(self, message: Tensor) -> Tensor:
+        """Write down when it was made."""
+        if self.link:
+            message.view(-1)[0] = time.perf_counter() - self.epoch
+        return message
+
+    def hold(self, share: float) -> None:
+        """Keep or (negative) free activations."""
+        self.held += share
+        self.peak = max(self.peak, self.held)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a stage is to its device: seconds of F, B and W, device shares, and who is beyond a link."""
+
+    f: float
+    b: float
+    w: float
+    size: float
+    remote_before: bool
+    remote_after: bool
+
+
+class _Compute(torch.autograd.Function):
+    """F, and in backward B; W too if its weight comes straight from a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, device: Device, share: Share, has_weight_pass: bool) -> Tensor:
+        device.arrive(x, share.remote_before)
+        device.hold(share.size)
+        device.compute(share.f)
+        ctx.device, ctx.share, ctx.has_weight_pass = device, share, has_weight_pass
+        ctx.owner = current_weight_grads()
+        return device.stamp(x.clone())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        device, share = ctx.device, ctx.share
+        device.arrive(grad, share.remote_after)
+        device.compute(share.b)
+        below = device.stamp(grad.clone())
+        if not ctx.has_weight_pass:
+            if ctx.owner is None:
+                _weight_pass(device, share)
+            else:
+                ctx.owner.submit(lambda: _weight_pass(device, share))
+        return below, grad.new_zeros(1), None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    """A node of its own for W, so that torch can find it on the way to the parameter and leave it for later."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, device: Device, share: Share) -> Tensor:
+        ctx.device, ctx.share = device, share
+        return weight.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _weight_pass(ctx.device, ctx.share)
+        return grad, None, None
+
+
+def _weight_pass(device: Device, share: Share) -> None:
+    device.compute(share.w)
+    device.hold(-share.size)
+
+
+class Layers(nn.Module):
+    """A stage's model. split_by_autograd: W is a node of the graph, where the runtime splits graphs."""
+
+    def __init__(self, device: Device, share: Share, *, split_by_autograd: bool) -> None:
+        super().__init__()
+        self.device, self.share, self.split_by_autograd = device, share, split_by_autograd
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.x: Tensor | None = None
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        """What the next forward takes instead of data."""
+        self.x = x
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """[n, ...] -> the same shape."""
+        x = self.x if x is None else x
+        weight = self.weight
+        if self.split_by_autograd:
+            weight = _Weight.apply(weight, self.device, self.share)
+        out: Tensor = _Compute.apply(x, weight, self.device, self.share, self.split_by_autograd)
+        return out
+
+
+class Runner:
+    """One rank of one schedule under one runtime. `step` runs it; `device` and `sent_bytes` say what it did.
+
+    Args:
+        costs: times in seconds.
+        shape: of every message.
+    """
+
+    sent_bytes: int | None = None
+
+    def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
+        self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
+        self.device = Device(link=costs.comm)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What is done once, before the first step."""
+        raise NotImplementedError
+
+    def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
+        """This rank's stages."""
+        place = self.schedule.placement
+        time_of, rank_of = self.costs.durations(place), place.rank_of
+
+        def remote(stage: int, other: int | None) -> bool:
+            return other is not None and rank_of[other] != rank_of[stage]
+
+        size = place.num_ranks / place.chain
+        shares = {
+            s: Share(
+                *(time_of[kind][s] for kind in (Kind.F, Kind.B, Kind.W)),
+                size,
+                remote(s, place.prev(s)),
+                remote(s, place.next(s)),
+            )
+            for s in place.stages_on(self.mesh.pp.rank)
+        }
+        return {s: Layers(self.device, share, split_by_autograd=split_by_autograd) for s, share in shares.items()}
+
+    def step(self) -> None:
+        """All passes of one step."""
+        raise NotImplementedError
+
+
+class _CountingTransport(Transport):
+    sent_bytes = 0
+
+    def post(self, ops: list[Op]) -> Any:
+        self.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
+        return super().post(ops)
+
+
+class Ours(Runner):
+    """The executor, the communicator and PipelineStage."""
+
+    def prepare(self) -> None:
+        self.transport = _CountingTransport(self.mesh.pp)
+        self.comm = P2PCommunicator(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
+        self.program = lower(self.schedule, self.costs)[self.mesh.pp.rank]
+        self.modules = self.layers(split_by_autograd=False)
+        self.x = torch.zeros(self.shape)
+
+    def step(self) -> None:
+        place, self.transport.sent_bytes = self.schedule.placement, 0
+        stages = {
+            number: PipelineStage(
+                module,
+                lambda _, model: (model(self.x if model.x is None else None), lambda out: (out.mean(), {})),
+                None,
+                holds_loss=place.is_last(number),
+                loss_divisor=self.schedule.num_microbatches,
+                per_token=False,
+                collect_non_loss_data=False,
+                stream=lambda microbatch: Stream(0, microbatch),
+            )
+            for number, module in self.modules.items()
+        }
+        execute(self.program, place, stages, self.comm)
+        self.sent_bytes = self.transport.sent_bytes
+
+
+class Torchs(Runner):
+    """torch.distributed.pipelining with its own PipelineStage and automatic split of the graph."""
+
+    def prepare(self) -> None:
+        place, pp, m = self.schedule.placement, self.mesh.pp, self.schedule.num_microbatches
+        make: Any = PEERS[self.schedule.name]
+        modules = self.layers(split_by_autograd=any(x.kind is Kind.W for step in self.schedule.ranks[0] for x in step))
+        hidden = torch.zeros(self.shape, requires_grad=True)
+        data = gradient = hidden.detach()
+        # Told everything about its tensors, torch need not find out by a forward and backward of its own.
+        stages = [
+            peers.PipelineStage(
+                module,
+                s,
+                place.num_stages,
+                pp.device,
+                input_args=data if place.is_first(s) else hidden,
+                output_args=hidden,
+                output_grads=None if place.is_last(s) else gradient,
+                input_grads=None if place.is_first(s) else gradient,
+                group=pp.group,
+            )
+            for s, module in modules.items()
+        ]
+        several = issubclass(make, peers.schedules.PipelineScheduleMulti)
+        self.run = make(stages if several else stages[0], m, loss_fn=lambda out, _: out.mean())
+        whole = torch.zeros(m * self.shape[0], *self.shape[1:])
+        self.args = (whole,) if any(map(place.is_first, modules)) else ()
+        self.kwargs = {"target": whole, "losses": []} if any(map(place.is_last, modules)) else {}
+
+    def step(self) -> None:
+        self.run.step(*self.args, **self.kwargs, return_outputs=False)
