@@ -80,6 +80,8 @@ class ModelConfig:
     """Rows of the embedding. Default: the tokenizer's size rounded up to --make-vocab-size-divisible-by."""
     make_vocab_size_divisible_by: int = 128
     """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
+    cross_entropy_loss_fusion: bool = False
+    """Output head and loss in one operation that never holds all logits: far less memory, one product more."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
     """Layers of plain torch (local, so far also auto); transformer_engine is refused until it is implemented."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
@@ -92,6 +94,8 @@ class ModelConfig:
     """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
     recompute_num_layers: int | None = None
     """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
+    sequence_parallel: bool = False
+    """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
     per_layer_overrides: str | None = None
     """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
     no_attention: Annotated[bool, Suppress] = False
@@ -171,8 +175,24 @@ class ParallelConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers among them."""
-    pipeline_schedule: str = "1f1b"
-    """Order of the passes: naive, gpipe, 1f1b (case-blind)."""
+    pipeline_schedule: str | None = None
+    """Order of the passes: a name or a .json or .csv file. Default: 1f1b, interleaved for several stages on a rank."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of each stage, where a rank holds several."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages of each rank: the same by count."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank, over all its stages; the others share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer where stages are made even."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The output head and loss count as a layer where stages are made even."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
+    memory_limit_gib: float | None = None
+    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl with a GPU, gloo without."""
     distributed_timeout_minutes: float = 10.0

@@ -14,8 +14,8 @@ from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
 from megapipe.optim.lr import LRSchedule
 from megapipe.overrides import layer_config
-from megapipe.pipeline_parallel.partition import partition
-from megapipe.schedule import SCHEDULES, build
+from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
+from megapipe.schedule import SCHEDULES
 from megapipe.validate_inputs import (
     ask,
     checkpoint_problems,
@@ -106,6 +106,12 @@ def _model(config: Config) -> Problems:
                 f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {_division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {_or(_tensor_sizes(config))}."
             )
+    s = config.train.seq_length
+    if m.sequence_parallel and s and s % tp:
+        yield (
+            f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}: {_division(s, tp)}. "
+            f"Use --seq-length {_near(s, tp)}, or leave --sequence-parallel out."
+        )
     if positions and config.train.seq_length and config.train.seq_length > positions:
         yield (
             f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "
@@ -191,22 +197,30 @@ def _layout(config: Config) -> Problems:
 
 
 def _stages(config: Config, microbatches: int | None) -> Problems:
-    name, pp = config.parallel.pipeline_schedule, config.parallel.pipeline_model_parallel_size
+    if unclear := ask(lambda: check_flags(config)):
+        yield from unclear
+        return
+    name = schedule_name(config)
     if microbatches is None and name.lower().endswith((".json", ".csv")):
         return  # a file is made for one number of microbatches
-    usual = 4 * pp  # every schedule of the catalogue takes as many, so that layers are checked whatever the batch is
-    refused = ask(lambda: build(name, pp, microbatches or usual))
+    # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
+    usual = 4 * config.parallel.pipeline_model_parallel_size
+    refused = ask(lambda: schedule_of(config, microbatches or usual))
     for text in refused:
-        yield f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
+        yield (
+            text
+            if text.startswith("--")
+            else f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
+        )
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
-        found = ask(lambda: partition(config.model.layers, build(name, pp, count).placement))
+        found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
 
 
 def _microbatches(config: Config, microbatches: int | None) -> str:
     """Where the number comes from that a schedule may not work with."""
-    if microbatches is None or config.parallel.pipeline_schedule.lower() not in SCHEDULES:
+    if microbatches is None or schedule_name(config).lower() not in SCHEDULES:
         return ""
     return (
         f"\n      {microbatches} microbatches = --global-batch-size {config.global_batch_size} / "

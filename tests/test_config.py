@@ -116,7 +116,11 @@ def test_ranges_name_fields_that_exist():
 
 def test_layers_that_do_not_fill_the_stages():
     assert problem("--num-layers 30 --pipeline-model-parallel-size 4", 4) == (
-        "--num-layers 30 does not fill 4 stages: 30 = 4 x 7 + 2.\n      Use --num-layers 28 or 32."
+        "--num-layers 30 does not fill 4 stages: 30 = 4 x 7 + 2.\n"
+        "      Use --num-layers 28 or 32,\n"
+        "      or --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split,\n"
+        "      or --decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7,\n"
+        "      or --pipeline-model-parallel-layout auto."
     )
 
 

@@ -30,12 +30,11 @@ MAY_IMPORT = {
     "models": "config documents errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",
-    "plan": "config errors schedule pipeline_parallel.partition",
+    "plan": "config errors overrides schedule pipeline_parallel.partition pipeline_parallel.layout",
     "validate_numbers": "config",
     "validate_model": "config validate_numbers",
-    "validate_model": "config validate_numbers",
     "validate_inputs": "config errors data validate_numbers",
-    "validate": "config errors overrides schedule data optim pipeline_parallel.partition validate_inputs "
+    "validate": "config errors overrides schedule data optim plan validate_inputs "
     "validate_model validate_numbers",
     "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
     "validate",

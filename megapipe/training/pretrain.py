@@ -27,9 +27,9 @@ from megapipe.models.provider import StageProvider
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.overrides import inline
-from megapipe.pipeline_parallel.partition import partition
+from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
-from megapipe.schedule import build, simulate
+from megapipe.plan import changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.flops import flops_per_token
@@ -41,6 +41,7 @@ from megapipe.training.log import (
     perplexity,
     validation_lines,
 )
+from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.validate import validate
@@ -74,6 +75,7 @@ def pretrain(
     tokenizer = build_tokenizer(config.data)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     config = dataclasses.replace(config, model=dataclasses.replace(inline(config.model), padded_vocab_size=vocab))
+    make_plan(config)  # Run takes it from the cache; what it refuses is refused before any process group exists
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
 
@@ -124,20 +126,23 @@ class Run:
         started: float,
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
-        schedule = build(config.parallel.pipeline_schedule, mesh.pp.size, config.num_microbatches)
-        place = schedule.placement
+        plan = make_plan(config)
+        schedule, place = plan.schedule, plan.schedule.placement
         # One rank speaks: where the loss is, as Megatron's last rank does under 1F1B.
         speaker = place.rank_of[place.chain - 1]
         self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self.say(arguments(config))
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), layers of plain torch (local)")
-        bubble = simulate(schedule)
+        self.modules = [self._module(provider, plan.spans[stage]) for stage in place.stages_on(mesh.pp.rank)]
+        parameters = check_ownership(self.modules, config.model, provider, place, mesh)
+        if plan.before is not None:
+            self.say(changes(plan))
+        self.say(table(plan, parameters))
+        bubble = plan.timeline
         self.say(
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
-            f"predicted bubble {bubble.bubble / bubble.makespan:.1%} if F, B and W take equally long"
+            f"predicted bubble {bubble.bubble / bubble.makespan:.1%}"
         )
-        spans = partition(config.model.layers, place)
-        self.modules = [self._module(provider, spans[stage]) for stage in place.stages_on(mesh.pp.rank)]
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
         self.optimizer = Optimizer(self.modules, config.train, mesh)
         self.lr = LRSchedule.of(config)
@@ -199,8 +204,8 @@ class Run:
         self.progress.consumed_train_samples += self.config.global_batch_size
         return result
 
-    def _module(self, provider: StageProvider, span: object) -> nn.Module:
-        module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)  # type: ignore[arg-type]
+    def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
+        module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)
         initialize(module, self.config.train.seed, self.mesh.tp)
         if self.config.train.bf16:
             module = module.to(torch.bfloat16)

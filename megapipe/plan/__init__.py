@@ -1,0 +1,20 @@
+"""The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
+
+from megapipe.plan.make import Plan, make_plan
+from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
+from megapipe.plan.table import changes, table
+from megapipe.plan.work import Pieces, Work, pieces
+
+__all__ = [
+    "Pieces",
+    "Plan",
+    "Work",
+    "changes",
+    "check_flags",
+    "counts_of",
+    "make_plan",
+    "pieces",
+    "schedule_name",
+    "schedule_of",
+    "table",
+]

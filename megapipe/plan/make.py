@@ -1,0 +1,122 @@
+"""A plan, made once from the configuration alone: every rank makes the same one before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.layout import AUTO
+from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
+from megapipe.pipeline_parallel.partition import LayerSpan, spans
+from megapipe.plan.auto import Judge, search
+from megapipe.plan.split import counts_of, schedule_of
+from megapipe.plan.work import Pieces, Work, pieces
+from megapipe.schedule import Schedule, Timeline, simulate
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what, and the prediction of what it takes.
+
+    Attributes:
+        counts: layers at each position of the chain.
+        pieces: what embedding, layers and head cost.
+        state: bytes of a parameter with its gradient and optimizer state; replica: without the latter.
+        tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
+        tp: ranks that share each parameter.
+        before: the even split that an automatic one replaced.
+    """
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    pieces: Pieces
+    state: int
+    replica: int
+    tied: bool
+    vocab_weights: int
+    tp: int
+    before: Plan | None = None
+
+    @cached_property
+    def spans(self) -> tuple[LayerSpan, ...]:
+        """Of each stage."""
+        return spans(self.counts, self.schedule.placement)
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Of each stage."""
+        return tuple(map(self.pieces.stage, self.spans))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule under these costs; times in FLOPs, memory in bytes."""
+        return simulate(self.schedule, self.pieces.costs(self.counts))
+
+    @cached_property
+    def state_bytes(self) -> tuple[float, ...]:
+        """What each rank keeps between steps."""
+        place = self.schedule.placement
+        return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Parameters, gradients, optimizer state and activations of each rank at their most."""
+        return tuple(state + held for state, held in zip(self.state_bytes, self.timeline.peak, strict=True))
+
+    def _state_on(self, stages: Sequence[int]) -> float:
+        chain = self.schedule.placement.chain
+        total = 0.0
+        for stage in stages:
+            each = self.state if stage < chain else self.replica
+            total += each * self.works[stage].parameters
+            embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
+            if self.tied and self.spans[stage].loss and embeds:  # one weight, and a gradient for each use
+                total -= (each - 4) * self.vocab_weights
+        return total / self.tp
+
+
+@lru_cache(maxsize=8)
+def make_plan(config: Config) -> Plan:
+    """The plan of a validated configuration with a padded vocabulary.
+
+    Raises: ConfigError if it needs more than --memory-limit-gib, or flags do not fit; ScheduleError.
+    """
+    model, train, par = config.model, config.train, config.parallel
+    schedule = schedule_of(config, config.num_microbatches)
+    element = 2 if train.bf16 else 4
+    tp, rows = par.tensor_model_parallel_size, model.padded_vocab_size or 0
+    work = pieces(model, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
+    # Gradient and two moments in float32; beside a rounded weight also its master copy.
+    state, replica = element + 12 + 4 * train.bf16, element + 4
+    counts = counts_of(config, schedule.placement)
+    plan = Plan(schedule, counts, work, state, replica, model.tied, rows * model.hidden, tp)
+    limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
+    if par.pipeline_model_parallel_layout == AUTO:
+        even = plan
+
+        def room(counts: tuple[int, ...]) -> list[float]:
+            assert limit is not None
+            return [limit - state for state in replace(even, counts=counts).state_bytes]
+
+        plan = replace(even, counts=search(Judge(schedule, work, None if limit is None else room)), before=even)
+    if limit is not None and max(plan.peak_bytes) > limit:
+        raise ConfigError(_too_much(plan, limit))
+    return plan
+
+
+def _too_much(plan: Plan, limit: float) -> str:
+    need, rank = max((need, rank) for rank, need in enumerate(plan.peak_bytes))
+    state = plan.state_bytes[rank]
+    auto = "" if plan.before is not None else f", or {LAYOUT} auto, which looks for a split that fits"
+    return (
+        f"--memory-limit-gib {limit / GIB:g} is less than pipeline rank {rank} of {plan.schedule.name} is predicted to "
+        f"need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients and optimizer, "
+        f"{(need - state) / GIB:.3g} for activations.\n"
+        f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger --pipeline-model-parallel-size or "
+        f"--tensor-model-parallel-size, a schedule that holds less (v-min){auto}."
+    )

@@ -1,0 +1,162 @@
+"""From flags to stages: which schedule, in how many stages, with which layers.
+
+Megatron's ways to say it exclude one another; here they are told apart, and what they ask for is compared with what the
+schedule has. The rules of one way are in pipeline_parallel.partition and pipeline_parallel.layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.layout import AUTO, parse_layout
+from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
+from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
+from megapipe.schedule import SCHEDULES, Placement, Schedule, build
+
+PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+
+
+def schedule_name(config: Config) -> str:
+    """The schedule asked for; without a name 1f1b, or interleaved for several stages on a rank.
+
+    Raises: ConfigError as `check_flags`.
+    """
+    return config.parallel.pipeline_schedule or ("interleaved" if (_chunks(config) or 1) > 1 else "1f1b")
+
+
+def schedule_of(config: Config, microbatches: int) -> Schedule:
+    """The schedule, in as many stages as the flags ask for.
+
+    Raises: ScheduleError if it cannot mean these numbers, ConfigError if it has other stages than asked for.
+    """
+    name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
+    entry = SCHEDULES.get(name.lower())
+    takes = entry is not None and entry.chunks is None
+    schedule = _build(name, ranks, microbatches, _chunks(config) if takes else None)
+    if problem := _other_stages(config, schedule):
+        raise ConfigError(problem)
+    return schedule
+
+
+def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
+    """Layers at each position of the chain; for `auto` the even split from which its search begins.
+
+    Raises: ConfigError if the layers do not divide as the flags say.
+    """
+    par, layers = config.parallel, config.model.layers
+    text = par.pipeline_model_parallel_layout
+    if text == AUTO:
+        return nearly_even(layers, placement.chain)
+    if text is not None:
+        counts = parse_layout(text)
+        if sum(counts) != layers:
+            raise ConfigError(
+                f"{LAYOUT} {text} lists {sum(counts)} layers, but --num-layers is {layers}. Make them equal."
+            )
+        return counts
+    spans = partition(
+        layers,
+        placement,
+        account_for_embedding=par.account_for_embedding_in_pipeline_split,
+        account_for_loss=par.account_for_loss_in_pipeline_split,
+        first=par.decoder_first_pipeline_num_layers,
+        last=par.decoder_last_pipeline_num_layers,
+    )
+    return tuple(span.count for span in spans[: placement.chain])
+
+
+def check_flags(config: Config) -> None:
+    """Refuse flags that say the same thing twice or cannot be met by any schedule.
+
+    Raises: ConfigError with every problem.
+    """
+    if problems := list(_conflicts(config)):
+        raise ConfigError(problems)
+    _chunks(config)
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    par = config.parallel
+    layout = par.pipeline_model_parallel_layout
+    given = {
+        PER_STAGE: par.num_layers_per_virtual_pipeline_stage,
+        PER_RANK: par.num_virtual_stages_per_pipeline_rank,
+        LAYOUT: layout,
+        FIRST: par.decoder_first_pipeline_num_layers,
+        LAST: par.decoder_last_pipeline_num_layers,
+        EMBEDDING: par.account_for_embedding_in_pipeline_split or None,
+        LOSS: par.account_for_loss_in_pipeline_split or None,
+    }
+    here = [name for name, value in given.items() if value is not None]
+    said = {name: name if given[name] is True else f"{name} {given[name]}" for name in here}
+    pairs = [(PER_STAGE, PER_RANK, "the stages of a rank"), (PER_STAGE, LAYOUT, "the layers of a stage")]
+    if layout != AUTO:
+        pairs.append((PER_RANK, LAYOUT, "the stages of a rank"))
+    pairs += [(end, LAYOUT, "the layers of a stage") for end in (FIRST, LAST, EMBEDDING, LOSS)]
+    pairs += [(end, counted, "which stages get fewer layers") for end in (FIRST, LAST) for counted in (EMBEDDING, LOSS)]
+    for a, b, what in pairs:
+        if a in here and b in here:
+            yield f"{said[a]} and {said[b]} both say {what}. Leave one out."
+    for end in (FIRST, LAST):
+        if end in here and PER_STAGE in here:
+            yield f"{said[end]} makes stages uneven, {said[PER_STAGE]} even. Use {PER_RANK} instead."
+
+
+def _chunks(config: Config) -> int | None:
+    """Stages of a rank in a chain that the flags ask for, None if they leave it open."""
+    par, ranks = config.parallel, config.parallel.pipeline_model_parallel_size
+    layout = par.pipeline_model_parallel_layout
+    if layout is not None and layout != AUTO:
+        stages = len(parse_layout(layout))
+        if stages % ranks:
+            near = [n for n in (stages // ranks * ranks, stages // ranks * ranks + ranks) if n]
+            raise ConfigError(
+                f"{LAYOUT} {layout} lists {stages} stages, which --pipeline-model-parallel-size {ranks} does not "
+                f"divide. List {' or '.join(map(str, near))} stages; a stage may be empty."
+            )
+        return stages // ranks
+    if (count := par.num_layers_per_virtual_pipeline_stage) is None or config.model.num_layers is None:
+        return par.num_virtual_stages_per_pipeline_rank
+    extra = par.account_for_embedding_in_pipeline_split + par.account_for_loss_in_pipeline_split
+    layers = config.model.layers + extra
+    chunks, rest = divmod(layers, ranks * count)
+    if rest:
+        fitting = [n for n in range(1, layers + 1) if layers % (ranks * n) == 0]
+        near = sorted(fitting, key=lambda n: (abs(n - count), n))[:2]
+        ways = [f"--num-layers {n * ranks * count - extra}" for n in (chunks, chunks + 1) if n * ranks * count > extra]
+        ways += [f"{PER_STAGE} {n}" for n in near]
+        raise ConfigError(
+            f"--num-layers {config.model.layers} does not fill stages of {PER_STAGE} {count} on {ranks} ranks: "
+            f"{layers} = {ranks * count} x {chunks} + {rest}{f', with {extra} counted as layers' if extra else ''}.\n"
+            f"      Use {', or '.join(ways)}."
+        )
+    return chunks
+
+
+def _other_stages(config: Config, schedule: Schedule) -> str | None:
+    """How the schedule's stages differ from those asked for."""
+    par, place, chunks = config.parallel, schedule.placement, _chunks(config)
+    layout, name, ranks = par.pipeline_model_parallel_layout, schedule.name, place.num_ranks
+    more = ", or use --pipeline-schedule interleaved" if (chunks or 1) > 1 and name in SCHEDULES else ""
+    cuts = f"but {name} on {ranks} ranks cuts the model in {place.chain}"
+    if chunks is None:
+        return None
+    if par.num_virtual_stages_per_pipeline_rank is not None:
+        held = {len(place.stages_on(rank)) for rank in range(ranks)}
+        if held == {chunks}:
+            return None
+        return f"{PER_RANK} {chunks}, but {name} has {max(held)} on each rank. Leave it out{more}."
+    if chunks * ranks == place.chain:
+        return None
+    if (count := par.num_layers_per_virtual_pipeline_stage) is not None:
+        return f"{PER_STAGE} {count} makes {chunks * ranks} stages, {cuts}. Leave it out{more}."
+    return f"{LAYOUT} {layout} lists {chunks * ranks} stages, {cuts}. List {place.chain} stages{more}."
+
+
+@lru_cache(maxsize=16)
+def _build(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    # A searched schedule takes seconds; validation and the run ask for the same.
+    return build(name, ranks, microbatches, chunks=chunks)

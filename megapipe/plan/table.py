@@ -1,0 +1,66 @@
+"""The plan as text, printed before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
+from megapipe.pipeline_parallel.layout import layout_string
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.plan.make import GIB, Plan
+
+_HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
+
+
+def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
+    """One line per stage.
+
+    Layers by their global numbers, from 0; forward FLOPs of a microbatch over all tensor-parallel ranks; the stage's
+    share of all compute time; the predicted peak memory of its rank.
+
+    Args:
+        parameters: of each stage, counted on the built model; default: by formula.
+    """
+    place = plan.schedule.placement
+    total = sum(work.time for work in plan.works) or 1.0
+    rows = [
+        (
+            str(stage),
+            str(rank),
+            str(place.stages_on(rank).index(stage)),
+            _numbers(plan.spans[stage]),
+            " ".join(["embedding"] * plan.spans[stage].embedding + ["loss"] * plan.spans[stage].loss) or "-",
+            f"{plan.works[stage].parameters if parameters is None else parameters[stage]:,}",
+            f"{plan.works[stage].f / 1e9:.4g}",
+            f"{plan.works[stage].time / total:.1%}",
+            f"{plan.peak_bytes[rank] / GIB:.3g}",
+        )
+        for stage, rank in enumerate(place.rank_of)
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADER, *rows)
+    )
+
+
+def changes(plan: Plan) -> str:
+    """An automatic split beside the even one; empty for any other plan."""
+    before = plan.before
+    if before is None:
+        return ""
+    lines = [f"{LAYOUT} auto, predicted under {plan.schedule.name}:"]
+    for when, one in (("before", before), ("after", plan)):
+        timeline, works = one.timeline, one.works
+        longest = max(work.time for work in works) * len(works) / (sum(work.time for work in works) or 1.0)
+        lines.append(
+            f"  {when:<6}  step {timeline.makespan / before.timeline.makespan:.3f}  "
+            f"idle {sum(timeline.idle) / (len(timeline.idle) * timeline.makespan):.1%}  "
+            f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  {layout_string(one.counts)}"
+        )
+    return "\n".join(lines)
+
+
+def _numbers(span: LayerSpan) -> str:
+    if span.count < 2:
+        return str(span.first) if span.count else "-"
+    return f"{span.first}-{span.layers[-1]}"

@@ -1,0 +1,153 @@
+"""What the pieces of a model cost: time, activation and parameters of embedding, layers and head, from their widths.
+
+Time is counted in FLOPs of matrix products, so an embedding look-up and the softmax of the loss, which wait for memory,
+count as nothing; costs measured on a device can stand in for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from megapipe.config import ModelConfig
+from megapipe.overrides import layer_config
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.schedule import Costs
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch through a piece of the model.
+
+    Attributes:
+        f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
+        held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
+        parameters: how many, over all tensor-parallel ranks.
+    """
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    held: float = 0.0
+    kept: float = 0.0
+    parameters: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.f + other.f,
+            self.b + other.b,
+            self.w + other.w,
+            self.held + other.held,
+            self.kept + other.kept,
+            self.parameters + other.parameters,
+        )
+
+    @property
+    def time(self) -> float:
+        """All three passes."""
+        return self.f + self.b + self.w
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model, as what can be dealt to stages: the embedding, each layer, and the head with norm and loss."""
+
+    embedding: Work
+    layers: tuple[Work, ...]
+    head: Work
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[float, ...], ...]:
+        rows = zip(*((x.f, x.b, x.w, x.held, x.kept) for x in self.layers), strict=True)
+        return tuple(tuple(accumulate(row, initial=0.0)) for row in rows)
+
+    def stage(self, span: LayerSpan) -> Work:
+        """A stage's share."""
+        ends = (self.embedding if span.embedding else Work()) + (self.head if span.loss else Work())
+        return sum((self.layers[layer] for layer in span.layers), ends)
+
+    def costs(self, counts: Sequence[int]) -> Costs:
+        """Costs of the stages of a split, in the units of Work. counts: layers at each position of the chain."""
+        ends, last = list(accumulate(counts, initial=0)), len(counts) - 1
+        columns = []
+        for name, sums in zip(("f", "b", "w", "held", "kept"), self._sums or ((0.0,),) * 5, strict=True):
+            column = [sums[b] - sums[a] for a, b in pairwise(ends)]
+            column[0] += getattr(self.embedding, name)
+            column[last] += getattr(self.head, name)
+            columns.append(tuple(column))
+        f, b, w, held, kept = columns
+        return Costs(f, b, w, mem_b=held, mem_w=kept)
+
+
+def pieces(
+    model: ModelConfig, seq_length: int, micro_batch_size: int = 1, *, tp: int = 1, element_bytes: int = 4
+) -> Pieces:
+    """The work of a GPT, layer by layer with its overrides.
+
+    FLOPs, of all tensor-parallel ranks together: a multiplication and an addition count as two; projections by their
+    real head counts, causal scores at half, the head with the padded vocabulary (Narayanan et al. 2021, appendix). An
+    input gradient costs what the forward does and the scores once more, a weight gradient the projections alone
+    (Qi et al. 2023, table 1).
+    Bytes, on each of them: inputs of linear layers, norms and attention; one byte for each element that dropout may
+    zero (Korthikanti et al. 2022, section 4.1, with attention that keeps no scores).
+
+    Args:
+        element_bytes: of an activation.
+    """
+    assert model.padded_vocab_size is not None
+    h, vocab = model.hidden, model.padded_vocab_size
+    tokens = seq_length * micro_batch_size
+    learned = model.position_embedding_type == "learned_absolute"
+    positions = (model.max_position_embeddings or 0) * learned
+    embedding = Work(held=tokens * h * bool(model.hidden_dropout), parameters=(vocab + positions) * h)
+    product = 2.0 * tokens * h * vocab
+    # Input of norm and head; logits, and their softmax in float32.
+    held = tokens * (2 * h * element_bytes + vocab / tp * (element_bytes + 4))
+    kept = tokens * element_bytes * (h + vocab / tp)
+    head = Work(product, product, product, held, kept, h * vocab + _norm(model, h))
+    layers = tuple(
+        _attention(own, seq_length, tokens, tp, element_bytes) + _mlp(own, tokens, tp, element_bytes)
+        for own in (layer_config(model, layer) for layer in range(model.layers))
+    )
+    return Pieces(embedding, layers, head)
+
+
+def _attention(model: ModelConfig, seq: int, tokens: int, tp: int, element: int) -> Work:
+    if model.no_attention:
+        return Work()
+    h, queries = model.hidden, model.heads * model.head_dim
+    qkv = queries + 2 * model.query_groups * model.head_dim
+    scores = 2.0 * tokens * seq * queries
+    products = 2.0 * tokens * h * (qkv + queries)
+    bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
+    norms = _norm(model, h) + 2 * _norm(model, model.head_dim) * model.qk_layernorm
+    return Work(
+        products + scores,
+        products + 2 * scores,
+        products,
+        held=tokens * (element * (2 * h + (qkv + queries) / tp) + h * bool(model.hidden_dropout)),
+        kept=tokens * element * (2 * h + (qkv + queries) / tp),
+        parameters=h * (qkv + queries) + bias + norms,
+    )
+
+
+def _mlp(model: ModelConfig, tokens: int, tp: int, element: int) -> Work:
+    if model.no_mlp:
+        return Work()
+    h, ffn, blocks = model.hidden, model.ffn, 2 if model.swiglu else 1
+    products = 2.0 * tokens * h * ffn * (blocks + 1)
+    return Work(
+        products,
+        products,
+        products,
+        held=tokens
+        * (element * (2 * h + (2 * blocks * ffn if model.swiglu else 2 * ffn) / tp) + h * bool(model.hidden_dropout)),
+        kept=tokens * element * (2 * h + (blocks + 1) * ffn / tp),
+        parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + _norm(model, h),
+    )
+
+
+def _norm(model: ModelConfig, size: int) -> int:
+    return size * (2 if model.normalization == "LayerNorm" else 1)

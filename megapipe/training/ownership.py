@@ -1,0 +1,86 @@
+"""Is the model that the ranks built the model that was asked for? Asked of all of them before the first step.
+
+Layers have vanished in silence from other frameworks (Megatron-LM issues 468, 1304, 1778, 2718). So nothing here is
+derived from the split: what the modules hold is compared with the whole model, built without storage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from megapipe.config import ModelConfig
+from megapipe.errors import ConfigError
+from megapipe.mesh import Axis, ProcessMesh, layout_of
+from megapipe.models.provider import StageProvider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.schedule import Placement
+
+_LAYER = re.compile(r"(^|.*\.)layers\.\d+")
+Parts = dict[str, list[int]]
+
+
+def check_ownership(
+    modules: Sequence[nn.Module], model: ModelConfig, provider: StageProvider, placement: Placement, mesh: ProcessMesh
+) -> list[int]:
+    """Every layer and every parameter is on exactly one stage of each chain. Collective over the pipeline.
+
+    Args:
+        modules: the stages of this rank, in ascending order; a layer is a module named `...layers.N`.
+    Returns: parameters of each stage, over all tensor-parallel ranks.
+    Raises: ConfigError on every rank, with all that is missing, doubled, foreign or of another shape.
+    """
+    everyone = mesh.pp.gather_json([_parts(module, mesh.tp) for module in modules])
+    stages: dict[int, Parts] = {}
+    for rank, parts in enumerate(everyone):
+        stages |= dict(zip(placement.stages_on(rank), parts, strict=True))
+    with torch.device("meta"):
+        whole = _parts(provider(model, LayerSpan(0, model.layers, True, True), mesh.tp), mesh.tp)
+    problems = [
+        line
+        for chain in range(placement.num_chains)
+        for line in _compare(
+            whole, {s: stages[s] for s in range(placement.num_stages) if s // placement.chain == chain}
+        )
+    ]
+    if problems:
+        shown = problems[:20] + [f"and {len(problems) - 20} more"] * (len(problems) > 20)
+        raise ConfigError(
+            "the stages do not make up the model; look at the model provider:" + "".join(f"\n      {p}" for p in shown)
+        )
+    return [sum(math.prod(shape) for shape in stages[s].values() if shape) for s in range(placement.num_stages)]
+
+
+def _parts(module: nn.Module, tp: Axis) -> Parts:
+    """Shape in the whole model of each parameter; of each layer an empty one, so that one without any counts too."""
+    found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
+    for name, param in module.named_parameters():
+        layout = layout_of(param)
+        local = layout.local(tp.size)
+        assert math.prod(local) == param.numel(), f"{name} has {param.numel()} elements, its layout says {local}"
+        found[name] = list(layout.full)
+    return found
+
+
+def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
+    holders = {name: [s for s, parts in stages.items() if name in parts] for name in whole}
+    wrong = [name for name, on in holders.items() if len(on) != 1]
+    layers = [name for name in wrong if not whole[name]]
+    for name in wrong:
+        spoken_for = any(name.startswith(f"{layer}.") and holders[name] == holders[layer] for layer in layers)
+        if not spoken_for:
+            yield f"{name} is on {_stages(holders[name])}"
+    for stage, parts in stages.items():
+        for name, shape in parts.items():
+            if name not in whole:
+                yield f"{name} on stage {stage} is not part of the whole model"
+            elif shape != whole[name]:
+                yield f"{name} has shape {shape} on stage {stage} and {whole[name]} in the whole model"
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"stages {' and '.join(map(str, numbers))}" if numbers else "no stage"
