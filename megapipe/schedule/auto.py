@@ -8,7 +8,7 @@ fixed pattern is known to exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
@@ -24,6 +24,10 @@ __all__ = ["Report", "lower_bound", "search", "zb_auto"]
 
 # Passes that a second of effort may place in the search. Counted, not timed: the result is the same on every machine.
 _PASSES_PER_SECOND = 4_000_000
+
+# How many go on, the share of the effort they have together, and the temperature at the start.
+_ROUNDS = ((20, 0.3, 0.4), (5, 0.25, 0.3), (1, 0.25, 0.3))
+_SPREADS = (0.3, 0.05, 2.0)
 
 
 @dataclass(frozen=True)
@@ -106,72 +110,71 @@ def search(
     period = objective == "period"
     places = _placements(ranks, microbatches, placement, chunks, costs, objective)
     problems = [problem(place, microbatches, costs, _limits(place, costs, memory), period) for place in places]
-    best = _run([_Race(x, costs, objective) for x in _possible(problems)], effort, progress or (lambda share: None))
+    best = _contest(_possible(problems), costs, effort, progress or (lambda share: None))
     schedule = decode(best.problem, best.found.orders, "zb-auto")
     timeline = simulate(schedule, costs)
     distance = best.found.length / best.bound - 1 if best.bound else 0.0
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), best.bound, distance)
 
 
-class _Race:
-    """One placement's part in the search: its problem, its bound and the best found so far."""
+@dataclass(frozen=True)
+class _Entrant:
+    """A schedule in the contest, the bound of its placement and how it likes to be annealed."""
 
-    def __init__(self, problem: Problem, costs: Costs, objective: str) -> None:
-        self.problem = problem
-        self.costs = costs
-        self.objective = objective
-        self.bound = lower_bound(problem.placement, problem.microbatches, costs, problem.memory, objective)
-        self.goal = self.bound * (1 + 1e-9)
-        self.found = patterns(problem)[0]
-        self.random = Random(0)
+    problem: Problem
+    bound: float
+    found: Found
+    spread: float
 
-    def keep(self, found: Found) -> None:
-        if found.length < self.found.length:
-            self.found = found
-
-    def steps(self, seconds: float) -> int:
-        return int(seconds * _PASSES_PER_SECOND / self.problem.num_passes)
-
-    def seed(self, seconds: float) -> None:
-        """Building blocks; with many microbatches also a smaller problem, solved and unrolled."""
-        if self.found.length <= self.goal:
-            return
-        small = 3 * self.problem.placement.num_ranks
-        if self.problem.microbatches >= 2 * small:
-            self.seed_from(small, seconds)
-        else:
-            for found in blocks(self.problem, self.steps(seconds) // 2, self.random)[:1]:
-                self.keep(found)
-
-    def seed_from(self, small: int, seconds: float) -> None:
-        p = self.problem
-        race = _Race(problem(p.placement, small, self.costs, p.memory, p.period), self.costs, self.objective)
-        race.seed(seconds / 3)
-        race.improve(seconds * 2 / 3)
-        for found in unroll(p, race.problem, race.found)[:1]:
-            self.keep(found)
-
-    def improve(self, seconds: float) -> None:
-        steps = self.steps(seconds)
-        hot = min(6.0, steps / 5000) * 0.3
-        cooling = Cooling(steps, hot, min(hot, 0.02), 1.0)
-        self.keep(anneal(self.problem, self.found, cooling, self.random, self.goal))
+    def improved(self, seconds: float, hot: float, random: Random) -> _Entrant:
+        steps = int(seconds * _PASSES_PER_SECOND / self.problem.num_passes)
+        # A short annealing that starts hot ends worse than it began.
+        hot *= min(1.0, steps / 5000)
+        cooling = Cooling(steps, hot, 0.05 * hot, self.spread)
+        return replace(self, found=anneal(self.problem, self.found, cooling, random, self.bound * (1 + 1e-9)))
 
 
-def _run(races: list[_Race], effort: float, progress: Callable[[float], None]) -> _Race:
-    """Seeds and a short annealing for every placement, the rest of the effort for the best."""
-    spent = 0.0
-    first = 0.5 * effort / len(races) if len(races) > 1 else 0.3 * effort
-    for race in races:
-        race.seed(first / 2)
-        if len(races) > 1:
-            race.improve(first / 2)
-        spent += first
-        progress(spent / effort)
-    best = min(races, key=lambda race: race.found.length)
-    best.improve(effort - spent)
+def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Callable[[float], None]) -> _Entrant:
+    """Anneal many starts for a short time, the best of them longer, the very best longest."""
+    random = Random(0)
+    entrants = _entrants(problems, costs, 0.2 * seconds, random)
+    spent = 0.2
+    progress(spent)
+    for keep, share, hot in _ROUNDS:
+        best = min(x.found.length for x in entrants)
+        entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
+        entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
+        each = share / len(entrants)
+        for i, x in enumerate(entrants):
+            entrants[i] = x.improved(each * seconds, hot, random)
+            spent += each
+            progress(spent)
     progress(1.0)
-    return best
+    return min(entrants, key=lambda x: x.found.length)
+
+
+def _entrants(problems: list[Problem], costs: Costs, seconds: float, random: Random) -> list[_Entrant]:
+    """Of each placement the best pattern and, if that is not optimal, other starts."""
+    result = []
+    for x in problems:
+        objective = "period" if x.period else "makespan"
+        bound = lower_bound(x.placement, x.microbatches, costs, x.memory, objective)
+        starts = patterns(x)[:1]
+        if starts[0].length > bound * (1 + 1e-9):
+            starts += _starts(x, costs, seconds / len(problems), random)
+        result += [_Entrant(x, bound, found, _SPREADS[i % len(_SPREADS)]) for i, found in enumerate(starts)]
+    return result
+
+
+def _starts(full: Problem, costs: Costs, seconds: float, random: Random) -> list[Found]:
+    """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
+    few = 3 * full.placement.num_ranks
+    if full.microbatches >= 2 * few:
+        small = problem(full.placement, few, costs, full.memory, full.period)
+        return unroll(full, small, _contest([small], costs, seconds, lambda share: None).found)[:2]
+    tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
+    islands = max(1, min(16, tries // 200))
+    return [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
 
 
 def _placements(
@@ -220,6 +223,7 @@ def _possible(problems: list[Problem]) -> list[Problem]:
     if not found:
         need, rank, limit = min(lacking)
         raise ScheduleError(
-            f"zb-auto cannot run in memory {limit:g}: rank {rank} needs {need:g} for a microbatch. Use --memory {need:g}."
+            f"zb-auto cannot run in memory {limit:g}: "
+            f"rank {rank} needs {need:g} for one microbatch. Use --memory {need:g}."
         )
     return found

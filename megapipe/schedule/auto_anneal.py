@@ -22,10 +22,12 @@ from megapipe.schedule.auto_problem import (
     fill_weights,
     fits_rank,
     length,
+    weights_sooner,
 )
 
 KIND_SETS = ((0,), (1,), (1, 2), (2,), (0, 1))
 PATIENCE = (0.0, 0.3, 0.6, 1.0)
+SHIFTS = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goa
     for step in range(cooling.steps):
         if best.length <= goal:
             break
-        if random.random() < 0.5:
+        if random.random() < SHIFTS:
             moved = _shift(problem, orders, end, random)
         else:
             path = path or list(_critical(problem, orders, end, random))
@@ -159,9 +161,7 @@ def _shift(problem: Problem, orders: Orders, end: list[float], random: Random) -
                 continue
             times[x] = end[x] - duration[x] + (by if chosen[c] and batches[0] <= i <= batches[1] else 0.0)
         order = _in_order(sorted(times, key=times.__getitem__), m)
-        if not refill and not (_causal(order, m) and fits_rank(problem, order, rank)):
-            return None
-        fitting = backward_sooner(problem, order, rank) if refill else order
+        fitting = backward_sooner(problem, order, rank) if refill else weights_sooner(problem, order, rank)
         if fitting is None:
             return None
         moved[rank] = fitting
@@ -187,13 +187,3 @@ def _in_order(part: list[int], m: int) -> list[int]:
         result.append(following[c])
         following[c] += 1
     return result
-
-
-def _causal(order: list[int], m: int) -> bool:
-    """Does each B follow its F and each W its B?"""
-    done: set[int] = set()
-    for x in order:
-        if x // m % 3 and x - m not in done:
-            return False
-        done.add(x)
-    return True

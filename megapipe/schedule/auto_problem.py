@@ -188,6 +188,38 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
     return result
 
 
+def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
+    """An order in which W that are owed come sooner where an F finds no room.
+
+    None if that cannot help, or if a pass stands before one that it needs on the same rank.
+    """
+    m, holds, limit = problem.microbatches, problem.holds, problem.memory[rank] * (1 + 1e-9)
+    done: set[int] = set()
+    result: list[int] = []
+    owed: list[int] = []
+    held, first = 0.0, 0
+    for x in order:
+        kind = x // m % 3
+        if x in done:
+            continue
+        if kind and x - m not in done:
+            return None
+        while held + holds[x] > limit:
+            while first < len(owed) and owed[first] in done:
+                first += 1
+            if first == len(owed):
+                return None
+            done.add(owed[first])
+            result.append(owed[first])
+            held += holds[owed[first]]
+        if kind == 1:
+            owed.append(x + m)
+        done.add(x)
+        result.append(x)
+        held += holds[x]
+    return result
+
+
 def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Orders, list[float]] | None:
     """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
 
