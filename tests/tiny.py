@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.mesh import ProcessMesh, layout_of
 from megapipe.models.provider import gpt_provider
+from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.partition import partition
 from megapipe.schedule import Kind, Schedule
@@ -71,6 +72,7 @@ def run_step(
         initialize(module, 1, mesh.tp)
         order = [p.microbatch for step in schedule.ranks[mesh.pp.rank] for p in step if p[:2] == (Kind.F, stage)]
         iterators.append(iter(data[order]) if spans[stage].embedding or spans[stage].loss else None)
+    buffers = [FlatBuffers(dict(module.named_parameters())) for module in modules]
     run = get_forward_backward_func(mesh=mesh, schedule=schedule)
     reported = run(
         forward_step_func=forward_step,
@@ -80,7 +82,7 @@ def run_step(
         seq_length=SEQ,
         micro_batch_size=BATCH,
     )
+    for flat in buffers:
+        flat.sum_over_tp(mesh.tp)
     named = [pair for module in modules for pair in module.named_parameters()]
-    return [r["lm loss"] for r in reported], {
-        n: (p.grad, layout_of(p).dim, layout_of(p).full) for n, p in named if p.grad is not None
-    }
+    return [r["lm loss"] for r in reported], {n: (p.main_grad, layout_of(p).dim, layout_of(p).full) for n, p in named}

@@ -49,24 +49,27 @@ class SelfAttention(nn.Module):
             (queries + 2 * groups) * head,
             tp=tp,
             bias=config.bias or config.add_qkv_bias,
+            sequence_parallel=config.sequence_parallel,
             init_std=config.init_method_std,
         )
-        self.q_layernorm = Norm(config, head) if config.qk_layernorm else None
-        self.k_layernorm = Norm(config, head) if config.qk_layernorm else None
+        # A rank has its own heads only, with or without sequence parallelism.
+        self.q_layernorm = Norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        self.k_layernorm = Norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
         self.linear_proj = RowParallelLinear(
             queries * head,
             config.hidden,
             tp=tp,
             bias=config.bias,
+            sequence_parallel=config.sequence_parallel,
             init_std=config.init_method_std / (2 * config.layers) ** 0.5,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
-        s, b, _ = x.shape
+        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], and whole sequences in between."""
         config = self.config
         head, per_group = config.head_dim, config.heads // config.query_groups
-        qkv = self.linear_qkv(x).view(s, b, self.groups, per_group + 2, head)
+        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
+        s, b = qkv.shape[:2]
         q, k, v = qkv.split((per_group, 1, 1), dim=3)
         q, k, v = (part.reshape(s, b, -1, head) for part in (q, k, v))
         if self.q_layernorm is not None and self.k_layernorm is not None:

@@ -34,23 +34,30 @@ class Embedding(nn.Module):
         super().__init__()
         assert config.padded_vocab_size is not None
         self.hidden_dropout = config.hidden_dropout
+        self.shares_sequence = tp if config.sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size, config.hidden, tp=tp, init_std=config.embedding_std
+            config.padded_vocab_size,
+            config.hidden,
+            tp=tp,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.embedding_std,
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
             self.position_embeddings = nn.Embedding(*shape)
-            weight = set_layout(nn.Parameter(torch.empty(shape)), Layout(shape, std=config.embedding_std))
-            self.position_embeddings.weight = weight
+            layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
+            self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """tokens and position_ids [b, s] -> [s, b, h]."""
+        """tokens and position_ids [b, s] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        tp = self.shares_sequence
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(position_ids.t())
-        return dropout(x, self.hidden_dropout, "embedding") if self.training else x
+            positions = position_ids.t()
+            x = x + self.position_embeddings(positions if tp is None else positions.chunk(tp.size)[tp.rank])
+        return dropout(x, self.hidden_dropout, "embedding", tp=tp, dim=0) if self.training else x
 
 
 class Decoder(nn.Module):
@@ -59,14 +66,14 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(n): TransformerLayer(config, tp, n) for n in span.layers})
-        self.final_layernorm = Norm(config, config.hidden) if span.loss else None
+        self.final_layernorm = Norm(config, config.hidden, sum_over_tp=config.sequence_parallel) if span.loss else None
         layers = iter(self.layers.values())
         # A plain list: nothing is registered twice.
         self.between: Callable[[Tensor], Tensor] | None = None
         self._runs = [(nn.Sequential(*islice(layers, size)), again) for size, again in units(config, span.count)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         for run, again in self._runs:
             if self.between is not None:
                 x = self.between(x)
@@ -94,6 +101,7 @@ class GPTModel(nn.Module):
                 config.padded_vocab_size,
                 tp=tp,
                 bias=False,
+                sequence_parallel=config.sequence_parallel,
                 init_std=config.embedding_std if config.tied else config.init_method_std,
                 tied_to=WORD_EMBEDDINGS if config.tied else None,
             )

@@ -24,13 +24,15 @@ class TransformerLayer(nn.Module):
         config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = None if config.no_attention else Norm(config, config.hidden)
+        sharded = config.sequence_parallel
+        self.shares_sequence = tp if sharded else None
+        self.input_layernorm = None if config.no_attention else Norm(config, config.hidden, sum_over_tp=sharded)
         self.self_attention = None if config.no_attention else SelfAttention(config, tp, layer)
-        self.pre_mlp_layernorm = None if config.no_mlp else Norm(config, config.hidden)
+        self.pre_mlp_layernorm = None if config.no_mlp else Norm(config, config.hidden, sum_over_tp=sharded)
         self.mlp = None if config.no_mlp else MLP(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         if self.input_layernorm is not None and self.self_attention is not None:
             x = x + self._drop(self.self_attention(self.input_layernorm(x)), "attention_out")
         if self.pre_mlp_layernorm is not None and self.mlp is not None:
@@ -38,4 +40,6 @@ class TransformerLayer(nn.Module):
         return x
 
     def _drop(self, x: Tensor, site: str) -> Tensor:
-        return dropout(x, self.hidden_dropout, self.layer, site) if self.training else x
+        if not self.training:
+            return x
+        return dropout(x, self.hidden_dropout, self.layer, site, tp=self.shares_sequence, dim=0)

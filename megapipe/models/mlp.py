@@ -25,6 +25,7 @@ class MLP(nn.Module):
             blocks * config.ffn,
             tp=tp,
             bias=config.bias,
+            sequence_parallel=config.sequence_parallel,
             blocks=blocks,
             init_std=config.init_method_std,
         )
@@ -33,11 +34,12 @@ class MLP(nn.Module):
             config.hidden,
             tp=tp,
             bias=config.bias,
+            sequence_parallel=config.sequence_parallel,
             init_std=config.init_method_std / (2 * config.layers) ** 0.5,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         return self.linear_fc2(self._activate(self.linear_fc1(x)))  # type: ignore[no-any-return]
 
     def _activate(self, x: Tensor) -> Tensor:

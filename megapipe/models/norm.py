@@ -14,17 +14,20 @@ class Norm(nn.Module):
     """Norm of `config.normalization` kind over vectors of `size`; the weight starts at 1, LayerNorm's bias at 0.
 
     With --apply-layernorm-1p the parameter is the weight minus 1.
+
+    Args:
+        sum_over_tp: this rank's vectors are a part of those that share the weight, see Layout.
     """
 
-    def __init__(self, config: ModelConfig, size: int) -> None:
+    def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.one_more = config.apply_layernorm_1p
         start = 0.0 if self.one_more else 1.0
-        self.weight = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), mean=start))
+        self.weight = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), mean=start, sum_over_tp=sum_over_tp))
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = set_layout(nn.Parameter(torch.empty(size)), Layout((size,)))
+            self.bias = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), sum_over_tp=sum_over_tp))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""

@@ -66,7 +66,8 @@ def get_forward_backward_func(
             data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
                 embedding nor loss may have None as its iterator.
             num_microbatches: per step and data-parallel rank.
-            seq_length, micro_batch_size: s and b of the hidden states [s, b, h].
+            seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
+                config.sequence_parallel is on takes and gives [s/t, b, h].
             decoder_seq_length: seq_length of the decoder where it differs.
             forward_only: evaluation; the same order of forwards, no gradients.
             collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
@@ -97,7 +98,8 @@ def get_forward_backward_func(
             for number, module, iterator in zip(own, modules, iterators, strict=True)
         }
         config: Any = modules[0].config
-        shape = (decoder_seq_length or seq_length, micro_batch_size, config.hidden_size)
+        shared = mesh.tp.size if config.sequence_parallel else 1
+        shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
         comm = P2PCommunicator(mesh.pp, shape, next(modules[0].parameters()).dtype)
         with torch.set_grad_enabled(not forward_only):
             program = _programs(table, forward_only)[mesh.pp.rank]

@@ -22,6 +22,7 @@ _FREE = {
     "recompute_method",
     "recompute_num_layers",
     "padded_vocab_size",  # the embedding's shape says it
+    "sequence_parallel",
     "transformer_impl",
 }
 

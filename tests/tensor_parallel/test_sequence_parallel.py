@@ -1,0 +1,50 @@
+"""Sequence parallelism changes where activations lie, not what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from tiny import GPT2, LLAMA, run_step
+
+from megapipe.mesh import ProcessMesh
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import build
+
+MICROBATCHES = 4
+MODELS = {
+    "gpt2": GPT2,
+    "llama": replace(LLAMA, num_query_groups=4, qk_layernorm=True),
+    "fused loss": replace(GPT2, cross_entropy_loss_fusion=True),
+    "recompute": replace(GPT2, recompute_granularity="full"),
+}
+
+
+@cache
+def whole(style: str):
+    return run_step(ProcessMesh.single(), MODELS[style], build("naive", 1, MICROBATCHES))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("style", MODELS)
+@pytest.mark.parametrize("name, tp, pp", [("1f1b", 2, 1), ("1f1b", 4, 2), ("zb-h1", 2, 2), ("zb-h1", 4, 1)])
+def test_losses_and_gradients_equal_the_unsplit_model_with_its_dropout(name, tp, pp, style, sequence_parallel):
+    losses, gradients = whole(style)
+    model = replace(MODELS[style], sequence_parallel=sequence_parallel)
+    ranks = run_threads(partial(run_step, model=model, schedule=build(name, pp, MICROBATCHES)), tp=tp, pp=pp)
+
+    assert [reported for reported, _ in ranks if reported] == [pytest.approx(losses, rel=1e-12)] * tp
+    for rank, (_, local) in enumerate(ranks):
+        for param, (gradient, dim, full) in local.items():
+            expected = gradients[param][0].reshape(full)
+            if dim is not None:
+                expected = expected.chunk(tp, dim)[rank % tp]
+            torch.testing.assert_close(gradient, expected.reshape(gradient.shape), rtol=1e-9, atol=1e-14)
+
+
+def test_one_tensor_parallel_rank_has_nothing_to_share():
+    on = run_step(ProcessMesh.single(), replace(GPT2, sequence_parallel=True), build("naive", 1, MICROBATCHES))
+    assert on[0] == whole("gpt2")[0]
+    assert all(torch.equal(gradient, whole("gpt2")[1][name][0]) for name, (gradient, _, _) in on[1].items())
