@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -113,6 +113,26 @@ class Axis:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
 
 
+class Position:
+    """Where a rank's main thread is. That thread writes, a diagnosis reads from another one; no lock, no copy.
+
+    Attributes:
+        step: the iteration, in words.
+        at: the item of the plan or some other call (in words) the thread is in, and the time.monotonic() since which;
+            None where no rank waits for another.
+        plan, hand, comm: the executor's items, what it holds between them, and its communicator.
+    """
+
+    __slots__ = ("at", "comm", "hand", "plan", "step")
+
+    def __init__(self) -> None:
+        self.step = "the start"
+        self.at: tuple[Any, float] | None = None
+        self.plan: Sequence[Any] = ()
+        self.hand: Mapping[Any, Any] = {}
+        self.comm: Any = None
+
+
 @dataclass(frozen=True)
 class ProcessMesh:
     """The axes of one process.
@@ -124,6 +144,8 @@ class ProcessMesh:
             1 for the middle rank of an odd pipeline.
         device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
             and for ranks that are threads.
+        position: where this rank is in its work.
+        store: what the launcher's processes share besides the groups; None where device_mesh is.
     """
 
     tp: Axis = Axis()
@@ -134,6 +156,8 @@ class ProcessMesh:
     twins: Axis = Axis()
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
+    position: Position = field(default_factory=Position, compare=False)
+    store: PrefixStore | None = field(default=None, compare=False)
 
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
@@ -170,7 +194,7 @@ class ProcessMesh:
                 return device_mesh.get_group(name) if rank in ranks else None
             return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
 
-        return build_mesh(shape, rank, device, make_group, device_mesh)
+        return replace(build_mesh(shape, rank, device, make_group, device_mesh), store=store)
 
     def close(self) -> None:
         """Leave the process groups."""

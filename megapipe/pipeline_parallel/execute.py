@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from itertools import islice
+from time import monotonic
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from megapipe.mesh import Position
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
@@ -46,7 +48,7 @@ class OverlappedStage(Protocol):
         """What `forward(microbatch, x)` and `backward_stage.backward(backward_microbatch, grad)` return."""
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A pass as the engine needs it.
 
     Attributes:
@@ -62,7 +64,7 @@ class _Call(NamedTuple):
     ends: bool
 
 
-_Plan = tuple[tuple[_Call, ...] | Exchange, ...]
+_Plan = tuple[tuple[Call, ...] | Exchange, ...]
 _Hand = dict[Pass, Tensor | InFlight]
 """What a rank holds between two items, by the pass that made it."""
 
@@ -74,6 +76,7 @@ def execute(
     comm: P2PCommunicator,
     *,
     on_stage_done: Callable[[int], None] | None = None,
+    position: Position | None = None,
 ) -> None:
     """Run one rank's program from first to last item.
 
@@ -85,18 +88,24 @@ def execute(
         stages: this rank's stages by number.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
+        position: kept up to date, for `watch`.
     Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
     """
     hand: _Hand = {}
     step = _run_labelled if profiler._is_profiler_enabled else _run
-    item: tuple[_Call, ...] | Exchange = ()
+    item: tuple[Call, ...] | Exchange = ()
+    position = position or Position()
+    plan = _plan(program, placement, comm.pp.rank, comm.receives_ahead)
+    position.plan, position.hand, position.comm = plan, hand, comm
     try:
-        for item in _plan(program, placement, comm.pp.rank, comm.receives_ahead):
+        for item in plan:
+            position.at = item, monotonic()
             step(item, stages, hand, comm)
             if on_stage_done is not None and not isinstance(item, Exchange):
                 for call in item:
                     if call.ends:
                         on_stage_done(call.item.stage)
+        position.at = "the end of the passes", monotonic()
         comm.finish()
     except Exception as error:
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")
@@ -113,13 +122,13 @@ def _plan(program: Program, placement: Placement, rank: int, ahead: int) -> _Pla
     backward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_backward}
     last = {p.stage: p for p in passes}
 
-    def call(p: Pass) -> _Call:
+    def call(p: Pass) -> Call:
         source = placement.prev(p.stage) if p.kind is Kind.F else placement.next(p.stage)
         takes = None
         if source is not None and p.kind is not Kind.W:
             takes = Pass(Kind.F, source, p.microbatch) if p.kind is Kind.F else backward_of[source, p.microbatch]
         made_on = placement.rank_of[takes.stage if takes else p.stage]
-        return _Call(p, takes, made_on, placement.consumer(p) is not None, last[p.stage] == p)
+        return Call(p, takes, made_on, placement.consumer(p) is not None, last[p.stage] == p)
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
@@ -141,7 +150,7 @@ def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
     return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
 
 
-def _run(item: tuple[_Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator) -> None:
+def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator) -> None:
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
     elif len(item) == 2 and hasattr(forward := stages[item[0].item.stage], "overlapped_forward_backward"):
@@ -151,7 +160,7 @@ def _run(item: tuple[_Call, ...] | Exchange, stages: Mapping[int, Stage], hand: 
             _run_pass(call, stages[call.item.stage], hand)
 
 
-def _run_pass(call: _Call, stage: Stage, hand: _Hand) -> None:
+def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
     kind, _, microbatch = call.item
     if kind is Kind.W:
         stage.weight(microbatch)
@@ -165,7 +174,7 @@ def _run_pass(call: _Call, stage: Stage, hand: _Hand) -> None:
     _give(call, made, hand)
 
 
-def _run_pair(forward: OverlappedStage, pair: tuple[_Call, ...], stages: Mapping[int, Stage], hand: _Hand) -> None:
+def _run_pair(forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand) -> None:
     f, b = pair
     made = forward.overlapped_forward_backward(
         f.item.microbatch,
@@ -179,21 +188,23 @@ def _run_pair(forward: OverlappedStage, pair: tuple[_Call, ...], stages: Mapping
         _give(call, tensor, hand)
 
 
-def _take(call: _Call, hand: _Hand) -> Tensor | None:
+def _take(call: Call, hand: _Hand) -> Tensor | None:
     if call.takes is None:
         return None
-    held = hand.pop(call.takes)
-    return held.wait() if isinstance(held, InFlight) else held
+    held = hand[call.takes]  # in hand while it is waited for: so `watch` knows
+    tensor = held.wait() if isinstance(held, InFlight) else held
+    del hand[call.takes]
+    return tensor
 
 
-def _give(call: _Call, made: Tensor | None, hand: _Hand) -> None:
+def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
     if call.gives:
         assert made is not None, f"{call.item} made nothing for the next stage"
         hand[call.item] = made
 
 
 def _run_labelled(
-    item: tuple[_Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator
+    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator
 ) -> None:
     with ExitStack() as labels:
         if isinstance(item, Exchange):
@@ -210,7 +221,7 @@ def _run_labelled(
         _run(item, stages, hand, comm)
 
 
-def _text(item: tuple[_Call, ...] | Exchange) -> str:
+def _text(item: tuple[Call, ...] | Exchange) -> str:
     if isinstance(item, Exchange):
         return f"exchange {' '.join(map(str, item.messages))}"
     return f"pass {' '.join(str(call.item) for call in item)}"

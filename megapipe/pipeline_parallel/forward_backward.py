@@ -103,7 +103,7 @@ def get_forward_backward_func(
         comm = P2PCommunicator(mesh.pp, shape, next(modules[0].parameters()).dtype)
         with torch.set_grad_enabled(not forward_only):
             program = _programs(table, forward_only)[mesh.pp.rank]
-            execute(program, table.placement, stages, comm, on_stage_done=on_stage_done)
+            execute(program, table.placement, stages, comm, on_stage_done=on_stage_done, position=mesh.position)
         for stage in stages.values():
             stage.finish()
         results = {mb: result for stage in stages.values() for mb, result in stage.results.items()}

@@ -49,19 +49,12 @@ class P2PCommunicator:
         self.transport = transport or Transport(pp)
         self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
         self._sync = batch_p2p_sync and self.transport.mode is P2PMode.BATCHED
-        self._sends: deque[InFlight] = deque()
+        self.sends: deque[tuple[Message, InFlight]] = deque()
 
     @property
     def receives_ahead(self) -> int:
-        """How many receives may be posted before their turn.
-
-        Over gloo a message whose receive is there saves a round trip. On a GPU a waiting receive holds an SM and, on a
-        shared communicator, what is posted behind it; a batch cannot be taken apart; a receive of unknown size cannot
-        be posted.
-        """
-        plain = self.transport.mode is P2PMode.PLAIN
-        early = plain and self.pp.device.type == "cpu" and not self.variable_seq_lengths
-        return 4 if early else 0
+        """How many receives may be posted before their turn; one of unknown size cannot be."""
+        return 0 if self.variable_seq_lengths else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
         """Use every link of a placement once, in one order on all ranks.
@@ -90,15 +83,17 @@ class P2PCommunicator:
             return self._exchange_with_shapes(messages, payload)
         rank = self.pp.rank
         ops = [
-            Op(True, dst, payload(made_by).contiguous()) if src == rank else Op(False, src, self._buffer(self.shape))
+            Op(True, dst, payload(made_by).contiguous(), _tag(made_by))
+            if src == rank
+            else Op(False, src, self._buffer(self.shape), _tag(made_by))
             for made_by, src, dst in messages
         ]
         return self._track(messages, ops)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        while self._sends:
-            self._sends.popleft().wait()
+        while self.sends:
+            self._finish_oldest()
 
     # Megatron's nine methods. A neighbour that a first or last stage lacks makes that half of a call nothing.
 
@@ -224,13 +219,14 @@ class P2PCommunicator:
             peer = message.dst if sends else message.src
             tensor = payload(message.made_by).contiguous() if sends else None
             shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
-            (work,) = self.transport.post([Op(sends, peer, shape)])
+            tag = _tag(message.made_by)
+            (work,) = self.transport.post([Op(sends, peer, shape, tag)])
             if tensor is None:
                 work.wait()
                 tensor = self._buffer(shape.tolist())
             else:
-                self._sends.append(InFlight(shape, work))
-            received |= self._track((message,), [Op(sends, peer, tensor)])
+                self.sends.append((message, InFlight(shape, work)))
+            received |= self._track((message,), [Op(sends, peer, tensor, tag)])
         return received
 
     def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
@@ -238,15 +234,24 @@ class P2PCommunicator:
         sync = self._synchronize if self._sync else None
         for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
             if op.sends:
-                self._sends.append(InFlight(op.tensor, work))  # the tensor must live until it is sent
+                self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
             else:
                 received[message.made_by] = InFlight(op.tensor, work, sync)
-        while len(self._sends) > self.sends_in_flight:
-            self._sends.popleft().wait()
+        while len(self.sends) > self.sends_in_flight:
+            self._finish_oldest()
         return received
+
+    def _finish_oldest(self) -> None:
+        self.sends[0][1].wait()
+        self.sends.popleft()
 
     def _buffer(self, shape: Shape) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.pp.device)
 
     def _synchronize(self) -> None:
         synchronize(self.pp.device)
+
+
+def _tag(made_by: Pass) -> int:
+    """A number for each message of a step."""
+    return made_by.microbatch << 13 | made_by.stage << 1 | made_by.kind.is_backward
