@@ -14,6 +14,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.partition import partition
+from megapipe.pipeline_parallel.partition import spans as spans_of
 from megapipe.schedule import Kind, Schedule
 from megapipe.tensor_parallel.rng import initialize
 
@@ -60,10 +61,17 @@ def forward_step(data: Iterator[Tensor] | None, model: nn.Module) -> tuple[Tenso
 
 
 def run_step(
-    mesh: ProcessMesh, model: ModelConfig, schedule: Schedule, dtype: torch.dtype = torch.float64
+    mesh: ProcessMesh,
+    model: ModelConfig,
+    schedule: Schedule,
+    dtype: torch.dtype = torch.float64,
+    counts: tuple[int, ...] | None = None,
 ) -> tuple[list[float], dict[str, tuple[Tensor, int | None, tuple[int, ...]]]]:
-    """(loss sums of the microbatches, name -> (local gradient, tp dim, full shape)) of one rank."""
-    spans = partition(LAYERS, schedule.placement)
+    """(loss sums of the microbatches, name -> (local gradient, tp dim, full shape)) of one rank.
+
+    counts: layers of each stage of a chain, even by default.
+    """
+    spans = partition(LAYERS, schedule.placement) if counts is None else spans_of(counts, schedule.placement)
     own = schedule.placement.stages_on(mesh.pp.rank)
     modules = [gpt_provider(model, spans[stage], mesh.tp).to(dtype) for stage in own]
     data = tokens(schedule.num_microbatches)
