@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from megapipe.mesh import Axis, layout_of
+from megapipe.mesh import CPU, Axis, layout_of
 
 ALIGN = 64
 
@@ -28,10 +28,16 @@ class FlatBuffers:
         borrowed: names of those whose weight is another's (a tied head beside its embedding): they have a gradient
             here and nothing else.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
+        device: of a stage without parameters, which takes part in collectives all the same.
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], borrowed: Collection[str] = (), *, has_main: bool = True
+        self,
+        params: Mapping[str, nn.Parameter],
+        borrowed: Collection[str] = (),
+        *,
+        has_main: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
@@ -52,7 +58,7 @@ class FlatBuffers:
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
-        device = next((p.device for p in params.values()), None)
+        device = next((p.device for p in params.values()), device)
         main_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.grads = torch.zeros(ends[2], dtype=main_dtype, device=device)
         self.model = torch.zeros(ends[1], dtype=dtype, device=device)

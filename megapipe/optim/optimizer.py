@@ -80,7 +80,7 @@ class Optimizer:
             params = dict(stage.named_parameters())
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = FlatBuffers(params, borrowed, has_main=here)
+            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device)
             self.buffers.append(buffers)
             if here:
                 self.owned.append(buffers)

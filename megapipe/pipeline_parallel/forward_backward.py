@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megapipe.mesh import ProcessMesh
+from megapipe.mesh import Axis, ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
@@ -42,6 +42,7 @@ def get_forward_backward_func(
     """
     pp_size = pp_size or mesh.pp.size
     assert pp_size == mesh.pp.size, f"pp_size {pp_size}, but the mesh has {mesh.pp.size} pipeline ranks"
+    dtype: torch.dtype | None = None
     name = schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b")
 
     def forward_backward(
@@ -100,7 +101,9 @@ def get_forward_backward_func(
         config: Any = modules[0].config
         shared = mesh.tp.size if config.sequence_parallel else 1
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
-        comm = P2PCommunicator(mesh.pp, shape, next(modules[0].parameters()).dtype)
+        nonlocal dtype
+        dtype = dtype or _message_dtype(modules, mesh.pp)
+        comm = P2PCommunicator(mesh.pp, shape, dtype)
         with torch.set_grad_enabled(not forward_only):
             program = _programs(table, forward_only)[mesh.pp.rank]
             execute(program, table.placement, stages, comm, on_stage_done=on_stage_done, position=mesh.position)
@@ -110,3 +113,11 @@ def get_forward_backward_func(
         return [results[mb] for mb in sorted(results)]
 
     return forward_backward
+
+
+def _message_dtype(modules: Sequence[nn.Module], pp: Axis) -> torch.dtype:
+    """That of the parameters, asked of all ranks: a rank's stages may have none."""
+    mine = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
+    everyone = {dtype for rank in pp.gather_json(mine) for dtype in rank}
+    assert len(everyone) == 1, f"one dtype for all stages, got {sorted(everyone)}"
+    return getattr(torch, *everyone)  # type: ignore[no-any-return]
