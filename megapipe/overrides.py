@@ -23,6 +23,8 @@ FLAG = "--per-layer-overrides"
 FIELDS = (
     "ffn_hidden_size",
     "swiglu",
+    "quick_geglu",
+    "squared_relu",
     "num_attention_heads",
     "kv_channels",
     "group_query_attention",
@@ -31,8 +33,13 @@ FIELDS = (
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "window_size",
     "normalization",
     "norm_epsilon",
+    "apply_layernorm_1p",
     "disable_bias_linear",
     "add_qkv_bias",
     "attention_dropout",
@@ -120,5 +127,5 @@ def _problem(name: str, value: object) -> str | None:
     expected = next((k for k in get_args(kind) if k is not NoneType), kind)
     # An int is a number too, but a bool is only ever a bool.
     fits = type(value) is expected or (expected is float and type(value) is int)
-    words = {bool: "true or false", int: "an integer", float: "a number"}
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
     return None if fits else f"{name} is {words[expected]}, got {json.dumps(value)}"

@@ -7,7 +7,7 @@ count as nothing; costs measured on a device can stand in for these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -81,6 +81,22 @@ class Pieces:
         return Costs(f, b, w, mem_b=held, mem_w=kept)
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What goes through a layer: sequences of `seq` tokens, `tokens` in all; tp ranks share it, `shared` of them also
+    what lies between the linear layers; bytes of an activation."""
+
+    seq: int
+    tokens: int
+    tp: int
+    shared: int
+    element: int
+
+    def bytes(self, between: float, inside: float, masked: float = 0) -> float:
+        """Of features between and inside the parallel parts; masked: of the former, those with a byte for dropout."""
+        return self.tokens * ((self.element * between + masked) / self.shared + self.element * inside / self.tp)
+
+
 def pieces(
     model: ModelConfig, seq_length: int, micro_batch_size: int = 1, *, tp: int = 1, element_bytes: int = 4
 ) -> Pieces:
@@ -89,62 +105,71 @@ def pieces(
     FLOPs, of all tensor-parallel ranks together: a multiplication and an addition count as two; projections by their
     real head counts, causal scores at half, the head with the padded vocabulary (Narayanan et al. 2021, appendix). An
     input gradient costs what the forward does and the scores once more, a weight gradient the projections alone
-    (Qi et al. 2023, table 1).
+    (Qi et al. 2023, table 1). What is computed again is added to the input gradient.
     Bytes, on each of them: inputs of linear layers, norms and attention; one byte for each element that dropout may
-    zero (Korthikanti et al. 2022, section 4.1, with attention that keeps no scores).
+    zero (Korthikanti et al. 2022, section 4.1, with attention that keeps no scores). Full recomputation by `block`,
+    which differs from layer to layer of a stage, is counted as none.
 
     Args:
         element_bytes: of an activation.
     """
     assert model.padded_vocab_size is not None
     h, vocab = model.hidden, model.padded_vocab_size
-    tokens = seq_length * micro_batch_size
+    load = _Load(seq_length, seq_length * micro_batch_size, tp, tp if model.sequence_parallel else 1, element_bytes)
     learned = model.position_embedding_type == "learned_absolute"
-    positions = (model.max_position_embeddings or 0) * learned
-    embedding = Work(held=tokens * h * bool(model.hidden_dropout), parameters=(vocab + positions) * h)
-    product = 2.0 * tokens * h * vocab
-    # Input of norm and head; logits, and their softmax in float32.
-    held = tokens * (2 * h * element_bytes + vocab / tp * (element_bytes + 4))
-    kept = tokens * element_bytes * (h + vocab / tp)
-    head = Work(product, product, product, held, kept, h * vocab + _norm(model, h))
-    layers = tuple(
-        _attention(own, seq_length, tokens, tp, element_bytes) + _mlp(own, tokens, tp, element_bytes)
-        for own in (layer_config(model, layer) for layer in range(model.layers))
-    )
-    return Pieces(embedding, layers, head)
+    rows = vocab + (model.max_position_embeddings or 0) * learned
+    masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
+    layers = tuple(_layer(layer_config(model, layer), load) for layer in range(model.layers))
+    return Pieces(Work(held=masks, parameters=rows * h), layers, _head(model, load))
 
 
-def _attention(model: ModelConfig, seq: int, tokens: int, tp: int, element: int) -> Work:
+def _head(model: ModelConfig, load: _Load) -> Work:
+    h, vocab = model.hidden, model.padded_vocab_size or 0
+    product, parameters = 2.0 * load.tokens * h * vocab, h * vocab + _norm(model, h)
+    if model.cross_entropy_loss_fusion:  # holds no logits, and makes them a second time
+        return Work(product, 2 * product, product, load.bytes(2 * h, 0), load.bytes(h, 0), parameters)
+    softmax = 4 * load.tokens * vocab / load.tp  # in float32, beside the logits
+    return Work(product, product, product, load.bytes(2 * h, vocab) + softmax, load.bytes(h, vocab), parameters)
+
+
+def _layer(model: ModelConfig, load: _Load) -> Work:
+    whole = _attention(model, load) + _mlp(model, load)
+    if model.recompute_granularity != "full" or model.recompute_method == "block":
+        return whole
+    return replace(whole, b=whole.b + whole.f, held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1))
+
+
+def _attention(model: ModelConfig, load: _Load) -> Work:
     if model.no_attention:
         return Work()
     h, queries = model.hidden, model.heads * model.head_dim
     qkv = queries + 2 * model.query_groups * model.head_dim
-    scores = 2.0 * tokens * seq * queries
-    products = 2.0 * tokens * h * (qkv + queries)
+    reach = load.seq if model.window is None else min(load.seq, model.window + 1)
+    scores = 4.0 * load.tokens * queries * (reach - reach * reach / 2 / load.seq)
+    products = 2.0 * load.tokens * h * (qkv + queries)
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
     norms = _norm(model, h) + 2 * _norm(model, model.head_dim) * model.qk_layernorm
     return Work(
         products + scores,
-        products + 2 * scores,
+        products + (3 if model.recompute_attention else 2) * scores,
         products,
-        held=tokens * (element * (2 * h + (qkv + queries) / tp) + h * bool(model.hidden_dropout)),
-        kept=tokens * element * (2 * h + (qkv + queries) / tp),
+        held=load.bytes(2 * h, qkv + queries, h * bool(model.hidden_dropout)),
+        kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
     )
 
 
-def _mlp(model: ModelConfig, tokens: int, tp: int, element: int) -> Work:
+def _mlp(model: ModelConfig, load: _Load) -> Work:
     if model.no_mlp:
         return Work()
-    h, ffn, blocks = model.hidden, model.ffn, 2 if model.swiglu else 1
-    products = 2.0 * tokens * h * ffn * (blocks + 1)
+    h, ffn, blocks = model.hidden, model.ffn, 2 if model.gated else 1
+    products = 2.0 * load.tokens * h * ffn * (blocks + 1)
     return Work(
         products,
         products,
         products,
-        held=tokens
-        * (element * (2 * h + (2 * blocks * ffn if model.swiglu else 2 * ffn) / tp) + h * bool(model.hidden_dropout)),
-        kept=tokens * element * (2 * h + (blocks + 1) * ffn / tp),
+        held=load.bytes(2 * h, 2 * blocks * ffn, h * bool(model.hidden_dropout)),
+        kept=load.bytes(2 * h, (blocks + 1) * ffn),
         parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + _norm(model, h),
     )
 
