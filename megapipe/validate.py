@@ -127,11 +127,11 @@ def _overrides(config: Config) -> Problems:
     if unreadable := ask(lambda: layer_config(model, 0)):
         yield from unreadable
         return
-    said = {*check_numbers(config)[1], *_model(config)}
+    said = {*check_numbers(config)[1], *_model(config), *variant_problems(model)}
     for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
         layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
         sound, problems = check_numbers(replace(config, model=changed))
-        for line in [*problems, *_model(sound)]:
+        for line in [*problems, *_model(sound), *variant_problems(sound.model)]:
             if line not in said:
                 yield f"--per-layer-overrides, layer {layer}: {line}"
 
