@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "validate_model validate_numbers",
     "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
     "validate",
+    "convert": "config data errors mesh models pipeline_parallel.partition training",
 }
 
 

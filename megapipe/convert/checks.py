@@ -1,0 +1,119 @@
+"""Is it the same model? Names and shapes before a conversion, logits after it, and what means another thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.config import ModelConfig
+from megapipe.convert.mapping import BUFFERS, HEAD, Rule
+from megapipe.convert.tensors import SavedTensors, load_full
+from megapipe.errors import CheckpointError
+from megapipe.mesh import Axis, layout_of
+from megapipe.models.gpt import GPTModel
+from megapipe.pipeline_parallel.partition import LayerSpan
+
+
+def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig) -> None:
+    """Every tensor of theirs is used once, and joined they have our shapes; tried on tensors without storage."""
+    used = {key for rule in table for key in rule.theirs}
+    missing = sorted(used - saved.shapes.keys())
+    rest = {key for key in saved.shapes.keys() - used if not BUFFERS.fullmatch(key)}
+    embedding = table[0].theirs[0]
+    # Some tied models are saved with their head all the same.
+    if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
+        rest.remove(HEAD)
+    problems = _listing("config.json asks for tensors that are missing", missing)
+    problems += _listing("tensors that config.json knows nothing of", sorted(rest))
+    shapes = _our_shapes(model)
+    for rule in table if not missing else ():
+        parts = [torch.empty(saved.shapes[key], device="meta") for key in rule.theirs]
+        given = " and ".join(f"{key} {list(saved.shapes[key])}" for key in rule.theirs)
+        try:
+            shape = tuple(rule.join(parts).shape)
+        except (RuntimeError, ValueError) as error:
+            problems.append(f"{given} do not fit config.json: {error}")
+            continue
+        if shape != shapes[rule.ours]:
+            problems.append(f"{given} give {list(shape)}, but config.json means {list(shapes[rule.ours])}")
+    if problems:
+        raise CheckpointError(problems)
+
+
+def check_ours(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig, name: str) -> None:
+    shapes, needed = _our_shapes(model), {rule.ours for rule in table}
+    there = {key for key in saved.shapes if not key.startswith("optimizer.")}
+    problems = _listing(f"{name} lacks tensors", sorted(needed - there))
+    problems += _listing(f"{name} has tensors that have no place there", sorted(there - needed))
+    problems += [
+        f"{key} is {list(saved.shapes[key])}, not {list(shapes[key])}"
+        for key in sorted(needed & there)
+        if saved.shapes[key] != shapes[key]
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        module = whole_model(model)
+    layouts = {name: layout_of(param) for name, param in module.named_parameters()}
+    return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}
+
+
+def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
+    """What changes its meaning without a word between the two (and Megatron-LM)."""
+    if not model.gated:
+        yield f"activation {content.get('activation_function')} is the tanh form of GELU; ours always is"
+    yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
+    if model.position_embedding_type == "rope":
+        scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1" if model.use_rope_scaling else ""
+        yield f"rope base is {model.rotary_base:g}{scaled}; the halves of a head are rotated, no rows are permuted"
+    if model.heads * model.head_dim != model.hidden:
+        yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
+    if model.tied:
+        yield f"the head is tied to the embedding; their files have no {HEAD}"
+    rows = model.padded_vocab_size or vocab_size
+    if rows != vocab_size:
+        yield (
+            f"{vocab_size} ids are {rows} rows here; padding is the mean row, which adds at most "
+            f"{math.log(rows / vocab_size):.1g} to a loss"
+        )
+
+
+def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int) -> tuple[float, float] | None:
+    """Both models on the same random tokens in float32, both whole in memory.
+
+    Returns: (largest difference of a logit, largest logit); None without the transformers library.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(0, vocab_size, (1, min(64, model.max_position_embeddings or 64)))
+    reference: Any = AutoModelForCausalLM.from_pretrained(theirs)
+    reference = reference.float().eval()
+    module: GPTModel = whole_model(model)
+    load_full([module], SavedTensors(ours).read, Axis())
+    with torch.no_grad():
+        want = reference(tokens).logits
+        got = module.float().eval()(tokens)[..., :vocab_size]
+    return (got - want).abs().max().item(), want.abs().max().item()
+
+
+def whole_model(model: ModelConfig) -> GPTModel:
+    """The model in one piece, its parameters not yet filled."""
+    return GPTModel(model, LayerSpan(0, model.layers, True, True), Axis())
+
+
+def _equal(saved: SavedTensors, first: str, second: str) -> bool:
+    return torch.equal(saved.read(first), saved.read(second))
+
+
+def _listing(what: str, names: Sequence[str]) -> list[str]:
+    return [f"{what}: {', '.join(names)}"] if names else []

@@ -1,0 +1,225 @@
+"""Import and export of whole checkpoints: everything is checked by name and shape before the first tensor is moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.config import Config, DataConfig, ModelConfig
+from megapipe.convert.checks import check_ours, check_theirs, notes
+from megapipe.convert.families import differing, from_huggingface, to_huggingface
+from megapipe.convert.mapping import rules
+from megapipe.convert.tensors import SavedTensors, ShardWriter
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.errors import CheckpointError, DataError
+from megapipe.models.gpt import WORD_EMBEDDINGS
+from megapipe.training import commit
+from megapipe.training.checkpoint import STATE
+
+BESIDE = "huggingface"
+"""Folder beside our checkpoints that keeps config.json and the tokenizer for the way back."""
+Progress = Callable[[int, int], None]
+"""(tensors done, tensors in all)"""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has made.
+
+    Attributes:
+        folder: the checkpoint's own folder, or the Hugging Face model's.
+        config: model, data and precision as flags of a run that takes it.
+        notes: what means something else on the other side, a line each.
+        vocab_size: rows of the embedding without padding.
+    """
+
+    folder: Path
+    config: Config
+    notes: tuple[str, ...]
+    vocab_size: int
+
+
+def import_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    divisible_by: int = 128,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """A Hugging Face folder -> TARGET/iter_0000000, for --load TARGET --finetune at any tp, pp and schedule.
+
+    Args:
+        divisible_by: the vocabulary is padded to a multiple of this.
+        dtype: of the weights; default bfloat16 if theirs is, else float32.
+    Raises: CheckpointError with every tensor that is missing, left over or of another shape. Nothing is written then.
+    """
+    content = _read_json(source / "config.json")
+    model = from_huggingface(content)
+    vocab_size: int = content["vocab_size"]
+    model = replace(model, padded_vocab_size=-(-vocab_size // divisible_by) * divisible_by)
+    if commit.iterations_in(target):
+        raise CheckpointError(f"{target} holds checkpoints already; give another folder")
+    saved = SavedTensors(source)
+    prefix = "" if "wte.weight" in saved.shapes else "transformer."
+    table = rules(model, content["model_type"], vocab_size, prefix=prefix)
+    check_theirs(table, saved, model)
+    if dtype is None:
+        dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
+
+    with _scratch(commit.begin(target, 0)) as folder:
+        writer = ShardWriter(folder)
+        for done, rule in enumerate(table):
+            progress(done, len(table))
+            writer.add(rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype))
+        names = writer.close()
+        progress(len(table), len(table))
+        config = Config(model=model, data=_data(source, vocab_size))
+        config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
+        commit.write_durably(folder / STATE, _state(config))
+        final = commit.commit(folder, 0, commit.digest(folder, [*names, STATE]))
+    _copy_others(source, target / BESIDE)
+    commit.write_durably(target / BESIDE / "config.json", json.dumps(content, indent=2) + "\n")
+    return Converted(final, config, tuple(notes(content, model, vocab_size)), vocab_size)
+
+
+def export_checkpoint(
+    folder: Path,
+    target: Path,
+    *,
+    vocab_size: int | None = None,
+    beside: Path | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """One of our checkpoints -> a folder that AutoModelForCausalLM.from_pretrained opens.
+
+    Args:
+        folder: iter_NNNNNNN.
+        vocab_size: ids without padding. Default: that of config.json, or of the tokenizer of the training.
+        beside: a Hugging Face folder whose config.json and tokenizer come along. Default: the one an import has left
+            beside the checkpoints, if any; otherwise config.json is made from the checkpoint.
+        dtype: of the weights; default as in the checkpoint.
+    Raises: CheckpointError for damage, a model that no family can express, or a config.json of another model.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty; give another folder")
+    files = commit.read_manifest(folder)
+    commit.verify(folder, files, files)
+    config = read_config(folder)
+    model, saved = config.model, SavedTensors(folder)
+    if beside is None and (folder.parent / BESIDE / "config.json").exists():
+        beside = folder.parent / BESIDE
+    if beside is not None:
+        content = _read_json(beside / "config.json")
+        if problems := differing(model, content, folder.name):
+            raise CheckpointError([f"{beside}/config.json is of another model than {folder.name}:", *problems])
+        vocab_size = vocab_size or content["vocab_size"]
+    vocab_size = vocab_size or _vocab_size(config)
+    dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
+    if beside is None:
+        content = to_huggingface(model, vocab_size)
+    content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
+    content.pop("dtype", None)  # the newer name of torch_dtype; all versions of transformers read the older
+    table = rules(model, content["model_type"], vocab_size)
+    check_ours(table, saved, model, folder.name)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    fresh.mkdir()
+    with _scratch(fresh) as out:
+        writer = ShardWriter(out)
+        for done, rule in enumerate(table):
+            progress(done, len(table))
+            for name, tensor in zip(rule.theirs, rule.split(saved.read(rule.ours)), strict=True):
+                writer.add(name, tensor.to(dtype))
+        writer.close()
+        progress(len(table), len(table))
+        if beside is not None:
+            _copy_others(beside, out)
+        commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
+        if target.exists():
+            target.rmdir()
+        out.rename(target)
+    return Converted(target, config, tuple(notes(content, model, vocab_size)), vocab_size)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration a checkpoint was saved with, of which model and data are kept."""
+    try:
+        saved = json.loads((folder / STATE).read_text())["config"]
+        return Config(model=_known(ModelConfig, saved["model"]), data=_known(DataConfig, saved["data"]))
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
+
+
+def _data(source: Path, vocab_size: int) -> DataConfig:
+    """The tokenizer, if it is one of ours."""
+    model = source / "tokenizer.model"
+    if model.exists():
+        return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
+    return DataConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
+
+
+def _vocab_size(config: Config) -> int:
+    try:
+        return build_tokenizer(config.data).vocab_size
+    except DataError as error:
+        raise CheckpointError(f"give the number of ids without padding with --vocab-size ({error})") from None
+
+
+def _state(config: Config) -> str:
+    content = {
+        "iteration": 0,
+        "state": {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0},
+        "optimizer_steps": None,
+        "opt_param_scheduler": None,
+        "config": dataclasses.asdict(config),
+        "torch": torch.__version__,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _known(cls: type[Any], values: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings: small text files of the folder but config.json and the index of the weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        named = path.suffix in (".json", ".txt", ".model", ".jinja")
+        if named and path.is_file() and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder that is removed if it is not finished."""
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is not JSON") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content

@@ -1,0 +1,123 @@
+"""Safetensors files one tensor at a time: theirs, ours however they are sharded, and files that are being written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from megapipe.errors import CheckpointError
+from megapipe.mesh import Axis, layout_of
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30
+
+
+class SavedTensors:
+    """The tensors of a folder of safetensors files, by name, each read in full from as many files as hold a part of it.
+
+    Attributes:
+        shapes, dtypes: by name.
+    Raises: CheckpointError if the folder has no such files or one of them is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not list(folder.glob("*.safetensors")):
+            old = " (pytorch_model.bin is a pickle: save it again with save_pretrained)" * bool(
+                list(folder.glob("*.bin"))
+            )
+            raise CheckpointError(f"{folder} holds no safetensors files{old}")
+        try:
+            found: Any = HuggingFaceStorageReader(str(folder)).read_metadata()
+        except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
+            raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
+        facts = found.state_dict_metadata
+        self.shapes: dict[str, tuple[int, ...]] = {key: tuple(fact.size) for key, fact in facts.items()}
+        self.dtypes: dict[str, torch.dtype] = {key: fact.properties.dtype for key, fact in facts.items()}
+        self._parts: dict[str, list[tuple[str, Sequence[int]]]] = {}
+        files = _listed(folder)
+        for index, info in found.storage_data.items():
+            if files is None or Path(info.relative_path).name in files:
+                self._parts.setdefault(index.fqn, []).append((info.relative_path, index.offset))
+        self.shapes = {key: shape for key, shape in self.shapes.items() if key in self._parts}
+
+    def read(self, key: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        whole = torch.empty(self.shapes[key], dtype=self.dtypes[key])
+        for path, offsets in self._parts[key]:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_tensor(key)
+            whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        return whole
+
+
+def _listed(folder: Path) -> set[str] | None:
+    """The files that belong to a model; hub folders may hold the same weights in a second form."""
+    if (folder / INDEX).exists():
+        return set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    return {"model.safetensors"} if (folder / "model.safetensors").exists() else None
+
+
+class ShardWriter:
+    """Writes tensors into files of about SHARD_BYTES, so that no more than one file's are in memory.
+
+    Call `add` for each and `close` at the end, which gives the files their names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Hold a tensor until its file is full."""
+        if self._held and self._bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._held[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def close(self) -> list[str]:
+        """Write what is held, name the files model-I-of-N.safetensors, and write the index that loaders look for.
+
+        Returns: names of all files.
+        """
+        self._flush()
+        n = len(self._shards)
+        names = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors" for i in range(n)]
+        for i, name in enumerate(names):
+            self._path(i).rename(self.folder / name)
+        if n == 1:
+            return names
+        weight_map = {key: name for keys, name in zip(self._shards, names, strict=True) for key in keys}
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        return [*names, INDEX]
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"unfinished-{shard}"
+
+    def _flush(self) -> None:
+        save_file(self._held, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._held))
+        self._held, self._bytes = {}, 0
+
+
+@torch.no_grad()
+def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Axis) -> None:
+    """Fill each parameter with this rank's slice of the whole tensor of its name, in its saved shape."""
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            layout = layout_of(param)
+            whole = read(layout.tied_to or name)
+            assert tuple(whole.shape) == layout.full, f"{name} is {list(whole.shape)}, not {list(layout.full)}"
+            local = whole if layout.dim is None else whole.chunk(tp.size, layout.dim)[tp.rank]
+            param.copy_(local.reshape(param.shape))

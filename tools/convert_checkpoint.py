@@ -1,0 +1,131 @@
+"""Hugging Face models to our checkpoints and back: GPT-2, Llama 2 and 3, Qwen2, Qwen3, one tensor at a time.
+
+python tools/convert_checkpoint.py --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
+python tools/convert_checkpoint.py --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megapipe.cli import parse, stop, to_flags
+from megapipe.config import CheckpointConfig
+from megapipe.convert import Converted, compare_logits, export_checkpoint, import_checkpoint
+from megapipe.errors import CheckpointError, ConfigError, UserError
+from megapipe.training.checkpoint import find_checkpoint
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit in float32, as a part of the largest logit; a wrong mapping differs by about all."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool: a pair for each direction."""
+
+    from_huggingface: str | None = None
+    """Folder of a Hugging Face model to import: config.json and safetensors."""
+    save: str | None = None
+    """New folder of checkpoints to import into, for pretrain_gpt.py --load."""
+    load: str | None = None
+    """Folder of checkpoints to export from."""
+    ckpt_step: int | None = None
+    """Iteration to export. Default: the newest."""
+    to_huggingface: str | None = None
+    """New folder to export to, for AutoModelForCausalLM.from_pretrained."""
+    huggingface_config: str | None = None
+    """Folder whose config.json and tokenizer go with an export. Default: what the import has left beside --load."""
+    vocab_size: int | None = None
+    """Ids without padding, for an export. Default: from that config.json, or the training's tokenizer."""
+    make_vocab_size_divisible_by: int = 128
+    """Rounding of the embedding's rows in an import; a tensor-parallel size must divide it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights. auto: as they are, with float16 as float32."""
+    no_check: bool = False
+    """Leave out the comparison of logits, which holds both models in memory."""
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    if problems := list(_problems(flags)):
+        raise ConfigError(problems)
+    dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
+    if flags.from_huggingface and flags.save:
+        theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
+        done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=bar)
+        ours = done.folder
+    else:
+        assert flags.to_huggingface
+        checkpoint = CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step, exit_on_missing_checkpoint=True)
+        found = find_checkpoint(checkpoint)
+        assert found is not None
+        ours, theirs = found, Path(flags.to_huggingface)
+        done = export_checkpoint(
+            ours,
+            theirs,
+            vocab_size=flags.vocab_size,
+            beside=Path(flags.huggingface_config) if flags.huggingface_config else None,
+            dtype=dtype,
+            progress=bar,
+        )
+    print(f"wrote {done.folder}")
+    for note in done.notes:
+        print(f"  note: {note}")
+    if flags.save:
+        run = replace(done.config, checkpoint=CheckpointConfig(load=flags.save, finetune=True))
+        print(f"flags of a run that takes it:\n  {shlex.join(to_flags(run))}")
+    if not flags.no_check:
+        check(theirs, ours, done)
+
+
+def check(theirs: Path, ours: Path, done: Converted) -> None:
+    """Raises: CheckpointError if the two models do not say the same."""
+    found = compare_logits(theirs, ours, done.config.model, done.vocab_size)
+    if found is None:
+        print("logits not compared: the transformers library is not installed (pip install transformers)")
+        return
+    difference, largest = found
+    text = f"logits of both models differ by at most {difference:.2g}, the largest is {largest:.3g}"
+    if not difference <= TOLERANCE * max(largest, 1.0):
+        raise CheckpointError(f"{text}: they are not the same model. {done.folder} is left as it is, to look at")
+    print(text)
+
+
+def bar(done: int, total: int) -> None:
+    """A line that fills up; on a file or pipe only its end."""
+    if sys.stderr.isatty() or done == total:
+        filled = 40 * done // total
+        stamp = time.strftime("%H:%M:%S")
+        end = "\n" if done == total else "\r"
+        print(f"{stamp} [{'#' * filled}{'.' * (40 - filled)}] {done}/{total} tensors", end=end, file=sys.stderr)
+
+
+def _problems(flags: Flags) -> Iterator[str]:
+    inward = {"--from-huggingface": flags.from_huggingface, "--save": flags.save}
+    outward = {"--load": flags.load, "--to-huggingface": flags.to_huggingface}
+    if not any(inward.values()) and not any(outward.values()):
+        yield "give --from-huggingface DIR --save DIR to import, or --load DIR --to-huggingface DIR to export"
+    elif any(inward.values()) and any(outward.values()):
+        yield "--from-huggingface and --save import, --load and --to-huggingface export: one of the two at a time"
+    else:
+        pair = inward if any(inward.values()) else outward
+        yield from (f"{name} is missing" for name, value in pair.items() if not value)
+    for name, folder in (("--from-huggingface", flags.from_huggingface), ("--load", flags.load)):
+        if folder and not Path(folder).is_dir():
+            yield f"{name} {folder}: no such folder"
+    if flags.make_vocab_size_divisible_by < 1:
+        yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
