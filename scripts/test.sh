@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 # many-rank tests are threads and processes of their own
 echo "== ruff"
-ruff check . && ruff format --check --quiet .
+ruff check .
+ruff format --check --quiet .
 echo "== mypy"
 mypy
 echo "== pytest"
