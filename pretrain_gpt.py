@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Flags in, trained model out; a problem the user can mend ends in one message and exit status 2."""
     try:
         pretrain(parse(Config, argv), gpt_provider, forward_step)
-    except UserError as error:
+    except (UserError, KeyboardInterrupt) as error:
         stop(error)
 
 

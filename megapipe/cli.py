@@ -65,8 +65,11 @@ def to_flags(config: object) -> list[str]:
     return tokens
 
 
-def stop(error: UserError) -> NoReturn:
-    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with status 2."""
+def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
+    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with status 2; 130 after Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write(f"{program()}: interrupted\n" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+        sys.exit(130)
     # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed the same text.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megapipe.schedule import ScheduleError
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "ScheduleError", "UserError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "ScheduleError", "TrainingError", "UserError"]
 
 
 class UserError(Exception):
@@ -32,3 +32,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class TrainingError(UserError):
+    """A run that went wrong while training: a number that is not finite, ranks that are not in one place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -120,17 +121,31 @@ class Position:
         step: the iteration, in words.
         at: the item of the plan or some other call (in words) the thread is in, and the time.monotonic() since which;
             None where no rank waits for another.
-        plan, hand, comm: the executor's items, what it holds between them, and its communicator.
+        limit_s: how long it may be at one place; None where the groups alone keep time.
+        plan, hand, comm: the executor's items (None until it begins), what it holds, and its communicator.
     """
 
-    __slots__ = ("at", "comm", "hand", "plan", "step")
+    __slots__ = ("at", "comm", "hand", "limit_s", "plan", "step")
 
     def __init__(self) -> None:
         self.step = "the start"
         self.at: tuple[Any, float] | None = None
-        self.plan: Sequence[Any] = ()
+        self.limit_s: float | None = None
+        self.plan: Sequence[Any] | None = None
         self.hand: Mapping[Any, Any] = {}
         self.comm: Any = None
+
+    def begin(self, step: str) -> None:
+        """A new step, none of whose passes has begun."""
+        self.step, self.plan, self.at = step, None, ("the data", time.monotonic())
+
+    def enter(self, call: str) -> None:
+        """Into a call in which ranks wait for each other."""
+        self.at = call, time.monotonic()
+
+    def leave(self) -> None:
+        """Out of it, to work in which no rank waits."""
+        self.at = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +209,19 @@ class ProcessMesh:
                 return device_mesh.get_group(name) if rank in ranks else None
             return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
 
-        return replace(build_mesh(shape, rank, device, make_group, device_mesh), store=store)
+        mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh), store=store)
+        mesh.set_timeout(timeout.total_seconds())
+        return mesh
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on a message or collective may take so long. A rank with a `watch` keeps time for gloo's messages,
+        whose groups do not change theirs (and those of a device mesh start with half an hour)."""
+        self.position.limit_s = seconds
+        # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
+        timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
+        for axis in (self.tp, self.dp, self.pp, self.world, self.ends, self.twins):
+            if axis.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -1,0 +1,209 @@
+"""Ends a run that cannot go on: says where every rank stands and which one holds up the others, then exits.
+
+A thread beside the main one, which may be stuck in a call that never returns. The ranks tell each other over the
+launcher's store, which needs none of the broken groups. Exit codes are in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+
+from megapipe.errors import UserError
+from megapipe.mesh import ProcessMesh
+from megapipe.pipeline_parallel.diagnosis import TERMINATED, Report, first_mismatch, report_of
+
+T = TypeVar("T")
+
+FAULT, LOST, STUCK = 1, 3, 4
+"""Exit codes: an error of this rank's own; a message or collective failed; a call did not return in time."""
+
+POLL_S = 0.5
+ANSWER_S = 3.0
+"""How long the other ranks have to say where they are."""
+GRACE_S = 2.0
+"""What a call may take beyond the timeout before it counts as one that never returns."""
+
+
+class Watch:
+    """Watches over one rank while it is entered; `with Watch(mesh): train()`.
+
+    A message or collective that fails or takes longer than the timeout, an error, a rank gone: each rank prints one
+    line, one of them the first mismatch, and the process ends with a code of its own. Ctrl-C ends it with 130. An
+    error for the user and a normal end pass through; other ranks that still wait for this one are told of it.
+    """
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self.mesh = mesh
+        self._store: Any = None
+        if mesh.store is not None:  # a client of its own: calls of one client wait for each other
+            self._store = PrefixStore("watch", mesh.store.clone())  # type: ignore[attr-defined]
+        self._failure: tuple[Report, int] | None = None
+        self._old: dict[int, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ear.settimeout(POLL_S)
+        if threading.current_thread() is threading.main_thread():
+            # A signal's number goes straight to the thread: the main one may be where Python handlers wait for ever.
+            self._wakeup = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, _ignore)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        ours = error is not None and (lost or not isinstance(error, UserError | SystemExit))
+        if ours and self._store is not None:
+            if not lost:
+                traceback.print_exception(error)
+            cause = None if lost else f"{type(error).__name__}: {error}"
+            self._failure = report_of(self.mesh, _short(str(error)), cause), LOST if lost else FAULT
+            self._bell.send(b"\0")
+            self._thread.join()  # does not return: the thread ends the process
+        said = "it has finished" if error is None else str(error) or type(error).__name__
+        self._post(report_of(self.mesh, "", said))
+        self._close()
+
+    def _close(self) -> None:
+        if self._old:
+            signal.set_wakeup_fd(self._wakeup)
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+        self._bell.close()
+        self._thread.join()
+        self._ear.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                heard = self._ear.recv(64)
+            except TimeoutError:
+                heard = b"\0"
+            if not heard:  # closed
+                return
+            if signal.SIGINT in heard and signal.getsignal(signal.SIGINT) is _ignore:
+                self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))
+                self._leave("interrupted", signal.SIGINT)
+            if self._failure:
+                self._end(*self._failure)
+            if signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is _ignore:
+                self._terminated()
+            if self._too_long():
+                self._end(report_of(self.mesh, "timed out"), STUCK)
+            if self._others_failed():
+                self._end(report_of(self.mesh, "another rank failed"), LOST)
+
+    def _too_long(self) -> bool:
+        position = self.mesh.position
+        if self._store is None or position.at is None or position.limit_s is None:
+            return False
+        return time.monotonic() - position.at[1] > position.limit_s + GRACE_S
+
+    def _others_failed(self) -> bool:
+        return bool(self._ask(lambda store: store.check(["failed"])))
+
+    def _leave(self, why: str, number: int) -> NoReturn:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(f"{why} in {self.mesh.position.step}; the checkpoints saved before are complete")
+        _exit(128 + number)
+
+    def _terminated(self) -> NoReturn:
+        """All ranks are to stop, and nothing is wrong; or the launcher ends those that outlived another."""
+        report = report_of(self.mesh, TERMINATED)
+        self._post(report)
+        reports = [report, *self._collect(stop=self._others_failed).values()]
+        if len(reports) == self.mesh.world.size and all(r.note == TERMINATED for r in reports):
+            self._leave(TERMINATED, signal.SIGTERM)
+        self._end(report, 128 + signal.SIGTERM)
+
+    def _end(self, report: Report, code: int) -> NoReturn:
+        """Say where this rank is, hear the others, name the first mismatch, exit."""
+        _say(str(report))
+        self._post(report)
+        first = self._ask(lambda store: store.add("failed", 1)) == 1
+        reports = {self.mesh.world.rank: report} | self._collect()
+        if self._store is None:
+            _say("the ranks' store does not answer: the process or machine that keeps it (by hand: rank 0) is gone")
+        elif first:
+            _say(f"first mismatch: {first_mismatch(reports, self.mesh.world.size)}")
+            self._ask(lambda store: store.set("named", "yes"))
+        else:
+            self._ask(lambda store: store.wait(["named"], timedelta(seconds=ANSWER_S)), ANSWER_S + 1)
+        if self.mesh.world.rank == 0:
+            time.sleep(POLL_S)  # by hand it keeps the store, which others are still reading
+        _exit(code)
+
+    def _collect(self, stop: Callable[[], bool] = lambda: False) -> dict[int, Report]:
+        """What the other ranks post until all have or the time is over."""
+        found: dict[int, Report] = {}
+        missing = set(range(self.mesh.world.size)) - {self.mesh.world.rank}
+        until = time.monotonic() + ANSWER_S
+        while missing and self._store is not None and time.monotonic() < until and not stop():
+            for rank in sorted(missing):
+                if self._ask(lambda store, key=f"rank{rank}": store.check([key])):  # type: ignore[misc]
+                    text = self._ask(lambda store, key=f"rank{rank}": store.get(key))  # type: ignore[misc]
+                    if text is not None:
+                        found[rank] = Report.from_json(text)
+            missing -= found.keys()
+            time.sleep(0.05)
+        return found
+
+    def _post(self, report: Report) -> None:
+        self._ask(lambda store: store.set(f"rank{self.mesh.world.rank}", report.to_json()))
+
+    def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
+        """The store's answer; None without one, and then the store is not asked again."""
+        answer: list[T] = []
+
+        def ask() -> None:
+            try:
+                answer.append(call(self._store))
+            except RuntimeError:
+                self._store = None
+
+        if self._store is None:
+            return None
+        # A thread for each: a call to a store whose process is stopped does not return.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(limit_s)
+        if asking.is_alive():
+            self._store = None
+        return answer[0] if answer else None
+
+
+def _ignore(*_: object) -> None:
+    """The watch hears the signal by its number."""
+
+
+def _say(text: str) -> None:
+    os.write(2, f"megapipe: {text}\n".encode())  # in one piece: other ranks write too
+
+
+def _exit(code: int) -> NoReturn:
+    for child in multiprocessing.active_children():  # data loaders
+        child.kill()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _short(text: str) -> str:
+    """Gloo's and NCCL's page in two words."""
+    known = {"Timed out": "timed out", "Connection closed": "connection closed", "reset by peer": "connection lost"}
+    return next((words for part, words in known.items() if part in text), text.split("\n")[0][:200])
