@@ -1,0 +1,175 @@
+"""What the engine itself promises: pairs, labels, memory, nothing left in hand, errors that say where."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from megapipe.mesh import Axis
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.schedule import Exchange, Kind, Schedule, Step, build, forward_only, lower
+from megapipe.tensor_parallel.rng import Stream
+
+from .relay import Done, Void
+
+
+class Stage:
+    """Writes down what it is asked for."""
+
+    def __init__(self, number: int, log: list[str]) -> None:
+        self.number, self.log = number, log
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        self.log.append(f"{self.number}F{microbatch}")
+        return torch.zeros(1)
+
+    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
+        self.log.append(f"{self.number}{'BW' if weights else 'B'}{microbatch}")
+        return torch.zeros(1)
+
+    def weight(self, microbatch: int) -> None:
+        self.log.append(f"{self.number}W{microbatch}")
+
+
+class PairStage(Stage):
+    def overlapped_forward_backward(
+        self,
+        microbatch: int,
+        x: Tensor | None,
+        backward_stage: Stage,
+        backward_microbatch: int,
+        grad: Tensor | None,
+        *,
+        weights: bool,
+    ) -> tuple[Tensor, Tensor]:
+        back = f"{backward_stage.number}{'BW' if weights else 'B'}{backward_microbatch}"
+        self.log.append(f"{self.number}F{microbatch}&{back}")
+        return torch.zeros(1), torch.zeros(1)
+
+
+def run(schedule: Schedule, rank: int, kind: type[Stage] = Stage, **options: Any) -> list[str]:
+    """The calls that one rank's stages see; messages of others come out of the void."""
+    p, log = len(schedule.ranks), []
+    axis = Axis(rank, p, tuple(range(p)))
+    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    stages = {s: kind(s, log) for s in schedule.placement.stages_on(rank)}
+    execute(lower(schedule)[rank], schedule.placement, stages, comm, **options)
+    return log
+
+
+def steps_of(schedule: Schedule, rank: int) -> list[Step]:
+    return [tuple(map(str, step)) for step in schedule.ranks[rank]]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_passes_run_in_the_order_of_the_table(name):
+    schedule = build(name, 4, 8)
+    for rank in range(4):
+        assert run(schedule, rank) == [p for step in steps_of(schedule, rank) for p in step]
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_a_stage_that_can_runs_the_pairs_as_one(name):
+    schedule = build(name, 4, 8)
+    assert any(len(step) == 2 for step in schedule.ranks[1])
+    assert run(schedule, 1, PairStage) == ["&".join(step) for step in steps_of(schedule, 1)]
+
+
+def test_a_stage_is_done_after_its_last_pass():
+    schedule, log = build("zb-v", 4, 8), []
+
+    class Logging(Stage):
+        def __init__(self, number: int, _: list[str]) -> None:
+            super().__init__(number, log)
+
+    run(schedule, 2, Logging, on_stage_done=lambda stage: log.append(f"done {stage}"))
+    for stage in schedule.placement.stages_on(2):
+        at = log.index(f"done {stage}")
+        assert log[at - 1].startswith(str(stage))
+        assert not any(entry.startswith(str(stage)) for entry in log[at:])
+
+
+def test_a_tensor_that_nobody_uses_is_named():
+    schedule, rank = build("1f1b", 2, 2), 1
+    axis = Axis(rank, 2, (0, 1))
+    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    program = tuple(item for item in lower(schedule)[rank] if isinstance(item, Exchange) or item[0].kind is not Kind.F)
+    with pytest.raises(AssertionError, match="never used: 0F0, 0F1"):
+        execute(program, schedule.placement, {1: Stage(1, [])}, comm)
+
+
+def test_an_error_says_in_which_pass_of_which_rank():
+    class Failing(Stage):
+        def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
+            raise ValueError("not finite")
+
+    with pytest.raises(ValueError, match="not finite") as caught:
+        run(build("zb-h1", 4, 4), 2, Failing)
+    assert caught.value.__notes__ == ["in pass 2B0 of pipeline rank 2"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v"])
+def test_every_pass_and_message_is_labelled_while_a_profiler_records(tmp_path, name):
+    schedule, rank = build(name, 2, 4), 0
+    with profile() as recorded:
+        run(schedule, rank)
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))  # recorded.events() demangles 2F0 to F0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    labels = sorted(event["name"] for event in events if event.get("cat") == "user_annotation")
+    messages = [m for item in lower(schedule)[rank] if isinstance(item, Exchange) for m in item.messages]
+    expected = [p for step in steps_of(schedule, rank) for p in step]
+    expected += [f"send {m.made_by} ->{m.dst}" if m.src == rank else f"recv {m.made_by} <-{m.src}" for m in messages]
+    assert labels == sorted(expected)
+
+
+class Linear(nn.Module):
+    """Keeps its input for backward, not its output, of which `alive` counts those that still have memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.storages, self.alive = nn.Linear(4, 4), [], []
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.x = torch.ones(2, 1, 4) if x is None else x
+
+    def forward(self) -> Tensor:
+        self.alive.append(sum(storage() is not None for storage in self.storages))
+        out: Tensor = self.layer(self.x)
+        self.storages.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+def test_an_output_is_gone_once_it_is_sent_while_its_graph_stays(monkeypatch):
+    """GPipe's rank 0 sends 8 outputs before its first backward; kept, they would all be alive at the last forward."""
+    schedule, module = build("gpipe", 2, 8), Linear()
+    axis = Axis(0, 2, (0, 1))
+    comm = P2PCommunicator(axis, (2, 1, 4), torch.float32, transport=Void(axis), sends_in_flight=0)
+    stage = PipelineStage(
+        module,
+        lambda _, model: (model(), None),
+        None,
+        holds_loss=False,
+        loss_divisor=8,
+        per_token=False,
+        collect_non_loss_data=False,
+        stream=lambda microbatch: Stream(0, microbatch),
+    )
+    monkeypatch.setattr(Void, "one", lambda self, op: Done())  # keeps no operation
+    monkeypatch.setattr(torch, "empty", torch.ones)  # what the void delivers: gradients of ones
+    execute(lower(schedule)[0], schedule.placement, {0: stage}, comm)
+    assert module.alive == [0] * 8
+    torch.testing.assert_close(module.layer.bias.grad, torch.full((4,), 16.0))  # 8 microbatches of 2 ones
+
+
+def test_evaluation_runs_the_forwards_of_the_same_table():
+    log = run(forward_only(build("zb-v", 4, 8)), 3)
+    forwards = [p for step in steps_of(build("zb-v", 4, 8), 3) for p in step if "F" in p]
+    assert log == forwards

@@ -1,0 +1,203 @@
+"""Messages reach whom they are for: every mode, every schedule, transports that wait, Megatron's nine methods."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.mesh import Axis, ProcessMesh
+from megapipe.pipeline_parallel import p2p
+from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
+from megapipe.schedule import SCHEDULES, Schedule, ScheduleError, build
+
+from .relay import Done, Rendezvous, Void, Wires, relay
+
+RANKS = [2, 3, 4, 8]
+
+
+def every_schedule(p: int) -> list[Schedule]:
+    """All of the catalogue that p ranks can run, with 2p microbatches."""
+    found = []
+    for name, entry in SCHEDULES.items():
+        if "costs" not in entry.generate.__code__.co_varnames:  # a search of seconds
+            try:
+                found.append(build(name, p, 2 * p))
+            except ScheduleError:
+                assert (name, p % 2) == ("dualpipe", 1)
+    return found
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("mode", P2PMode)
+@pytest.mark.parametrize("p", RANKS)
+def test_every_schedule_delivers_every_message_over_gloo(p, mode, variable):
+    def body(mesh: ProcessMesh) -> None:
+        for schedule in every_schedule(p):
+            relay(mesh, schedule, Transport(mesh.pp, mode), variable=variable)
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["sends-wait", "one-at-a-time"])
+@pytest.mark.parametrize("mode", P2PMode)
+@pytest.mark.parametrize("p", RANKS)
+def test_every_schedule_completes_where_sends_wait_for_their_receives(p, mode, both):
+    wires = {schedule.name: Wires() for schedule in every_schedule(p)}
+
+    def body(mesh: ProcessMesh) -> None:
+        for schedule in every_schedule(p):
+            for variable in (False, True):
+                wire = wires[schedule.name]
+                relay(mesh, schedule, Rendezvous(mesh.pp, mode, wire, both=both), variable=variable)
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+def comm_of(mesh: ProcessMesh, mode: str, **options: bool) -> P2PCommunicator:
+    return P2PCommunicator(mesh.pp, (2, 1, 3), torch.float32, transport=Transport(mesh.pp, mode), **options)
+
+
+def full(number: float, length: int = 2) -> Tensor:
+    return torch.full((length, 1, 3), float(number))
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("mode", P2PMode)
+@pytest.mark.parametrize("p", RANKS)
+def test_all_four_directions_at_once_bring_the_right_neighbours_tensors(p, mode, variable):
+    def body(mesh: ProcessMesh) -> None:
+        rank, comm = mesh.pp.rank, comm_of(mesh, mode, variable_seq_lengths=variable)
+        length = (lambda r: 1 + r) if variable else (lambda r: 2)
+        for turn in range(3):
+            mine = rank + 100 * turn
+            below, above = comm.send_forward_backward_recv_forward_backward(
+                full(mine, length(rank)), full(-mine - 0.5, length(rank)), True, True, (2, 1, 3)
+            )
+            before, after = (rank - 1) % p, (rank + 1) % p
+            torch.testing.assert_close(below.detach(), full(before + 100 * turn, length(before)))
+            torch.testing.assert_close(above.detach(), full(-after - 100 * turn - 0.5, length(after)))
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+@pytest.mark.parametrize("mode", P2PMode)
+@pytest.mark.parametrize("p", [2, 4])
+def test_megatrons_one_f_one_b_loop_runs_on_its_methods(p, mode):
+    """Warm-up, pairs, cool-down: each stage adds 1 going up and 10 going down."""
+
+    def body(mesh: ProcessMesh) -> None:
+        comm, shape, m = comm_of(mesh, mode), (2, 1, 3), 6
+        first, last = mesh.pp.rank == 0, mesh.pp.rank == p - 1
+        warmup = min(p - 1 - mesh.pp.rank, m)
+
+        def forward(x: Tensor | None, microbatch: int) -> Tensor:
+            assert (x is None) == first
+            x = full(microbatch) if x is None else x
+            assert x.eq(microbatch + mesh.pp.rank).all()
+            return x.detach() + 1
+
+        def backward(grad: Tensor | None, microbatch: int) -> Tensor:
+            assert (grad is None) == last
+            grad = full(microbatch) if grad is None else grad
+            assert grad.eq(microbatch + 10 * (p - 1 - mesh.pp.rank)).all()
+            return grad.detach() + 10
+
+        for i in range(warmup):
+            comm.send_forward(forward(comm.recv_forward(shape, first), i), last)
+        x = comm.recv_forward(shape, first)
+        for i in range(m - warmup):
+            grad = comm.send_forward_recv_backward(forward(x, warmup + i), shape, last)
+            below = backward(grad, i)
+            if i == m - warmup - 1:
+                comm.send_backward(below, first)
+            else:
+                x = comm.send_backward_recv_forward(below, shape, first)
+        for i in range(m - warmup, m):
+            comm.send_backward(backward(comm.recv_backward(shape, last), i), first)
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_overlapped_calls_return_handles_to_wait_for(p):
+    def body(mesh: ProcessMesh) -> None:
+        rank, comm = mesh.pp.rank, comm_of(mesh, "plain")
+        x, up = comm.send_forward_recv_forward(full(rank), True, (2, 1, 3), overlap_p2p_comm=True)
+        grad, down = comm.send_backward_recv_backward(full(-rank), True, (2, 1, 3), overlap_p2p_comm=True)
+        assert set(up) == {"send_next", "recv_prev"}
+        assert set(down) == {"send_prev", "recv_next"}
+        for handle in (*up.values(), *down.values()):
+            handle.wait()
+        assert x.requires_grad
+        assert x.eq((rank - 1) % p).all()
+        assert grad.eq(-((rank + 1) % p)).all()
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+def test_ring_mode_names_all_directions_in_one_native_call(monkeypatch):
+    calls: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(torch.distributed, "ring_exchange", lambda group, **named: calls.append(named), raising=False)
+    axis = Axis(1, 4, (0, 1, 2, 3))
+    ops = [
+        Op(True, 2, full(0)),
+        Op(False, 0, full(1)),
+        Op(True, 0, full(2)),
+        Op(False, 2, full(3)),
+        Op(True, 2, full(4)),
+    ]
+    Transport(axis, "ring").post(ops)
+    assert [sorted(call) for call in calls] == [
+        ["tensor_recv_next", "tensor_recv_prev", "tensor_send_next", "tensor_send_prev"],
+        ["tensor_send_next"],
+    ]
+    assert calls[0]["tensor_send_next"] is ops[0].tensor
+    assert calls[0]["tensor_recv_next"] is ops[3].tensor
+
+
+def test_a_ring_completes_as_a_unit(monkeypatch):
+    waited: list[int] = []
+
+    class Counting(Void):
+        def one(self, op: Op) -> Done:
+            done = super().one(op)
+            done.wait = lambda: waited.append(op.peer)
+            return done
+
+    axis = Axis(1, 3, (0, 1, 2))
+    handles = Counting(axis, "ring").post([Op(True, 2, full(0)), Op(False, 0, full(1))])
+    handles[1].wait()
+    assert sorted(waited) == [0, 2]
+    handles[0].wait()
+    assert sorted(waited) == [0, 2], "gloo would wait for another message"
+
+
+@pytest.mark.parametrize("mode, syncs", [("batched", 1), ("plain", 0)])
+def test_batch_p2p_sync_synchronizes_after_a_batch(monkeypatch, mode, syncs):
+    seen: list[torch.device] = []
+    monkeypatch.setattr(p2p, "synchronize", seen.append)
+    axis = Axis(1, 3, (0, 1, 2))
+    comm = P2PCommunicator(axis, (2, 1, 3), torch.float32, transport=Void(axis, mode), batch_p2p_sync=True)
+    comm.recv_forward((2, 1, 3), False)
+    assert len(seen) == syncs
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe"])
+def test_links_open_in_one_order_on_all_ranks(monkeypatch, name):
+    monkeypatch.setattr(Axis, "barrier", lambda self: None)
+    placement = build(name, 4, 8).placement
+
+    def links(rank: int) -> list[tuple[int, int]]:
+        axis = Axis(rank, 4, (0, 1, 2, 3))
+        void = Void(axis)
+        comm = P2PCommunicator(axis, (1, 1, 1), torch.float32, transport=void)
+        comm.open_links(placement)
+        return [(rank, op.peer) if op.sends else (op.peer, rank) for op in void.posted]
+
+    used = [(0, 1), (1, 0), (0, 3), (3, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    used = used if name == "interleaved" else [link for link in used if set(link) != {0, 3}]
+    for rank in range(4):
+        assert links(rank) == [link for link in used if rank in link]
