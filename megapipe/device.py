@@ -28,6 +28,12 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def be_deterministic() -> None:
+    """From here on torch refuses kernels whose results differ from run to run. Call it before any work on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums with a fixed workspace only
+    torch.use_deterministic_algorithms(True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work on the device; nothing to wait for on a CPU."""
     if device.type == "cuda":

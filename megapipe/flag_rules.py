@@ -26,13 +26,14 @@ _ANY = ("*",)
 _UNFUSED = "names a fused kernel that we do not have"
 _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
-_FP16 = "speaks of the loss scale of --fp16, which is refused"
 
 ACCEPTED: dict[str, Accepted] = {
     "--use-mcore-models": Accepted(_SWITCH, "there is one model; without effect in Megatron-LM too"),
     "--use-dist-ckpt": Accepted(_SWITCH, "checkpoints are always distributed"),
     "--use-cpu-initialization": Accepted(_SWITCH, "initial weights are the same under every tp, pp and schedule"),
-    "--accumulate-allreduce-grads-in-fp32": Accepted(_SWITCH, "gradients are added and reduced in float32"),
+    "--accumulate-allreduce-grads-in-fp32": Accepted(
+        _SWITCH, "gradients are added in float32, and reduced so without --grad-reduce-in-bf16"
+    ),
     "--attention-softmax-in-fp32": Accepted(_SWITCH, "torch's attention kernels compute the softmax in float32"),
     "--apply-query-key-layer-scaling": Accepted(
         _SWITCH, "the factor cancels out; it guards scores of 16 bits, which our kernels do not keep"
@@ -65,10 +66,6 @@ ACCEPTED: dict[str, Accepted] = {
     "--main-params-dtype": Accepted(("fp32",), _FLOAT32),
     "--exp-avg-dtype": Accepted(("fp32",), _FLOAT32),
     "--exp-avg-sq-dtype": Accepted(("fp32",), _FLOAT32),
-    "--initial-loss-scale": Accepted(_ANY, _FP16),
-    "--min-loss-scale": Accepted(_ANY, _FP16),
-    "--loss-scale-window": Accepted(_ANY, _FP16),
-    "--hysteresis": Accepted(_ANY, _FP16),
 }
 
 _SPEED = "leave it out: it asks for speed, not for other results"
@@ -89,8 +86,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("override-ckpt-iteration", "use --ckpt-step"),
     ("dist-ckpt-format", "use --ckpt-format torch_dist"),
     ("local-rank", "start with torchrun, which passes the rank in the environment"),
-    ("fp16", "use --bf16"),
-    ("loss-scale fp16-lm-cross-entropy", "belongs to --fp16; use --bf16"),
+    ("fp16-lm-cross-entropy", "the loss is always computed in float32"),
     ("use-distributed-optimizer", _MEMORY),
     ("checkpoint-activations", "an old name; use --recompute-granularity full"),
     ("distribute-saved-activations", _MEMORY),
@@ -105,7 +101,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("train-data-path valid-data-path test-data-path *-data-args-path data-args-path", "use --data-path and --split"),
     ("vocab-file merge-file", "use --tokenizer-type SentencePieceTokenizer --tokenizer-model FILE"),
     ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "tokenizers are SentencePiece and Null"),
-    ("deterministic-mode", "on a CPU runs repeat bit for bit; on a GPU attention's backward pass does not"),
     ("wandb-* one-logger-* otel-*", "use --tensorboard-dir"),
     ("no-bias-gelu-fusion", "without fusion Megatron-LM takes the erf form of GELU; megapipe has the tanh form"),
     (
@@ -141,7 +136,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("mtp-*", "there is no multi-token prediction"),
     (
         "fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*",
-        "precision is float32 or bf16",
+        "precision is float32, bf16 or fp16",
     ),
     ("muon-* lion-* sgd-* use-precision-aware-optimizer *optimizer-*offload* qk-clip*", "the optimizer is AdamW"),
     ("*fsdp*", "parameters are not sharded over data-parallel ranks"),

@@ -26,6 +26,7 @@ from megapipe.validate_inputs import (
 )
 from megapipe.validate_model import variant_problems
 from megapipe.validate_numbers import check_numbers, flag
+from megapipe.validate_training import training_problems
 
 Problems = Iterator[str]
 
@@ -46,6 +47,7 @@ def validate(config: Config, *, has_cuda: bool) -> None:
     problems += _length(sound)
     problems += _layout(sound)
     problems += _learning_rate(sound)
+    problems += training_problems(sound)
     problems += data_problems(sound)
     problems += _vocabulary(sound)
     problems += checkpoint_problems(sound)
@@ -106,12 +108,6 @@ def _model(config: Config) -> Problems:
                 f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {_division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {_or(_tensor_sizes(config))}."
             )
-    s = config.train.seq_length
-    if m.sequence_parallel and s and s % tp:
-        yield (
-            f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}: {_division(s, tp)}. "
-            f"Use --seq-length {_near(s, tp)}, or leave --sequence-parallel out."
-        )
     if positions and config.train.seq_length and config.train.seq_length > positions:
         yield (
             f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "

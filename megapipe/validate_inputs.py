@@ -82,7 +82,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
         yield "--distributed-backend nccl needs a GPU, and torch sees none. Use --distributed-backend gloo."
     if attention == "fused" and not on_gpu:
         yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
-    if attention == "flash" and on_gpu and not config.train.bf16:
+    if attention == "flash" and on_gpu and not config.train.half:
         yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
     if attention == "flash" and on_gpu and config.model.window_size:
         yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."

@@ -33,11 +33,12 @@ MAY_IMPORT = {
     "plan": "config errors overrides schedule pipeline_parallel.partition pipeline_parallel.layout",
     "validate_numbers": "config",
     "validate_model": "config validate_numbers",
+    "validate_training": "config validate_numbers",
     "validate_inputs": "config errors data validate_numbers",
     "validate": "config errors overrides schedule data optim plan validate_inputs "
-    "validate_model validate_numbers",
+    "validate_model validate_numbers validate_training",
     "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
-    "validate",
+    "validate validate_training",
     "convert": "config data errors mesh models pipeline_parallel.partition training",
 }
 

@@ -89,9 +89,12 @@ class FlatBuffers:
             for view, part in zip(views, torch.split(summed, [view.numel() for view in views]), strict=True):
                 view.copy_(part.view_as(view))
 
-    def reduce(self, dp: Axis) -> None:
-        """Sum the gradients over the data-parallel ranks: one all-reduce."""
-        dp.all_reduce(self.grads)
+    def reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> None:
+        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given: one all-reduce."""
+        if dtype is None or dp.size == 1:
+            dp.all_reduce(self.grads)
+        else:
+            self.grads.copy_(dp.all_reduce(self.grads.to(dtype)))
 
     def copy_main_to_model(self) -> None:
         """Round the updated main parameters to the model's dtype."""

@@ -111,7 +111,7 @@ class Optimizer:
         """
         for buffers in self.buffers:
             buffers.sum_over_tp(self.mesh.tp)
-            buffers.reduce(self.mesh.dp)
+            buffers.reduce(self.mesh.dp, torch.bfloat16 if self.train.grad_reduce_in_bf16 else None)
         for _, buffers in self._twins:
             buffers.reduce(self.mesh.twins)
         self._add_tied()

@@ -57,6 +57,7 @@ def get_forward_backward_func(
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         calculate_per_token_loss: bool = False,
+        loss_scale: float = 1.0,
         stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
         on_stage_done: Callable[[int], None] | None = None,
     ) -> list[dict[str, Any]]:
@@ -73,6 +74,7 @@ def get_forward_backward_func(
             forward_only: evaluation; the same order of forwards, no gradients.
             collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
             calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
+            loss_scale: factor on every loss before backward, see optim.loss_scale.
             stream: the randomness of a microbatch.
             on_stage_done: called with a stage's number when its last pass is over.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
@@ -91,6 +93,7 @@ def get_forward_backward_func(
                 iterator,
                 holds_loss=table.placement.is_last(number),
                 loss_divisor=num_microbatches,
+                loss_scale=loss_scale,
                 per_token=calculate_per_token_loss,
                 collect_non_loss_data=collect_non_loss_data,
                 stream=stream,

@@ -29,6 +29,7 @@ class PipelineStage:
         holds_loss: its forward ends in loss_func.
         loss_divisor: number of microbatches; a loss in (sum, tokens) form is divided by its tokens too unless
             per_token. collect_non_loss_data asks loss_func for other data instead.
+        loss_scale: factor on the loss that is differentiated, not on what is reported.
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
     Attributes:
@@ -43,6 +44,7 @@ class PipelineStage:
         *,
         holds_loss: bool,
         loss_divisor: int,
+        loss_scale: float = 1.0,
         per_token: bool,
         collect_non_loss_data: bool,
         stream: Callable[[int], Stream],
@@ -50,6 +52,7 @@ class PipelineStage:
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
+        self.loss_scale = loss_scale
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         self.weight_grads = WeightGrads()
         self.results: dict[int, Any] = {}
@@ -95,7 +98,7 @@ class PipelineStage:
         with self.weight_grads.capturing(), self.stream(microbatch).active():
             output, loss_func = run() if self._overlapped is None else self._overlapped(run, cuts)
             if self.holds_loss:
-                output = self._loss(microbatch, output, loss_func)
+                output = self._loss(microbatch, output, loss_func) * self.loss_scale
         if torch.is_grad_enabled():
             # Only the graph: the output's memory is free once it is sent, as with deallocate_pipeline_outputs.
             self._saved[microbatch] = x, get_gradient_edge(output), cuts

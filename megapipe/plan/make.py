@@ -88,11 +88,11 @@ def make_plan(config: Config) -> Plan:
     """
     model, train, par = config.model, config.train, config.parallel
     schedule = schedule_of(config, config.num_microbatches)
-    element = 2 if train.bf16 else 4
+    element = 2 if train.half else 4
     tp, rows = par.tensor_model_parallel_size, model.padded_vocab_size or 0
     work = pieces(model, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
     # Gradient and two moments in float32; beside a rounded weight also its master copy.
-    state, replica = element + 12 + 4 * train.bf16, element + 4
+    state, replica = element + 12 + 4 * train.half, element + 4
     counts = counts_of(config, schedule.placement)
     plan = Plan(schedule, counts, work, state, replica, model.tied, rows * model.hidden, tp)
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB

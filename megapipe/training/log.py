@@ -33,6 +33,7 @@ class IterationReport:
     learning_rate: float
     global_batch_size: int
     losses: Mapping[str, float]
+    loss_scale: float
     grad_norm: float | None
     num_zeros: int | None
     params_norm: float | None
@@ -55,7 +56,7 @@ def iteration_line(report: IterationReport, now: datetime) -> str:
     parts.append(f" learning rate: {r.learning_rate:.6E} |")
     parts.append(f" global batch size: {r.global_batch_size:5d} |")
     parts += [f" {name}: {value:.6E} |" for name, value in r.losses.items()]
-    parts.append(f" loss scale: {1.0:.1f} |")
+    parts.append(f" loss scale: {r.loss_scale:.1f} |")
     if r.grad_norm is not None:
         parts.append(f" grad norm: {r.grad_norm:.3f} |")
     if r.num_zeros is not None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
 
 import torch
@@ -20,7 +18,7 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.device import has_cuda, memory_bytes, pick_device, synchronize
+from megapipe.device import be_deterministic, has_cuda, memory_bytes, pick_device, synchronize
 from megapipe.errors import ConfigError, UserError
 from megapipe.mesh import ProcessMesh
 from megapipe.models.provider import StageProvider
@@ -31,7 +29,7 @@ from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.plan import changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
-from megapipe.training.checkpoint import check_save, find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.flops import flops_per_token
 from megapipe.training.log import (
     IterationReport,
@@ -43,8 +41,11 @@ from megapipe.training.log import (
 )
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
+from megapipe.training.progress import Progress, Window
+from megapipe.training.signals import ExitSignal
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.validate import validate
+from megapipe.validate_training import idle_flags
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
@@ -79,6 +80,8 @@ def pretrain(
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
 
+    if config.train.deterministic_mode:
+        be_deterministic()
     device = pick_device(config.parallel)
     mesh = ProcessMesh.create(config.parallel, device)
     try:
@@ -103,15 +106,6 @@ def _agree(config: Config, mesh: ProcessMesh) -> None:
     )
 
 
-@dataclass
-class Progress:
-    """Where a run is; saved with every checkpoint."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-
-
 class Run:
     """One rank's part of a run."""
 
@@ -132,6 +126,8 @@ class Run:
         speaker = place.rank_of[place.chain - 1]
         self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self.say(arguments(config))
+        if idle := idle_flags(config):
+            self.say(f"WARNING: without effect, as there is no dynamic loss scale without --fp16: {', '.join(idle)}")
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), layers of plain torch (local)")
         self.modules = [self._module(provider, plan.spans[stage]) for stage in place.stages_on(mesh.pp.rank)]
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
@@ -162,6 +158,7 @@ class Run:
         """From where the run is to its last iteration."""
         config, progress = self.config, self.progress
         window = Window()
+        self.signal = ExitSignal(config.train.exit_signal if config.train.exit_signal_handler else None)
         last_saved = progress.iteration
         while progress.iteration < config.train_iters:
             self.profiler.before(progress.iteration)
@@ -187,28 +184,33 @@ class Run:
             self._evaluate(self.valid, f"iteration {progress.iteration} on validation set", board=False)
             self._evaluate(self.test, f"iteration {progress.iteration} on test set", board=False)
         self.board.close()
+        self.signal.close()
 
     def step(self) -> StepResult:
         """One iteration of training."""
         assert self.batches is not None
-        consumed = self.progress.consumed_train_samples
+        progress, size = self.progress, self.config.global_batch_size
+        consumed = progress.consumed_train_samples
         result = train_step(
             self.pipeline,
             self.optimizer,
             self.batches.at(consumed),
             consumed,
-            learning_rate(self.lr, consumed),
+            learning_rate(self.lr, progress.scheduled_samples),
+            loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
         )
-        self.progress.iteration += 1
-        self.progress.consumed_train_samples += self.config.global_batch_size
+        progress.iteration += 1
+        progress.consumed_train_samples += size
+        progress.skipped_samples += size * result.skipped
+        progress.loss_scale = progress.loss_scale.after(result.skipped, self.config.train)
         return result
 
     def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
         module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)
         initialize(module, self.config.train.seed, self.mesh.tp)
-        if self.config.train.bf16:
-            module = module.to(torch.bfloat16)
+        if self.config.train.half:
+            module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
         if self.mesh.dp.rank == 0:
             count = sum(p.numel() for p in module.parameters())
             where = f"({self.mesh.tp.rank}, {self.mesh.pp.rank})"
@@ -233,7 +235,8 @@ class Run:
         """The log line every --log-interval iterations and after the first, TensorBoard at its own interval."""
         config, log, n = self.config, self.config.log, self.progress.iteration
         samples = self.progress.consumed_train_samples
-        lr = learning_rate(self.lr, samples)  # as Megatron prints it: already that of the next iteration
+        # As Megatron prints it: already that of the next iteration.
+        lr = learning_rate(self.lr, self.progress.scheduled_samples)
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
         in_line = n % log.log_interval == 0 or window.first
         if not (on_board or in_line):
@@ -244,7 +247,7 @@ class Run:
                 "learning-rate": lr,
                 "batch-size": config.global_batch_size,
                 **result.losses,
-                "loss-scale": 1.0,
+                "loss-scale": self.progress.loss_scale.scale,
                 "grad-norm": result.grad_norm,
                 "num-zeros": result.num_zeros,
                 "params-norm": norm,
@@ -267,6 +270,7 @@ class Run:
             learning_rate=lr,
             global_batch_size=config.global_batch_size,
             losses=window.mean_losses(),
+            loss_scale=self.progress.loss_scale.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
             params_norm=norm,
@@ -281,7 +285,8 @@ class Run:
         window.clear()
 
     def _stop_if_not_finite(self, result: StepResult) -> None:
-        if result.skipped and not self.config.train.no_check_for_nan_in_loss_and_grad:
+        train = self.config.train
+        if result.skipped and not (train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale):
             what = f"loss {result.losses}, gradient norm {result.grad_norm}"
             raise TrainingError(
                 f"iteration {self.progress.iteration}: {what}. Nothing was updated; the last checkpoint is sound. "
@@ -305,12 +310,12 @@ class Run:
 
     def _resume(self) -> Progress:
         path = find_checkpoint(self.config.checkpoint, self.mesh)
-        progress = Progress()
+        progress = Progress.after(LoadedState(), self.config.train)
         if path is not None:
             loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
             self.lr = loaded.schedule or self.lr
             self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
-            progress = Progress(loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
+            progress = Progress.after(loaded, self.config.train)
         if self.config.checkpoint.save:
             check_save(self.config.checkpoint.save, progress.iteration, self.mesh)
         return progress
@@ -327,55 +332,16 @@ class Run:
     def _exit_reason(self) -> str | None:
         """Why to stop early, agreed over all ranks."""
         train, n = self.config.train, self.progress.iteration
-        if train.exit_duration_in_mins is not None:
-            minutes = torch.tensor([(time.monotonic() - self.started) / 60], device=self.mesh.device)
-            longest = self.mesh.world.all_reduce(minutes, "max").item()
-            if longest > train.exit_duration_in_mins:
+        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
+            mine = [(time.monotonic() - self.started) / 60, float(self.signal.received)]
+            longest, signalled = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
+            if signalled:
+                return f"[exiting program after receiving {train.exit_signal}]"
+            if train.exit_duration_in_mins is not None and longest > train.exit_duration_in_mins:
                 return f"[exiting program after {longest} minutes]"
         if train.exit_interval and n % train.exit_interval == 0:
             return f"[exiting program at iteration {n}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
         return None
-
-
-class Window:
-    """What happened since the last log line."""
-
-    def __init__(self) -> None:
-        self.first = True
-        self.clear()
-
-    def clear(self) -> None:
-        """Start after a line."""
-        self.skipped = self.nan = self._iterations = 0
-        self._sums: dict[str, float] = {}
-        self._counted = 0
-        self._seconds = 0.0
-        self._since = time.monotonic()
-
-    def add(self, result: StepResult) -> None:
-        """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
-        self._seconds += time.monotonic() - self._since
-        self._since = time.monotonic()
-        self._iterations += 1
-        self.skipped += result.skipped
-        self.nan += any(math.isnan(loss) for loss in result.losses.values())
-        if not result.skipped:
-            self._counted += 1
-            self._sums = {k: self._sums.get(k, 0.0) + v for k, v in result.losses.items()}
-        self._last = result.losses
-
-    def restart(self) -> None:
-        """Leave the time of an evaluation or a save out of the iterations' time."""
-        self._since = time.monotonic()
-
-    def seconds_per_iteration(self) -> float:
-        """Mean time of an iteration."""
-        self.first = False
-        return self._seconds / self._iterations
-
-    def mean_losses(self) -> dict[str, float]:
-        """Means over the iterations that advanced; the last losses as they are if none did."""
-        return {k: v / self._counted for k, v in self._sums.items()} if self._counted else self._last
 
 
 def device_name(device: torch.device) -> str:

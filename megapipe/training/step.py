@@ -63,7 +63,7 @@ class Pipeline:
         self._forward_backward = get_forward_backward_func(mesh.pp.size, vp, mesh=mesh, schedule=schedule)
 
     def run(
-        self, microbatches: Sequence[Tensor], consumed: int, *, evaluate: bool = False
+        self, microbatches: Sequence[Tensor], consumed: int, *, evaluate: bool = False, loss_scale: float = 1.0
     ) -> tuple[dict[str, float], float]:
         """All passes of one step.
 
@@ -85,6 +85,7 @@ class Pipeline:
             micro_batch_size=b,
             forward_only=evaluate,
             calculate_per_token_loss=config.train.calculate_per_token_loss,
+            loss_scale=loss_scale,
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1), self._documents(microbatches, i)
             ),
@@ -139,16 +140,17 @@ def train_step(
     consumed: int,
     lr: float,
     *,
+    loss_scale: float = 1.0,
     count_zeros: bool = False,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update."""
     optimizer.zero_grad()
-    losses, tokens = pipeline.run(microbatches, consumed)
+    losses, tokens = pipeline.run(microbatches, consumed, loss_scale=loss_scale)
     if not all(math.isfinite(loss) for loss in losses.values()):
         return StepResult(losses, math.nan, tokens, skipped=True)
     per_token = pipeline.config.train.calculate_per_token_loss
     scale = 1 / max(tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
-    info = optimizer.step(lr, scale, count_zeros)
+    info = optimizer.step(lr, scale / loss_scale, count_zeros)
     return StepResult(losses, info.grad_norm, tokens, info.skipped, info.num_zeros)
 
 

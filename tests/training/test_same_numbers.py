@@ -5,63 +5,15 @@ Ranks are threads here; test_launch.py does the same with torchrun.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
+from short_run import alone, config, split, train
 from tiny import STYLES
 
-from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.data.build import build_datasets
-from megapipe.data.tokenizer import build_tokenizer
-from megapipe.mesh import ProcessMesh
-from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.pretrain import Run
-from pretrain_gpt import forward_step
-
-STEPS = 20
-
-
-def config(model: ModelConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, schedule: str = "1f1b", **train) -> Config:
-    """A run of 20 steps with 4 microbatches of 2 sequences."""
-    return Config(
-        model=replace(model, max_position_embeddings=16, padded_vocab_size=128),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule
-        ),
-        train=TrainConfig(
-            micro_batch_size=2,
-            global_batch_size=8,
-            seq_length=16,
-            train_iters=STEPS,
-            lr=3e-3,
-            lr_warmup_iters=2,
-            **train,
-        ),
-        data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=127, num_workers=0),
-        world_size=tp * dp * pp,
-    )
-
-
-def train(mesh: ProcessMesh, config: Config) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
-    tokenizer = build_tokenizer(config.data)
-    data = build_datasets(config, tokenizer)
-    run = Run(config, mesh, gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
-    return [(result.losses["lm loss"], result.grad_norm) for result in (run.step() for _ in range(STEPS))]
-
-
-@cache
-def alone(style: str, **train_flags) -> list[tuple[float, float]]:
-    return train(ProcessMesh.single(), config(STYLES[style], **train_flags))
-
-
-def split(style: str, **layout) -> list[list[tuple[float, float]]]:
-    sizes = {axis: layout.get(axis, 1) for axis in ("tp", "dp", "pp")}
-    return run_threads(partial(train, config=config(STYLES[style], **layout)), **sizes, timeout_s=60)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -81,6 +33,21 @@ def test_pipeline_parallel_runs_have_the_same_bits_as_one_process(style, pp, sch
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}])
 def test_tensor_and_data_parallel_runs_agree_to_five_digits(style, layout):
     for rank in split(style, **layout):
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("style", "layout"),
+    [
+        ("gpt2", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
+        ("gpt2", {"tp": 2, "schedule": "zb-h1"}),
+        ("llama", {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+    ],
+)
+def test_sequence_parallel_runs_agree_to_five_digits(style, layout):
+    shared = config(replace(STYLES[style], sequence_parallel=True), **layout)
+    sizes = {axis: size for axis, size in layout.items() if axis != "schedule"}
+    for rank in run_threads(partial(train, config=shared), **sizes):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)), rtol=1e-5, atol=0)
 
 

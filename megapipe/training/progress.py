@@ -1,0 +1,85 @@
+"""Where a run is, and what happened since its last log line."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from megapipe.config import TrainConfig
+from megapipe.optim.loss_scale import LossScale
+from megapipe.training.checkpoint import LoadedState
+from megapipe.training.step import StepResult
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint.
+
+    Attributes:
+        skipped_samples: those of iterations that updated nothing, which the learning rate does not count.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_samples: int = 0
+    loss_scale: LossScale = field(default_factory=LossScale)
+
+    @staticmethod
+    def after(loaded: LoadedState, train: TrainConfig) -> Progress:
+        """Where a checkpoint was; a dynamic loss scale goes on from its own only."""
+        scale = LossScale(**loaded.state.get("loss_scale", {}))
+        return Progress(
+            loaded.iteration,
+            loaded.consumed_train_samples,
+            loaded.consumed_valid_samples,
+            loaded.state.get("skipped_samples", 0),
+            scale if scale.dynamic and train.dynamic_loss_scale else LossScale.start(train),
+        )
+
+    @property
+    def scheduled_samples(self) -> int:
+        """Where the learning rate is on its curve."""
+        return self.consumed_train_samples - self.skipped_samples
+
+
+class Window:
+    """What happened since the last log line."""
+
+    def __init__(self) -> None:
+        self.first = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Start after a line."""
+        self.skipped = self.nan = self._iterations = 0
+        self._sums: dict[str, float] = {}
+        self._counted = 0
+        self._seconds = 0.0
+        self._since = time.monotonic()
+
+    def add(self, result: StepResult) -> None:
+        """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
+        self._seconds += time.monotonic() - self._since
+        self._since = time.monotonic()
+        self._iterations += 1
+        self.skipped += result.skipped
+        self.nan += any(math.isnan(loss) for loss in result.losses.values())
+        if not result.skipped:
+            self._counted += 1
+            self._sums = {k: self._sums.get(k, 0.0) + v for k, v in result.losses.items()}
+        self._last = result.losses
+
+    def restart(self) -> None:
+        """Leave the time of an evaluation or a save out of the iterations' time."""
+        self._since = time.monotonic()
+
+    def seconds_per_iteration(self) -> float:
+        """Mean time of an iteration."""
+        self.first = False
+        return self._seconds / self._iterations
+
+    def mean_losses(self) -> dict[str, float]:
+        """Means over the iterations that advanced; the last losses as they are if none did."""
+        return {k: v / self._counted for k, v in self._sums.items()} if self._counted else self._last

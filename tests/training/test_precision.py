@@ -1,0 +1,77 @@
+"""fp16 with its loss scale, in training; ranks are threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from short_run import alone, config, run_of, split
+from tiny import STYLES
+
+from megapipe.config import CheckpointConfig, Config
+from megapipe.mesh import ProcessMesh
+from megapipe.optim.lr import learning_rate
+from megapipe.pipeline_parallel.threads import run_threads
+
+
+def test_a_power_of_two_as_loss_scale_changes_no_bit():
+    assert alone("gpt2", loss_scale=1024.0) == alone("gpt2")
+
+
+def test_fp16_trains_close_to_float32_once_its_scale_fits():
+    exact, half = alone("llama"), alone("llama", fp16=True, initial_loss_scale=2.0**13)
+    assert half[-1][0] == pytest.approx(exact[-1][0], abs=0.02)
+    assert half != exact
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"pp": 2, "schedule": "zb-h1"}])
+def test_all_ranks_skip_the_same_steps_and_agree_on_the_scale(layout):
+    def states(mesh: ProcessMesh, config: Config) -> list[tuple[bool, float]]:
+        run = run_of(mesh, config)
+        return [(run.step().skipped, run.progress.loss_scale.scale) for _ in range(14)]
+
+    flags = {"fp16": True, "initial_loss_scale": 2.0**26, "hysteresis": 1, "loss_scale_window": 4.0}
+    first, *others = run_threads(
+        partial(states, config=config(STYLES["gpt2"], **layout, **flags)),
+        **{axis: size for axis, size in layout.items() if axis != "schedule"},
+    )
+    assert all(other == first for other in others)
+    skipped = [skip for skip, _ in first]
+    assert skipped[0]
+    assert not all(skipped)
+    assert any(after > before for (_, before), (_, after) in pairwise(first)), "it grew again"
+
+
+def test_a_step_that_overflows_changes_neither_weights_nor_learning_rate():
+    run = run_of(ProcessMesh.single(), config(STYLES["gpt2"], fp16=True, initial_loss_scale=2.0**60, hysteresis=1))
+    before = [b.main.clone() for b in run.optimizer.buffers]
+    assert run.step().skipped
+    assert all(torch.equal(x, b.main) for x, b in zip(before, run.optimizer.buffers, strict=True))
+    assert (run.progress.loss_scale.scale, run.progress.consumed_train_samples) == (2.0**59, 8)
+    assert learning_rate(run.lr, run.progress.scheduled_samples) == learning_rate(run.lr, 0)
+
+
+def test_a_resumed_run_goes_on_with_its_loss_scale_bit_for_bit(tmp_path):
+    flags = config(STYLES["gpt2"], fp16=True, initial_loss_scale=2.0**24, hysteresis=1, loss_scale_window=4.0)
+    flags = replace(flags, checkpoint=CheckpointConfig(save=str(tmp_path), load=str(tmp_path)))
+    run = run_of(ProcessMesh.single(), flags)
+    for _ in range(6):
+        run.step()
+    run._save()
+    again = run_of(ProcessMesh.single(), flags)
+    assert again.progress == run.progress
+    assert (
+        again.progress.loss_scale
+        != run_of(ProcessMesh.single(), replace(flags, checkpoint=CheckpointConfig())).progress.loss_scale
+    )
+    assert [again.step() for _ in range(6)] == [run.step() for _ in range(6)]
+
+
+def test_gradients_reduced_in_bf16_differ_in_the_third_digit():
+    rounded, exact = split("llama", dp=2, bf16=True, grad_reduce_in_bf16=True)[0], split("llama", dp=2, bf16=True)[0]
+    assert rounded[0][0] == exact[0][0], "the first loss knows no gradient"
+    assert rounded[0][1] != exact[0][1]
+    assert rounded[0][1] == pytest.approx(exact[0][1], rel=4e-3)
