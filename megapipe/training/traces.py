@@ -88,15 +88,16 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             break
     else:
         return []
-    return [
-        Slice(
-            Pass(Kind(m[2]), int(m[1]), int(m[3])),
-            begin,
-            end,
-            sum(b - a for a, b in messages if begin <= a and b <= end),
-        )
-        for m, begin, end in sorted(passes, key=lambda row: row[1])
-    ]
+    rows: list[Slice] = []
+    for m, begin, end in sorted(passes, key=lambda row: row[1]):
+        waited = sum(b - a for a, b in messages if begin <= a and b <= end)
+        if rows and begin < rows[-1].end:  # an overlapped pair: half of its time each, one after the other
+            first = rows.pop()
+            end, waited = max(end, first.end), max(waited, first.waited)
+            begin, waited = (first.start + end) / 2, waited / 2
+            rows.append(Slice(first.label, first.start, begin, waited))
+        rows.append(Slice(Pass(Kind(m[2]), int(m[1]), int(m[3])), begin, end, waited))
+    return rows
 
 
 def _steps(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
