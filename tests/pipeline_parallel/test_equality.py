@@ -1,50 +1,112 @@
-"""A pipeline computes what the unsplit model computes: every gradient, every schedule, ranks as threads."""
+"""A pipeline trains what one process trains: every loss, gradient, gradient norm and weight, under every schedule.
+
+Cases, their training and the comparison are those of the fuzzer (tools/equivalence.py).
+"""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
-from tiny import STYLES, run_step
+from continued import go_on
+from rank_pool import Pool
 
-from megapipe.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import build
-
-MICROBATCHES = 4
-
-
-@cache
-def whole(style: str):
-    return run_step(ProcessMesh.single(), STYLES[style], build("naive", 1, MICROBATCHES))
+from megapipe.schedule import SCHEDULES
+from tools.equivalence import Case, alone, differences, table, train
+from tools.fuzz_equivalence import fuzz
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-def test_losses_and_every_gradient_equal_the_unsplit_model(name, tp, pp, style):
-    losses, gradients = whole(style)
-    step = partial(run_step, model=STYLES[style], schedule=build(name, pp, MICROBATCHES))
-    ranks = run_threads(step, tp=tp, pp=pp, timeout_s=30)
-
-    assert [reported for reported, _ in ranks if reported] == [pytest.approx(losses, rel=1e-12)] * tp
-    seen = set()
-    for rank, (_, local) in enumerate(ranks):
-        for param, (gradient, dim, full) in local.items():
-            expected = gradients[param][0].reshape(full)
-            if dim is not None:
-                expected = expected.chunk(tp, dim)[rank % tp]
-            torch.testing.assert_close(gradient, expected.reshape(gradient.shape), rtol=1e-9, atol=1e-14)
-            seen.add(param)
-    assert seen == set(gradients)
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_each():
+    """As in the processes: sums of other lengths would have other bits. And ranks are threads enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_float32_gradients_have_the_same_bits_under_every_split(name, pp):
-    step = partial(run_step, model=STYLES["gpt2"], dtype=torch.float32)
-    _, gradients = step(ProcessMesh.single(), schedule=build("naive", 1, MICROBATCHES))
-    for _, local in run_threads(partial(step, schedule=build(name, pp, MICROBATCHES)), pp=pp, timeout_s=30):
-        for param, (gradient, _, _) in local.items():
-            assert torch.equal(gradient, gradients[param][0]), param
+CHUNKS = {"interleaved": 2, "interleaved-zb": 2, "zb-auto": 1}
+
+
+def case_of(schedule: str, pp: int, layers: int, **settings) -> Case:
+    """The layers spread evenly."""
+    case = Case(schedule, pp, 2 * pp, (), chunks=CHUNKS.get(schedule), **settings)
+    chain = table(case).placement.chain
+    return replace(case, layers=(layers // chain,) * chain)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_what_one_process_trains(schedule, tp, dp):
+    """Tied and untied, with and without recomputation."""
+    cases = [
+        case_of(schedule, 2, 4, tp=tp, dp=dp, tied=tied, recompute=recompute)
+        for tied in (True, False)
+        for recompute in ("none", "full")
+    ]
+    ranks = run_threads(lambda mesh: [train(mesh, case) for case in cases], tp=tp, dp=dp, pp=2, timeout_s=60)
+    for case, outcomes in zip(cases, zip(*ranks, strict=True), strict=True):
+        assert differences(case, outcomes) == []
+
+
+@pytest.mark.parametrize(("schedule", "style"), list(zip(SCHEDULES, cycle(["gpt2", "llama"]))))
+def test_four_ranks_train_what_one_process_trains(schedule, style):
+    case = case_of(schedule, 4, 8, style=style, tied=style == "gpt2")
+    assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=4, timeout_s=60)) == []
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "dualpipe"])
+def test_float32_has_the_bits_of_one_process_for_twenty_steps(schedule):
+    case = case_of(schedule, 2, 4, dtype="float32", steps=20)
+    assert case.same_bits
+    assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60)) == []
+
+
+def test_dualpipe_rounds_otherwise_in_float32():
+    case = case_of("dualpipe", 2, 4, dtype="float32", steps=20)
+    mine, whole = run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60)[0], alone(case.whole)
+    assert mine.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+LAYOUTS = [(4, 1, 1), (2, 1, 2), (2, 2, 1)]  # pp, dp, tp
+
+
+@pytest.mark.parametrize(("schedule", "layout"), list(zip(SCHEDULES, cycle(LAYOUTS))))
+def test_processes_train_what_one_process_trains(pool, schedule, layout):
+    pp, dp, tp = layout
+    number = list(SCHEDULES).index(schedule)
+    recompute = ("none", "full", "selective")[number // 3 % 3]
+    case = case_of(schedule, pp, 8, tp=tp, dp=dp, tied=number % 2 == 0, recompute=recompute)
+    assert differences(case, pool.run(train, [layout], case)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("dualpipe", "1f1b"), ("zb-v", "dualpipe"), ("interleaved", "dualpipe-v"), ("1f1b", "zb-v")]
+)
+def test_a_run_goes_on_under_another_schedule_and_layout(pool, tmp_path, before, after):
+    first = case_of(before, 4, 8)
+    then = case_of(after, 2, 8, tp=2)
+    then = replace(then, microbatches=first.microbatches)
+    assert differences(then, pool.run(go_on, [(4, 1, 1), (2, 1, 2)], first, then, tmp_path)) == []
+
+
+def test_a_rank_without_layers_takes_part():
+    case = Case("1f1b", 3, 4, (1, 0, 1), dp=2, steps=1)
+    assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=3, dp=2, timeout_s=60)) == []
+
+
+def test_twenty_seconds_of_drawn_cases():
+    count, case, found = fuzz(20, seed=4)
+    assert (case, found) == (None, [])
+    assert count > 10

@@ -1,0 +1,116 @@
+"""Draw schedules, layouts and settings, and compare their training with one process.
+
+    python tools/fuzz_equivalence.py --seconds 600 --seed 0
+
+A case trains a tiny GPT for three steps in float64, ranks as threads over gloo, and must have the losses, gradients,
+gradient norms, weights and validation loss of the unsplit model; where nothing is summed in another order, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+
+import torch  # noqa: E402
+
+from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
+from megapipe.schedule import SCHEDULES, ScheduleError  # noqa: E402
+from tools.equivalence import RECOMPUTE, STYLES, Case, differences, table, train  # noqa: E402
+
+
+def run(case: Case) -> list[str]:
+    """The differences of a case, ranks as threads; a case that fails has its error."""
+    try:
+        return differences(
+            case, run_threads(partial(train, case=case), tp=case.tp, dp=case.dp, pp=case.pp, timeout_s=60)
+        )
+    except Exception as error:
+        return ["".join(traceback.format_exception(error))]
+
+
+def draw(rng: random.Random) -> Case:
+    """A case that its schedule allows, of at most 8 ranks."""
+    while True:
+        name, pp = rng.choice(list(SCHEDULES)), rng.randint(1, 4)
+        tp, dp = rng.choice(
+            [sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)) if sizes[0] * sizes[1] * pp <= 8]
+        )
+        case = Case(
+            schedule=name,
+            pp=pp,
+            microbatches=rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12)),
+            layers=(),
+            chunks=rng.randint(1, 3) if SCHEDULES[name].chunks is None else None,
+            tp=tp,
+            dp=dp,
+            style=rng.choice(list(STYLES)),
+            tied=rng.random() < 0.5,
+            recompute=rng.choice(list(RECOMPUTE)),
+            per_token_loss=rng.random() < 0.25,
+            file=rng.choice((None, None, "json", "csv")),
+        )
+        try:
+            chain = table(case).placement.chain
+        except ScheduleError:
+            continue
+        layers = tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain))
+        if 0 < sum(layers) <= 10:
+            return replace(case, layers=layers)
+
+
+def command(case: Case) -> str:
+    """What to type to run the case again."""
+    given = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
+    return f"python tools/fuzz_equivalence.py --case '{json.dumps(given)}'"
+
+
+def fuzz(seconds: float, seed: int) -> tuple[int, Case | None, list[str]]:
+    """Draw cases until the time is up or one differs: how many ran, that case and its differences."""
+    rng, start, count = random.Random(seed), time.monotonic(), 0
+    said = start
+    while time.monotonic() - start < seconds:
+        case = draw(rng)
+        count += 1
+        if found := run(case):
+            return count, case, found
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"{count} cases in {said - start:.0f} s, no difference", flush=True)
+    return count, None, []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--case", help="run this one case, as printed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    count = 1
+    case: Case | None = None
+    if options.case:
+        given = json.loads(options.case)
+        case = Case(**given | {"layers": tuple(given["layers"])})
+        found = run(case)
+    else:
+        count, case, found = fuzz(options.seconds, options.seed)
+    if found and case is not None:
+        print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
+        sys.stdout.flush()
+        os._exit(1)  # threads may wait for a rank that failed
+    print(f"{count} cases, seed {options.seed}: no difference from one process")
+
+
+if __name__ == "__main__":
+    main()
