@@ -106,8 +106,8 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     if ended:
         return f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} {TERMINATED}"
     ends = {rank: end for rank in reports if (end := _follow(reports, rank))}
-    for (culprit, text), first in {end: rank for rank, end in reversed(ends.items())}.items():
-        others = sorted({rank for rank, end in ends.items() if end[0] == culprit} | {first})
+    for culprit, text in ends.values():
+        others = sorted(rank for rank, end in ends.items() if end[0] == culprit != rank)
         return f"rank {culprit} {text}; {_ranks(others)} {'waits' if len(others) == 1 else 'wait'} for it"
     if len({report.step for report in reports.values()}) > 1:
         return "; ".join(f"rank {rank} is in {report.step}" for rank, report in sorted(reports.items()))
@@ -121,12 +121,12 @@ def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
     while (waits := reports[rank].waits) and rank not in seen:
         seen.add(rank)
         here, there = reports[rank], reports[waits.peer]
-        left = "received" if waits.sends else "sent"
+        left = f"{'received' if waits.sends else 'sent'} {waits.what} {'from' if waits.sends else 'to'} rank {rank}"
         owed = Link(waits.what, rank, not waits.sends)
         if here.step == there.step and there.ahead is not None and owed not in there.ahead:
-            return waits.peer, f"is in {there.place} and never {left} {waits.what}"
+            return waits.peer, f"is in {there.place} and never {left}"
         if there.waits is None:
-            return waits.peer, f"is in {there.place} since {there.since_s:.1f} s and has not yet {left} {waits.what}"
+            return waits.peer, f"is in {there.place} since {there.since_s:.1f} s and has not yet {left}"
         rank = waits.peer
     return None
 

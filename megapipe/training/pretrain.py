@@ -19,7 +19,7 @@ from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.device import be_deterministic, has_cuda, memory_bytes, pick_device, synchronize
-from megapipe.errors import ConfigError, UserError
+from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
 from megapipe.models.provider import StageProvider
 from megapipe.optim.lr import LRSchedule, learning_rate
@@ -27,6 +27,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.overrides import inline
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
@@ -48,10 +49,6 @@ from megapipe.validate import validate
 from megapipe.validate_training import idle_flags
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
-
-
-class TrainingError(UserError):
-    """The run went wrong while training: a loss or gradient that is not a number."""
 
 
 def pretrain(
@@ -85,8 +82,9 @@ def pretrain(
     device = pick_device(config.parallel)
     mesh = ProcessMesh.create(config.parallel, device)
     try:
-        _agree(config, mesh)
-        Run(config, mesh, provider, forward_step, data, tokenizer.eod, started).train()
+        with Watch(mesh):
+            _agree(config, mesh)
+            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started).train()
     finally:
         mesh.close()
 

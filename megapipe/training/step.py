@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapipe.config import Config
 from megapipe.data.loader import Batch, make_batch
 from megapipe.documents import Documents, find_documents
+from megapipe.errors import TrainingError
 from megapipe.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
@@ -74,6 +75,8 @@ class Pipeline:
         """
         config, dp = self.config, self.mesh.dp
         b, s = config.train.micro_batch_size, config.train.seq_length
+        what = "evaluation" if evaluate else "iteration"
+        self.mesh.position.begin(f"{what} {consumed // config.global_batch_size + 1}")
         for module in self.modules:
             module.train(not evaluate)
         reported = self._forward_backward(
@@ -90,7 +93,10 @@ class Pipeline:
                 config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1), self._documents(microbatches, i)
             ),
         )
-        return self._means(reported)
+        self.mesh.position.enter("the sum of the losses")
+        means = self._means(reported, 2 * consumed + evaluate)
+        self.mesh.position.leave()
+        return means
 
     def _documents(self, microbatches: Sequence[Tensor], i: int) -> Documents | None:
         """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
@@ -118,17 +124,30 @@ class Pipeline:
 
         return map(batch, order)
 
-    def _means(self, reported: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
-        """Sum what the loss stages reported over data and pipeline ranks. A value is (sum, count) or one number."""
+    def _means(self, reported: list[dict[str, Any]], place: int) -> tuple[dict[str, float], float]:
+        """Sum what the loss stages reported over all ranks. A value is (sum, count) or one number.
+
+        place: where this rank is in the data; ranks at different ones would add up different steps unnoticed.
+        """
         if self._names is None:
             known = self.mesh.pp.gather_json(sorted(reported[0]) if reported else [])
             self._names = max(known, key=len)
-        rows = torch.zeros(len(self._names), 2, dtype=torch.float64)
-        for result in reported:
+        rows = torch.zeros(len(self._names) + 1, 2, dtype=torch.float64)
+        residue = place % 2**20  # its square, summed over 4096 ranks, is exact in float64
+        rows[-1] = torch.tensor((residue, residue**2))
+        for result in reported if self.mesh.tp.rank == 0 else ():  # all ranks of a tensor-parallel group report it
             for i, name in enumerate(self._names):
                 value = torch.as_tensor(result[name]).detach().double().flatten().cpu()
                 rows[i] += value if value.numel() == 2 else torch.stack((value[0], torch.ones(())))
-        rows = self.mesh.pp.all_reduce(self.mesh.dp.all_reduce(rows.to(self.mesh.device))).cpu()
+        rows = self.mesh.world.all_reduce(rows.to(self.mesh.device)).cpu()
+        total, squares = map(int, rows[-1].tolist())
+        if total**2 != squares * self.mesh.world.size:  # Cauchy-Schwarz: equal for equal numbers alone
+            places = self.mesh.world.gather_json(place // 2)
+            raise TrainingError(
+                "the ranks are at different places of the data: "
+                + ", ".join(f"rank {rank} at sample {sample}" for rank, sample in enumerate(places))
+                + ". Nothing was updated; start again from the last checkpoint with --load."
+            )
         means = {name: (rows[i, 0] / rows[i, 1]).item() for i, name in enumerate(self._names)}
         return means, rows[0, 1].item() if self._names else 0.0
 
@@ -150,7 +169,10 @@ def train_step(
         return StepResult(losses, math.nan, tokens, skipped=True)
     per_token = pipeline.config.train.calculate_per_token_loss
     scale = 1 / max(tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
+    position = pipeline.mesh.position
+    position.enter("the optimizer step")
     info = optimizer.step(lr, scale / loss_scale, count_zeros)
+    position.leave()
     return StepResult(losses, info.grad_norm, tokens, info.skipped, info.num_zeros)
 
 
