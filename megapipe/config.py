@@ -193,10 +193,21 @@ class ParallelConfig:
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
     memory_limit_gib: float | None = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
+    no_overlap_p2p_communication: bool = False
+    """Post messages between stages in batches instead of one by one."""
+    use_ring_exchange_p2p: bool = False
+    """Post messages between stages as ring exchanges, each complete as a unit; wins over the flag before."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl with a GPU, gloo without."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective or message may take before the run is stopped."""
+
+    @property
+    def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
+        """How messages between stages are posted, see pipeline_parallel.transport."""
+        if self.use_ring_exchange_p2p:
+            return "ring"
+        return "batched" if self.no_overlap_p2p_communication else "plain"
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("use-distributed-optimizer", _MEMORY),
     ("checkpoint-activations", "an old name; use --recompute-granularity full"),
     ("distribute-saved-activations", _MEMORY),
-    ("overlap-* no-overlap-p2p-communication use-ring-exchange-p2p ddp-* no-align-* disable-align-*", _SPEED),
+    ("overlap-* ddp-* no-align-* disable-align-*", _SPEED),
     ("async-save ckpt-fully-parallel-* no-ckpt-fully-parallel-save ckpt-assume-constant-structure", _SPEED),
     ("manual-gc* no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level", _SPEED),
     ("tp-comm-* no-tp-comm-* disable-tp-comm-* defer-embedding-wgrad-compute", _SPEED),

@@ -13,7 +13,8 @@ from megapipe.mesh import Axis, ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
-from megapipe.schedule import Program, Schedule, build, forward_only, lower, verify
+from megapipe.pipeline_parallel.transport import Transport
+from megapipe.schedule import Placement, Program, Schedule, build, forward_only, lower, verify
 from megapipe.tensor_parallel.rng import Stream
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
@@ -31,6 +32,7 @@ def get_forward_backward_func(
     *,
     mesh: ProcessMesh,
     schedule: Schedule | str | None = None,
+    p2p_mode: str = "plain",
 ) -> ForwardBackward:
     """The function that runs one step's forward and backward passes under a schedule.
 
@@ -38,11 +40,13 @@ def get_forward_backward_func(
         pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to one chunk.
         mesh: who this rank is.
         schedule: a table, or a name that `schedule.build` knows; default 1f1b, interleaved with several chunks.
+        p2p_mode: how messages are posted, a `transport.P2PMode`.
     Returns: a function with Megatron's keywords, see `forward_backward` below.
     """
     pp_size = pp_size or mesh.pp.size
     assert pp_size == mesh.pp.size, f"pp_size {pp_size}, but the mesh has {mesh.pp.size} pipeline ranks"
     dtype: torch.dtype | None = None
+    opened: set[Placement] = set()
     name = schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b")
 
     def forward_backward(
@@ -106,7 +110,10 @@ def get_forward_backward_func(
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
         nonlocal dtype
         dtype = dtype or _message_dtype(modules, mesh.pp)
-        comm = P2PCommunicator(mesh.pp, shape, dtype)
+        comm = P2PCommunicator(mesh.pp, shape, dtype, transport=Transport(mesh.pp, p2p_mode))
+        if table.placement not in opened:
+            comm.open_links(table.placement)
+            opened.add(table.placement)
         with torch.set_grad_enabled(not forward_only):
             program = _programs(table, forward_only)[mesh.pp.rank]
             execute(program, table.placement, stages, comm, on_stage_done=on_stage_done, position=mesh.position)

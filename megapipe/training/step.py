@@ -61,7 +61,9 @@ class Pipeline:
         self._forward_step, self._eod = forward_step, eod
         self._names: list[str] | None = None
         vp = len(modules) if len(modules) > 1 else None
-        self._forward_backward = get_forward_backward_func(mesh.pp.size, vp, mesh=mesh, schedule=schedule)
+        self._forward_backward = get_forward_backward_func(
+            mesh.pp.size, vp, mesh=mesh, schedule=schedule, p2p_mode=config.parallel.p2p_mode
+        )
 
     def run(
         self, microbatches: Sequence[Tensor], consumed: int, *, evaluate: bool = False, loss_scale: float = 1.0
