@@ -70,6 +70,7 @@ class Case:
     style: str = "gpt2"
     tied: bool = True
     recompute: str = "none"
+    sequence_parallel: bool = False
     per_token_loss: bool = False
     file: str | None = None
     dtype: str = "float64"
@@ -88,6 +89,7 @@ class Case:
             tp=1,
             dp=1,
             recompute="none",
+            sequence_parallel=False,
             file=None,
         )
 
@@ -106,6 +108,7 @@ class Case:
                 max_position_embeddings=SEQ,
                 padded_vocab_size=VOCAB,
                 untie_embeddings_and_output_weights=not self.tied,
+                sequence_parallel=self.sequence_parallel,
                 **STYLES[self.style],
                 **RECOMPUTE[self.recompute],
             ),

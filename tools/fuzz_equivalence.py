@@ -57,6 +57,7 @@ def draw(rng: random.Random) -> Case:
             style=rng.choice(list(STYLES)),
             tied=rng.random() < 0.5,
             recompute=rng.choice(list(RECOMPUTE)),
+            sequence_parallel=tp > 1 and rng.random() < 0.5,
             per_token_loss=rng.random() < 0.25,
             file=rng.choice((None, None, "json", "csv")),
         )
