@@ -82,6 +82,8 @@ class ModelConfig:
     """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
     cross_entropy_loss_fusion: bool = False
     """Output head and loss in one operation that never holds all logits: far less memory, one product more."""
+    model_provider: str | None = None
+    """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
     """Layers of plain torch (local, so far also auto); transformer_engine is refused until it is implemented."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
@@ -355,6 +357,8 @@ class CheckpointConfig:
     """Stop if --load holds no checkpoint."""
     ckpt_step: int | None = None
     """Load this iteration instead of the newest."""
+    use_checkpoint_args: bool = False
+    """Take the architecture from the checkpoint instead of the flags."""
     finetune: bool = False
     """Load the weights only and start at iteration 0."""
     no_save_optim: bool = False

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
     "validate validate_training",
     "convert": "config data errors mesh models pipeline_parallel.partition training",
+    "testing": "config data mesh models pipeline_parallel schedule tensor_parallel training",
 }
 
 

@@ -5,26 +5,23 @@ python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def m
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from megapipe.cli import parse, stop
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megapipe.config import CheckpointConfig, Config
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, ConfigError, UserError
 from megapipe.mesh import Axis, ProcessMesh
-from megapipe.models.provider import gpt_provider
+from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import find_checkpoint, load_checkpoint
-
-T = TypeVar("T")
+from megapipe.training.saved_config import saved_config
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,14 @@ def main(argv: Sequence[str]) -> None:
     folder = find_checkpoint(checkpoint)
     if folder is None:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint")
-    config = json.loads((folder / "state.json").read_text())["config"]
-    model_config = _read(ModelConfig, config["model"])
-    data = _read(
-        DataConfig, config["data"] | ({"tokenizer_model": flags.tokenizer_model} if flags.tokenizer_model else {})
+    saved = saved_config(folder)
+    model_config = saved.model
+    tokenizer = build_tokenizer(
+        replace(saved.data, tokenizer_model=flags.tokenizer_model) if flags.tokenizer_model else saved.data
     )
-    tokenizer = build_tokenizer(data)
 
-    model = gpt_provider(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
+    provider = find_provider(model_config.model_provider) if model_config.model_provider else gpt_provider
+    model = stage_provider(provider)(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
     initialize(model, 0, Axis())
     load_checkpoint(folder, [model], None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
     ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
@@ -98,11 +95,6 @@ def _problems(flags: Flags) -> Iterator[str]:
         yield f"--num-tokens {flags.num_tokens} must be at least 1"
     if flags.temperature < 0 or flags.top_k < 0:
         yield f"--temperature {flags.temperature} and --top-k {flags.top_k} must not be negative"
-
-
-def _read(cls: type[T], values: dict[str, Any]) -> T:
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
 
 
 if __name__ == "__main__":

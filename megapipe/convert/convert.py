@@ -24,6 +24,7 @@ from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.training import commit
 from megapipe.training.checkpoint import STATE
+from megapipe.training.saved_config import saved_config
 
 BESIDE = "huggingface"
 """Folder beside our checkpoints that keeps config.json and the tokenizer for the way back."""
@@ -115,7 +116,7 @@ def export_checkpoint(
         raise CheckpointError(f"{target} is not empty; give another folder")
     files = commit.read_manifest(folder)
     commit.verify(folder, files, files)
-    config = read_config(folder)
+    config = saved_config(folder)
     model, saved = config.model, SavedTensors(folder)
     if beside is None and (folder.parent / BESIDE / "config.json").exists():
         beside = folder.parent / BESIDE
@@ -153,15 +154,6 @@ def export_checkpoint(
     return Converted(target, config, tuple(notes(content, model, vocab_size)), vocab_size)
 
 
-def read_config(folder: Path) -> Config:
-    """The configuration a checkpoint was saved with, of which model and data are kept."""
-    try:
-        saved = json.loads((folder / STATE).read_text())["config"]
-        return Config(model=_known(ModelConfig, saved["model"]), data=_known(DataConfig, saved["data"]))
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
-
-
 def _data(source: Path, vocab_size: int) -> DataConfig:
     """The tokenizer, if it is one of ours."""
     model = source / "tokenizer.model"
@@ -187,11 +179,6 @@ def _state(config: Config) -> str:
         "torch": torch.__version__,
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _known(cls: type[Any], values: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
 
 
 def _copy_others(source: Path, target: Path) -> None:

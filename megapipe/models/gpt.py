@@ -24,6 +24,7 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import dropout
 
 T = TypeVar("T")
+LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
@@ -63,9 +64,9 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     """The layers of a span, and the final norm where the loss is."""
 
-    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
+    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis, layer: LayerProvider) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(n): TransformerLayer(config, tp, n) for n in span.layers})
+        self.layers = nn.ModuleDict({str(n): layer(config, tp, n) for n in span.layers})
         self.final_layernorm = Norm(config, config.hidden, sum_over_tp=config.sequence_parallel) if span.loss else None
         layers = iter(self.layers.values())
         # A plain list: nothing is registered twice.
@@ -86,14 +87,19 @@ class GPTModel(nn.Module):
 
     A tied output head is a parameter of its own with its own gradient (Layout.tied_to says whose weight it repeats), so
     that the sum of both uses is the same number whether they share a rank or not.
+
+    Args:
+        layer: builds a layer from the configuration, the tensor-parallel axis and its number in the whole model.
     """
 
-    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
+    def __init__(
+        self, config: ModelConfig, span: LayerSpan, tp: Axis, *, layer: LayerProvider = TransformerLayer
+    ) -> None:
         super().__init__()
         assert config.padded_vocab_size is not None
         self.config, self.span, self.tp = config, span, tp
         self.embedding = Embedding(config, tp) if span.embedding else None
-        self.decoder = Decoder(config, span, tp)
+        self.decoder = Decoder(config, span, tp, layer)
         self.output_layer = None
         if span.loss:
             self.output_layer = ColumnParallelLinear(

@@ -21,7 +21,7 @@ from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.device import be_deterministic, has_cuda, memory_bytes, pick_device, synchronize
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
-from megapipe.models.provider import StageProvider
+from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.overrides import inline
@@ -44,6 +44,7 @@ from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress, Window
 from megapipe.training.signals import ExitSignal
+from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.validate import validate
 from megapipe.validate_training import idle_flags
@@ -53,7 +54,7 @@ DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 def pretrain(
     config: Config,
-    provider: StageProvider,
+    provider: Provider,
     forward_step: ForwardStep,
     datasets: DatasetsProvider = build_datasets,
 ) -> None:
@@ -61,7 +62,7 @@ def pretrain(
 
     Args:
         config: from `cli.parse`, or built in Python; the world size is taken from the launcher's environment.
-        provider: builds this rank's stages.
+        provider: builds this rank's stages; ours or Megatron's signature. --model-provider names another.
         forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
             `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss.
         datasets: gives the token datasets.
@@ -69,7 +70,10 @@ def pretrain(
     """
     started = time.monotonic()
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    config = with_checkpoint_args(config)
     validate(config, has_cuda=has_cuda())
+    if config.model.model_provider is not None:
+        provider = find_provider(config.model.model_provider)
     tokenizer = build_tokenizer(config.data)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     config = dataclasses.replace(config, model=dataclasses.replace(inline(config.model), padded_vocab_size=vocab))
@@ -111,7 +115,7 @@ class Run:
         self,
         config: Config,
         mesh: ProcessMesh,
-        provider: StageProvider,
+        provider: Provider,
         forward_step: ForwardStep,
         data: Datasets,
         eod: int,
@@ -127,7 +131,9 @@ class Run:
         if idle := idle_flags(config):
             self.say(f"WARNING: without effect, as there is no dynamic loss scale without --fp16: {', '.join(idle)}")
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), layers of plain torch (local)")
-        self.modules = [self._module(provider, plan.spans[stage]) for stage in place.stages_on(mesh.pp.rank)]
+        own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
+        provider = stage_provider(provider, own)
+        self.modules = [self._module(provider, span) for span in own]
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
         if plan.before is not None:
             self.say(changes(plan))

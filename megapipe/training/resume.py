@@ -10,13 +10,14 @@ from megapipe.config import Config, ModelConfig
 from megapipe.optim.lr import LRSchedule
 
 # These may differ: they say how the model is computed, trained or begun, not what its weights mean.
-_FREE = {
+FREE = {
     "attention_backend",
     "attention_dropout",
     "embedding_init_method_std",
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "model_provider",  # the names and shapes of the parameters say it
     "recompute_activations",
     "recompute_granularity",
     "recompute_method",
@@ -65,7 +66,7 @@ def resume_problems(
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
     """The settings that the weights depend on, defaults filled in."""
-    fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+    fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
     if model.hidden_size and model.num_attention_heads:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]

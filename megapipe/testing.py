@@ -1,0 +1,197 @@
+"""A test that any model provider can be put through: python -m pytest with one line,
+
+    def test_my_provider(): check_provider(my_provider, ModelConfig(num_layers=4, hidden_size=32, ...))
+
+The oracle is the unsplit model in float64: a stage is right if the pieces compute what the whole does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import Config, ModelConfig
+from megapipe.data.loader import Batch, make_batch
+from megapipe.errors import CheckpointError
+from megapipe.mesh import Layout, ProcessMesh, layout_of
+from megapipe.models.provider import Provider, stage_provider
+from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.partition import nearly_even, spans
+from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, Kind, Schedule, build
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
+
+RANKS, MICROBATCHES, BATCH = 2, 4, 2
+TOLERANCE = 1e-9
+"""Of float64 numbers, relative to the largest of a tensor."""
+
+
+def check_provider(
+    provider: Provider,
+    model: ModelConfig,
+    *,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    tensor_parallel: int = 1,
+    seq_length: int = 8,
+    forward_step: ForwardStep | None = None,
+) -> None:
+    """Split over two pipeline ranks under every schedule the model computes what it computes in one piece, and a
+    checkpoint of the whole loads into the pieces. Takes seconds; ranks are threads on the CPU.
+
+    Args:
+        model: a small configuration with padded_vocab_size; dropout is set to 0.
+        tensor_parallel: also split every layer over so many ranks.
+        forward_step: (data_iterator, model) -> (output, loss_func); default: that of pretrain_gpt.py.
+    Raises: AssertionError with one line for each loss, gradient or weight that differs.
+    """
+    assert model.padded_vocab_size is not None, "give padded_vocab_size"
+    model = replace(model, attention_dropout=0.0, hidden_dropout=0.0)
+    case = _Case(provider, model, seq_length, forward_step or _forward_step)
+    whole = case.run(build("gpipe", 1, MICROBATCHES), ProcessMesh.single())
+    problems = []
+    for name in schedules:
+        ranks = run_threads(partial(case.run, build(name, RANKS, MICROBATCHES)), tp=tensor_parallel, pp=RANKS)
+        problems += [f"{name}: {line}" for line in _differences(whole, ranks, tensor_parallel)]
+    problems += case.round_trip()
+    assert not problems, "\n".join(["the pieces are not the whole:", *problems])
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One rank's losses by microbatch, and its parameters: (layout, initial weight, gradient) by name."""
+
+    losses: list[float]
+    params: dict[str, tuple[Layout, Tensor, Tensor | None]]
+    tp_rank: int
+
+
+@dataclass(frozen=True)
+class _Case:
+    provider: Provider
+    model: ModelConfig
+    seq_length: int
+    forward_step: ForwardStep
+
+    def run(self, schedule: Schedule, mesh: ProcessMesh) -> _Result:
+        """One step of training without an optimizer."""
+        own = schedule.placement.stages_on(mesh.pp.rank)
+        modules = self.stages(mesh, schedule)
+        before = {name: param.detach().clone() for name, param in _named(modules)}
+        draw = torch.Generator().manual_seed(7)
+        shape = (MICROBATCHES, BATCH, self.seq_length + 1)
+        tokens = torch.randint(0, self.model.padded_vocab_size or 1, shape, generator=draw)
+        iterators: list[Iterator[Batch] | None] = []
+        for stage in own:
+            steps = schedule.ranks[mesh.pp.rank]
+            order = [p.microbatch for step in steps for p in step if p.kind is Kind.F and p.stage == stage]
+            ends = schedule.placement.is_first(stage) or schedule.placement.is_last(stage)
+            iterators.append(map(make_batch, tokens[order]) if ends else None)
+        reported = get_forward_backward_func(mesh=mesh, schedule=schedule)(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators,
+            model=modules,
+            num_microbatches=MICROBATCHES,
+            seq_length=self.seq_length,
+            micro_batch_size=BATCH,
+        )
+        losses = [float(next(iter(result.values()))) for result in reported]
+        params = {name: (layout_of(p), before[name], p.grad) for name, p in _named(modules)}
+        return _Result(losses, params, mesh.tp.rank)
+
+    def stages(self, mesh: ProcessMesh, schedule: Schedule, *, seed: int = 1) -> list[nn.Module]:
+        """The modules of a rank, in float64."""
+        counts = nearly_even(self.model.layers, schedule.placement.chain)
+        own = [spans(counts, schedule.placement)[stage] for stage in schedule.placement.stages_on(mesh.pp.rank)]
+        build_stage = stage_provider(self.provider, own)
+        modules = [build_stage(self.model, span, mesh.tp) for span in own]
+        for module in modules:
+            initialize(module, seed, mesh.tp)
+        return [module.double() for module in modules]
+
+    def round_trip(self) -> list[str]:
+        """Save the whole, load it into two pieces that were initialised otherwise."""
+        config, single = Config(model=self.model), ProcessMesh.single()
+        whole = self.stages(single, build("gpipe", 1, MICROBATCHES))
+        saved = {name: param.detach() for name, param in _named(whole)}
+        halves = build("1f1b", RANKS, MICROBATCHES)
+
+        def load(mesh: ProcessMesh, folder: Path) -> list[str]:
+            modules = self.stages(mesh, halves, seed=2)
+            load_checkpoint(folder, modules, None, config, mesh)
+            return [name for name, param in _named(modules) if not torch.equal(param, saved[name])]
+
+        with tempfile.TemporaryDirectory() as root:
+            counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+            folder = save_checkpoint(root, 1, whole, None, counters, config, single)
+            try:
+                wrong = [name for names in run_threads(lambda mesh: load(mesh, folder), pp=RANKS) for name in names]
+            except CheckpointError as error:
+                return [f"checkpoint: {problem}" for problem in error.problems]
+        return [f"checkpoint: {name} is not what was saved" for name in wrong]
+
+
+def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[str]:
+    # In DualPipe each half of the microbatches ends on a rank of its own.
+    losses, want_losses = sorted(x for r in ranks if r.tp_rank == 0 for x in r.losses), sorted(whole.losses)
+    if len(losses) != len(want_losses) or not _close(torch.tensor(losses), torch.tensor(want_losses)):
+        yield f"losses are {losses}, not {want_losses}"
+    found: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+    layouts: dict[str, Layout] = {}
+    for rank in ranks:
+        for name, (layout, before, grad) in rank.params.items():
+            layouts[name] = layout
+            if name not in whole.params:
+                yield f"{name} is no parameter of the whole model"
+            elif not torch.equal(before, _slice(whole.params[name][1], layout, before, tp, rank.tp_rank)):
+                yield f"{name} starts otherwise than in the whole model: give it a Layout, or a seed of its own"
+            found[name, rank.tp_rank].append(torch.zeros_like(before) if grad is None else grad)
+    for name, (_, before, grad) in whole.params.items():
+        want = torch.zeros_like(before) if grad is None else grad
+        for tp_rank in range(tp):
+            parts = found.get((name, tp_rank))
+            if parts is None:
+                yield f"{name} is on no rank"
+                continue
+            got = torch.stack(parts).sum(0)  # of DualPipe's twins each has a part
+            if not _close(got, _slice(want, layouts[name], got, tp, tp_rank)):
+                yield f"the gradient of {name} differs from the whole model's"
+
+
+def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
+    """A rank's part of a whole parameter, in the shape of `like`."""
+    if layout.dim is not None:
+        whole = whole.reshape(layout.full).chunk(tp, layout.dim)[tp_rank]
+    return whole.reshape(like.shape)
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).abs().max() <= TOLERANCE * max(want.abs().max().item(), 1e-30))
+
+
+def _named(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [pair for module in modules for pair in module.named_parameters()]
+
+
+def _forward_step(data: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    if data is None:
+        return model(), _no_loss
+    batch = next(data)
+    return model(batch.tokens, batch.position_ids, labels=batch.labels), _loss
+
+
+def _loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return losses.sum(), torch.tensor(losses.numel()), {"lm loss": losses.detach().sum()}
+
+
+def _no_loss(*_: object) -> None:
+    raise AssertionError("a stage without loss has no loss function")

@@ -1,0 +1,52 @@
+"""The configuration that a checkpoint keeps, for those who continue with its architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megapipe.config import Config, DataConfig, ModelConfig
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.training.checkpoint import STATE, find_checkpoint
+from megapipe.training.resume import FREE
+
+
+def saved_config(folder: Path) -> Config:
+    """The model and data flags of the run that wrote a checkpoint; all others at their defaults.
+
+    Raises: CheckpointError if its state.json cannot be read.
+    """
+    try:
+        saved = json.loads((folder / STATE).read_text())["config"]
+        return Config(model=_known(ModelConfig, saved["model"]), data=_known(DataConfig, saved["data"]))
+    except OSError as error:
+        raise CheckpointError(f"{folder / STATE}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
+
+
+def with_checkpoint_args(config: Config) -> Config:
+    """--use-checkpoint-args: the architecture of the checkpoint to load, whatever the flags say of it.
+
+    Flags that say how the same model is computed, initialised or regularised stay those of the command line.
+
+    Raises: ConfigError without a checkpoint.
+    """
+    if not config.checkpoint.use_checkpoint_args:
+        return config
+    folder = find_checkpoint(config.checkpoint)
+    if folder is None:
+        raise ConfigError("--use-checkpoint-args needs --load with a checkpoint in it. Give the flags of the model.")
+    saved = saved_config(folder).model
+    # Unlike other free settings these cannot be chosen anew: they make the embedding fit and name the layers' code.
+    taken = {f.name for f in dataclasses.fields(ModelConfig)} - FREE | {"padded_vocab_size", "model_provider"}
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **{name: getattr(saved, name) for name in taken})
+    )
+
+
+def _known(cls: type[Any], values: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})

@@ -1,0 +1,157 @@
+"""Models of a user's own: named on the command line, Megatron's signature, the example of the docs, the ready test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import GPT2, LLAMA
+from torch import nn
+
+from megapipe.errors import ConfigError
+from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.models.gpt import GPTModel
+from megapipe.models.provider import find_provider, gpt_provider, stage_provider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.testing import check_provider
+
+LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "model_provider.md").read_text()
+EXAMPLE, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "gated_conv.py"
+    path.write_text(EXAMPLE)
+    yield path
+    sys.modules.pop("gated_conv", None)
+
+
+def test_the_example_is_short():
+    assert len(EXAMPLE.splitlines()) < 150
+
+
+def test_the_example_trains_under_zb_v_with_the_command_of_the_docs(example):
+    (command,) = re.findall(r"```\n(torchrun [^`]* --eval-iters 0)\n```", PAGE)
+    flags = command.replace("\\\n", " ").split()[3:]
+    assert flags[0] == "pretrain_gpt.py"
+    done = subprocess.run(
+        [*LAUNCH, str(ROOT / flags[0]), *flags[1:]],
+        cwd=example.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
+def test_the_test_of_the_docs_passes(example, monkeypatch):
+    monkeypatch.syspath_prepend(str(example.parent))
+    scope: dict[str, object] = {}
+    exec(TEST, scope)
+    scope["test_gated_conv"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+def test_our_own_provider_passes(config):
+    check_provider(gpt_provider, config, schedules=["1f1b", "zb-v", "dualpipe"])
+
+
+def test_megatrons_signature_is_accepted_as_it_is():
+    def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, *, span, tp):
+        assert (pre_process, post_process) == (span.embedding, span.loss)
+        return GPTModel(config, span, tp)
+
+    check_provider(model_provider, GPT2, schedules=["interleaved", "zb-v"])
+
+
+def test_vp_stage_counts_the_stages_of_a_rank():
+    def model_provider(pre_process, post_process, vp_stage=None):
+        return pre_process, post_process, vp_stage
+
+    first, last = LayerSpan(0, 1, True, False), LayerSpan(3, 1, False, True)
+    build = stage_provider(model_provider, [first, last])
+    assert build(GPT2, first, Axis()) == (True, False, 0)
+    assert build(GPT2, last, Axis()) == (False, True, 1)
+    assert stage_provider(model_provider, [first])(GPT2, first, Axis()) == (True, False, None)
+
+
+def test_a_stage_that_forgets_its_place_is_found():
+    class Shifted(GPTModel):
+        """Scales its input by numbers that depend on where the model is cut."""
+
+        def set_input_tensor(self, x):
+            super().set_input_tensor(None if x is None else x * torch.linspace(1, 1 + self.span.first, x.shape[-1]))
+
+    with pytest.raises(AssertionError, match="1f1b: losses are "):
+        check_provider(Shifted, GPT2, schedules=["1f1b"])
+
+
+def test_a_weight_without_a_seed_is_found():
+    def model_provider(config, span, tp):
+        model = GPTModel(config, span, tp)
+        if span.loss:
+            model.scale = nn.Parameter(torch.randn(1))
+        return model
+
+    with pytest.raises(AssertionError, match="scale starts otherwise than in the whole model: give it a Layout"):
+        check_provider(model_provider, GPT2, schedules=["1f1b"])
+
+
+def test_a_parameter_named_by_its_place_in_the_stage_is_found():
+    def model_provider(config, span, tp):
+        model = GPTModel(config, span, tp)
+        if not span.embedding:
+            model.extra = set_layout(nn.Parameter(torch.empty(1)), Layout((1,)))
+        return model
+
+    with pytest.raises(AssertionError, match="extra is no parameter of the whole model"):
+        check_provider(model_provider, GPT2, schedules=["1f1b"])
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("my_model", "my_model is not MODULE:NAME, such as my_model:provider or path/my_model.py:provider"),
+        (
+            "no.such.module:provider",
+            "no.such.module:provider: cannot import no.such.module: No module named 'no'. "
+            "The file can be named too: --model-provider path/to/no/such/module.py:provider",
+        ),
+        (
+            "megapipe.models.gpt:GPTModell",
+            "megapipe.models.gpt:GPTModell: megapipe.models.gpt has no function GPTModell; did you mean GPTModel?",
+        ),
+        (
+            "megapipe.models.rope:rotary_table",
+            "megapipe.models.rope:rotary_table takes (length: 'int', rotary: 'Rotary', device: 'torch.device', dtype: "
+            "'torch.dtype') -> 'tuple[Tensor, Tensor]', but a provider takes (config, span, tp) or (pre_process, "
+            "post_process, vp_stage=None)",
+        ),
+    ],
+)
+def test_a_name_that_is_no_provider_is_one_line(name, text):
+    with pytest.raises(ConfigError) as caught:
+        find_provider(name)
+    assert caught.value.problems == (f"--model-provider {text}",)
+
+
+def test_a_file_and_a_module_are_found(example, monkeypatch):
+    assert find_provider(f"{example}:provider").__name__ == "provider"
+    monkeypatch.chdir(example.parent)
+    assert find_provider("gated_conv:provider").__name__ == "provider"
+    with pytest.raises(ConfigError, match=r"cannot import nothing\.py"):
+        find_provider("nothing.py:provider")

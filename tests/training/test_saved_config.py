@@ -1,0 +1,64 @@
+"""--use-checkpoint-args: the architecture comes from the checkpoint, the rest from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import LLAMA
+
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.mesh import Axis, ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
+from megapipe.training.saved_config import saved_config, with_checkpoint_args
+
+SAVED = Config(model=LLAMA, data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=60))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+    save_checkpoint(tmp_path, 1, [whole(LLAMA)], None, counters, SAVED, ProcessMesh.single())
+    return tmp_path
+
+
+def whole(model: ModelConfig):
+    module = gpt_provider(model, LayerSpan(0, model.layers, True, True), Axis())
+    initialize(module, 1, Axis())
+    return module
+
+
+def flags(root: Path) -> Config:
+    """Nothing of the architecture but what no weight depends on."""
+    model = ModelConfig(attention_backend="unfused", attention_dropout=0.2)
+    return Config(model=model, checkpoint=CheckpointConfig(load=str(root), use_checkpoint_args=True, finetune=True))
+
+
+def test_the_architecture_comes_from_the_checkpoint(root):
+    config = with_checkpoint_args(flags(root))
+    assert config.model == replace(LLAMA, attention_backend="unfused", attention_dropout=0.2)
+    load_checkpoint(root / "iter_0000001", [whole(config.model)], None, config, ProcessMesh.single())
+
+
+def test_without_the_flag_nothing_changes(root):
+    config = replace(flags(root), checkpoint=CheckpointConfig(load=str(root)))
+    assert with_checkpoint_args(config) is config
+
+
+def test_without_a_checkpoint_it_says_what_to_do(tmp_path):
+    for checkpoint in (CheckpointConfig(), CheckpointConfig(load=str(tmp_path))):
+        config = Config(checkpoint=replace(checkpoint, use_checkpoint_args=True))
+        with pytest.raises(ConfigError, match="--use-checkpoint-args needs --load with a checkpoint in it"):
+            with_checkpoint_args(config)
+
+
+def test_model_and_data_are_read_back(root):
+    assert saved_config(root / "iter_0000001") == SAVED
+    (root / "iter_0000001" / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):
+        saved_config(root / "iter_0000001")
