@@ -7,15 +7,17 @@ fixed pattern is known to exist.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
+from time import process_time
 
 from megapipe.schedule.auto_anneal import Cooling, Found, anneal
 from megapipe.schedule.auto_bound import lower_bound
 from megapipe.schedule.auto_problem import Problem, decode, one_by_one, problem
-from megapipe.schedule.auto_seeds import blocks, patterns, unroll
+from megapipe.schedule.auto_seeds import blocks, deals, patterns, unroll
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Placement, Schedule, ScheduleError, loop, vee
 from megapipe.schedule.simulate import simulate
@@ -27,7 +29,8 @@ _PASSES_PER_SECOND = 4_000_000
 
 # How many go on, the share of the effort they have together, and the temperature at the start.
 _ROUNDS = ((20, 0.3, 0.4), (5, 0.25, 0.3), (1, 0.25, 0.3))
-_SPREADS = (0.3, 0.05, 2.0)
+_SPREADS = (0.3, 4.0, 0.05, 1.0)
+_LONG = 16_000
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,16 @@ class _Entrant:
     spread: float
 
     def improved(self, seconds: float, hot: float, random: Random) -> _Entrant:
+        """Annealed, and reheated from the best if there is time."""
         steps = int(seconds * _PASSES_PER_SECOND / self.problem.num_passes)
-        # A short annealing that starts hot ends worse than it began.
-        hot *= min(1.0, steps / 5000)
-        cooling = Cooling(steps, hot, 0.05 * hot, self.spread)
-        return replace(self, found=anneal(self.problem, self.found, cooling, random, self.bound * (1 + 1e-9)))
+        rounds = max(1, steps // _LONG)
+        found = self.found
+        for i in range(rounds):
+            heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
+            spread = _SPREADS[(_SPREADS.index(self.spread) + i) % len(_SPREADS)]
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, spread)
+            found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
+        return replace(self, found=found)
 
 
 def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Callable[[float], None]) -> _Entrant:
@@ -173,8 +181,10 @@ def _starts(full: Problem, costs: Costs, seconds: float, random: Random) -> list
         small = problem(full.placement, few, costs, full.memory, full.period)
         return unroll(full, small, _contest([small], costs, seconds, lambda share: None).found)[:2]
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
-    islands = max(1, min(16, tries // 200))
-    return [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
+    looped = full.placement == loop(full.placement.num_ranks, full.placement.num_stages // full.placement.num_ranks)
+    dealt = deals(full, tries // 6, random) if looped and full.placement.num_stages > full.placement.num_ranks else []
+    islands = max(1, min(16 - len(dealt), tries // 200))
+    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
 
 
 def _placements(
@@ -227,3 +237,35 @@ def _possible(problems: list[Problem]) -> list[Problem]:
             f"rank {rank} needs {need:g} for one microbatch. Use --memory {need:g}."
         )
     return found
+
+
+# Placement, chunks, p, m, (F, B, W), memory; makespan of the best peer, and the best that minutes of annealing found.
+_KNOWN = (
+    ("v", 2, 4, 8, (10.0, 14.0, 7.0), 3, 298.0, 290.5),
+    ("v", 2, 4, 8, (10.0, 14.0, 7.0), 2, 375.0, 345.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 6, 608.0, 589.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 5, 641.0, 622.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 4, 758.0, 695.0),
+    ("v", 2, 8, 16, (10.0, 11.0, 8.0), 4, 631.0, 613.0),
+    ("loop", 2, 8, 16, (10.0, 11.0, 8.0), 8, 509.5, 502.5),
+    ("loop", 2, 4, 8, (10.0, 14.0, 7.0), 4, 273.5, 270.0),
+)
+
+
+def main() -> None:
+    """Print how far the search gets from the best peer to the best known schedule. Takes minutes."""
+    parser = ArgumentParser(description=main.__doc__)
+    parser.add_argument("--effort", type=float, default=40.0, help="about the seconds for each line (default: 40)")
+    effort = parser.parse_args().effort
+    print(f"{'placement':9} {'p':>2} {'m':>3} {'F/B/W':>8} {'memory':>6}", end=" ")
+    print(f"{'peer':>6} {'ours':>6} {'known':>6} {'bound':>6} {'closed':>6} {'seconds':>7}")
+    for place, chunks, p, m, (f, b, w), memory, peer, known in _KNOWN:
+        began = process_time()
+        ours = search(p, m, placement=place, chunks=chunks, costs=Costs(f, b, w), memory=memory, effort=effort)
+        seconds, closed = process_time() - began, (peer - ours.makespan) / (peer - known)
+        print(f"{place + ' ' + str(chunks):9} {p:2} {m:3} {f'{f:g}/{b:g}/{w:g}':>8} {memory:6}", end=" ")
+        print(f"{peer:6} {ours.makespan:6} {known:6} {ours.bound:6} {closed:6.0%} {seconds:7.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import exp
 from random import Random
 
@@ -49,14 +50,14 @@ class Block:
         waits: after each pass of a leg of the way down and up again, a leg being one chunk on all ranks.
         turns: after each leg.
         period: from one microbatch to the next, in parts of a rank's work for one.
-        group: microbatches that pass one chunk before the next begins (interleaved); 1: each goes through.
+        groups: microbatches that pass one chunk before the next begins, forward and backward; 1: each goes through.
         patience: of fill_weights.
     """
 
     waits: tuple[float, ...]
     turns: tuple[float, ...]
     period: float
-    group: int
+    groups: tuple[int, int]
     patience: float
 
 
@@ -70,6 +71,21 @@ def blocks(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[
         if found and (len(pool) < keep or found.length < pool[-1][0]) and all(found.length != x[0] for x in pool):
             pool = sorted([*pool, (found.length, block, found)], key=lambda x: x[0])[:keep]
     return [x[2] for x in pool]
+
+
+def deals(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[Found]:
+    """Interleaved zero-bubble with random sizes of the groups, not the same forward and backward; best first.
+
+    Backward groups that get smaller end the schedule with less waiting for the ring to come round.
+    """
+    p, m = problem.placement.num_ranks, problem.microbatches
+    pool: list[Found] = []
+    for _ in range(tries):
+        forward = _split(m, p, random) if random.random() < 0.5 else [p] * (m // p) + [m % p] * (m % p > 0)
+        found = _dealt(problem, forward, _split(m, p, random), random.choice((0, 0, 1, -1, 2)))
+        if found and all(found.length != x.length for x in pool):
+            pool = sorted([*pool, found], key=lambda x: x.length)[:keep]
+    return pool
 
 
 def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
@@ -135,17 +151,15 @@ def _sorted(problem: Problem, times: list[float]) -> Orders:
 def _unrolled(problem: Problem, block: Block) -> Found | None:
     """A block repeated for every microbatch."""
     place, m = problem.placement, problem.microbatches
-    p, stages, group = place.num_ranks, place.num_stages, block.group
+    p, stages = place.num_ranks, place.num_stages
     work = max(sum(problem.duration[c * m] for c in range(3 * stages) if place.rank_of[c // 3] == r) for r in range(p))
-    period = block.period * work
-    inner = period * p / stages if group > 1 else period
-    start = [i // group * group * period + i % group * inner for i in range(m)]
+    starts = [_begins(m, group, block.period * work, p / stages) for group in block.groups]
     bare: list[list[tuple[float, int]]] = [[] for _ in range(p)]
     now = 0.0
     classes = [*range(0, 3 * stages, 3), *range(3 * stages - 2, 0, -3)]
     for at, c in enumerate(classes):
         now += problem.lag[c * m]
-        bare[place.rank_of[c // 3]] += [(now + start[i], c * m + i) for i in range(m)]
+        bare[place.rank_of[c // 3]] += [(now + starts[c % 3][i], c * m + i) for i in range(m)]
         leg, rest = divmod(at, p)
         now += problem.duration[c * m] + (block.turns if rest == p - 1 else block.waits)[leg]
     orders: Orders = []
@@ -158,17 +172,52 @@ def _unrolled(problem: Problem, block: Block) -> Found | None:
     return Found(*filled, length(problem, *filled)) if filled else None
 
 
+def _split(m: int, p: int, random: Random) -> list[int]:
+    sizes: list[int] = []
+    while m > sum(sizes):
+        sizes.append(min(m - sum(sizes), random.choice((p, p, p, -(-p // 2), -(-p // 2), random.randint(1, p)))))
+    return sizes
+
+
+def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: int) -> Found | None:
+    """Forwards and backwards by groups in turns, after a warm-up `deeper` than 1F1B's."""
+    place, m = problem.placement, problem.microbatches
+    p, chunks = place.num_ranks, place.num_stages // place.num_ranks
+    bare: Orders = []
+    for rank in range(p):
+        following = [c * m for c in range(3 * place.num_stages)]
+        down = [3 * (v * p + rank) for size in forward for v in range(chunks) for _ in range(size)]
+        up = [3 * (v * p + rank) + 1 for size in backward for v in reversed(range(chunks)) for _ in range(size)]
+        warm = max(1, p - 1 - rank + (chunks - 1) * forward[0] + deeper)
+        order = []
+        for c in [*down[:warm], *(c for pair in zip_longest(down[warm:], up) for c in pair if c is not None)]:
+            order.append(following[c])
+            following[c] += 1
+        fitting = backward_sooner(problem, order, rank)
+        if fitting is None:
+            return None
+        bare.append(fitting)
+    filled = [fill_weights(problem, bare, patience) for patience in PATIENCE]
+    return min((Found(*x, length(problem, *x)) for x in filled if x), key=lambda x: x.length, default=None)
+
+
+def _begins(m: int, group: int, period: float, part: float) -> list[float]:
+    """When each microbatch enters: in groups, a group's at the pace of one chunk, which is `part` of the model's."""
+    return [(i // group * group + i % group * (part if group > 1 else 1.0)) * period for i in range(m)]
+
+
 def _random(problem: Problem, random: Random) -> Block:
     place = problem.placement
     p, legs = place.num_ranks, 2 * place.num_stages // place.num_ranks
     looped = legs > 2 and place.rank_of[:p] == place.rank_of[p : 2 * p]
     group = random.choice((p, p, random.randint((p + 1) // 2, p), 1)) if looped else 1
+    back = random.choice((group, random.randint(1, group)))
     scale = problem.unit * (0.3 if group > 1 else 3.0)
 
     def some() -> tuple[float, ...]:
         return tuple(random.choice((0.0, 0.0, random.uniform(0.0, scale))) for _ in range(legs))
 
-    return Block(some(), some(), random.choice((1.0, random.uniform(0.9, 1.6))), group, random.choice(PATIENCE))
+    return Block(some(), some(), random.choice((1.0, random.uniform(0.9, 1.6))), (group, back), random.choice(PATIENCE))
 
 
 def _vary(block: Block, problem: Problem, random: Random) -> Block:

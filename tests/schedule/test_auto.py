@@ -1,0 +1,148 @@
+"""The search: optimal where the papers' patterns are, never worse than they, within memory, above the bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.schedule import ScheduleError, loop, vee
+from megapipe.schedule.auto import lower_bound, search, zb_auto
+from megapipe.schedule.blocks import v_half, v_min
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.interleaved import interleaved_zb
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.verify import verify
+from megapipe.schedule.zero_bubble import zb_h1, zb_h2, zb_v
+
+UNEVEN = Costs(
+    f=(5.0, 6.0, 4.0, 5.0, 5.0, 7.0, 4.0, 5.0), b=(6.0, 7.0, 5.0, 6.0, 6.0, 8.0, 5.0, 5.0), w=(4.0,) * 8, comm=0.3
+)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+@pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (10.0, 14.0, 7.0), (10.0, 11.0, 8.0), (5.0, 4.0, 6.0)])
+def test_one_chunk_of_uniform_stages_meets_the_bound(f: float, b: float, w: float, objective: str) -> None:
+    p, m = 4, 8
+    found = search(p, m, placement="loop", chunks=1, costs=Costs(f, b, w), objective=objective, effort=2.0)
+    best = m * (f + b + w) + (p - 1) * max(b, f + max(0, b - w)) if objective == "makespan" else found.bound
+    assert (found.makespan if objective == "makespan" else found.period) == pytest.approx(best)
+    assert found.bound == pytest.approx(best)
+
+
+def test_zb_v_has_no_bubble_at_equal_costs() -> None:
+    assert search(4, 12, placement="v", objective="period", effort=0.1).period == 36
+
+
+@pytest.mark.parametrize(
+    ("placement", "chunks", "peers"),
+    [
+        ("loop", 1, (zb_h1, zb_h2)),
+        ("loop", 2, (lambda p, m: interleaved_zb(p, m, 2),)),
+        ("loop", 4, (lambda p, m: interleaved_zb(p, m, 4),)),
+        ("v", 2, (zb_v, v_half, v_min)),
+    ],
+)
+@pytest.mark.parametrize("memory", [2.0, 3.0, 4.0, 7.0])
+def test_never_worse_than_a_peer_of_the_same_memory(placement, chunks, peers, memory) -> None:
+    costs = Costs(10.0, 14.0, 7.0, comm=0.5)
+    found = search(4, 7, placement=placement, chunks=chunks, costs=costs, memory=memory, effort=0.05)
+    verify(found.schedule, memory=memory, costs=costs)
+    for peer in peers:
+        timeline = simulate(peer(4, 7), costs)
+        if max(timeline.peak) <= memory:
+            assert found.makespan <= timeline.makespan + 1e-9
+
+
+@pytest.mark.parametrize("objective", ["makespan", "period"])
+@pytest.mark.parametrize("memory", [1.0, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("place", [loop(4), loop(4, 2), vee(4)])
+def test_the_bound_is_below_every_schedule(place, memory, objective) -> None:
+    costs = UNEVEN if place.chain == 8 else Costs(10.0, 12.0, 5.0, comm=1.0, mem_b=1.0, mem_w=0.5)
+    chunks = place.num_stages // 4
+    found = search(
+        4,
+        6,
+        placement="v" if place == vee(4) else "loop",
+        chunks=chunks,
+        costs=costs,
+        memory=memory,
+        objective=objective,
+        effort=0.1,
+    )
+    verify(found.schedule, memory=memory, costs=costs)
+    assert found.bound == lower_bound(place, 6, costs, memory, objective)
+    assert found.distance >= -1e-9
+
+
+def test_bounds_are_those_computed_for_the_table_of_known_schedules() -> None:
+    long, real = Costs(10.0, 14.0, 7.0), Costs(10.0, 11.0, 8.0)
+    bounds = {
+        (vee(4), 8, long, 3): 282.5,
+        (vee(4), 8, long, 2): 299.5,
+        (vee(8), 16, long, 6): 575.5,
+        (vee(8), 16, long, 5): 592.5,
+        (vee(8), 16, long, 4): 609.5,
+        (vee(8), 16, real, 4): 553.0,
+        (loop(8, 2), 16, real, 8): 502.5,
+        (loop(4, 2), 8, long, 4): 269.0,
+    }
+    assert {key: lower_bound(*key, "makespan") for key in bounds} == bounds
+
+
+def test_a_second_of_search_beats_every_pattern_below_their_memory() -> None:
+    """The best peer takes 375 here, annealing for minutes 345.5."""
+    costs = Costs(10.0, 14.0, 7.0)
+    assert search(4, 8, placement="v", costs=costs, memory=2, effort=1.0).makespan < 360
+
+
+def test_each_rank_has_its_own_limit() -> None:
+    limits = (1.0, 2.0, 3.0, 1.5)
+    found = search(4, 8, placement="v", memory=limits, effort=0.2)
+    peaks = simulate(found.schedule).peak
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def test_the_same_arguments_give_the_same_schedule() -> None:
+    def once() -> object:
+        return zb_auto(4, 9, costs=UNEVEN, memory=3, effort=0.2)
+
+    assert once() == once()
+
+
+def test_a_microbatch_more_costs_no_more_where_many_are_unrolled_from_few() -> None:
+    costs = Costs(10.0, 14.0, 7.0)
+    few, many = (search(2, m, placement="v", costs=costs, memory=1.5, effort=0.3) for m in (6, 40))
+    verify(many.schedule, memory=1.5, costs=costs)
+    assert many.makespan / 40 < few.makespan / 6
+
+
+def test_any_number_of_ranks_and_microbatches() -> None:
+    for p in (1, 2, 3, 5):
+        for m in (1, 2, 3, 7):
+            verify(zb_auto(p, m, effort=0.02), memory=p)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"memory": 0.5}, "zb-auto cannot run in memory 0.5: rank 0 needs 1 for one microbatch. Use --memory 1."),
+        ({"memory": (1.0, 2.0)}, "zb-auto takes one memory limit or one for each of 4 ranks, not 2."),
+        ({"placement": "mirror"}, 'zb-auto has the placements "loop" and "v", not "mirror".'),
+        ({"objective": "speed"}, 'zb-auto has the objectives "makespan" and "period", not "speed".'),
+        ({"placement": "v", "chunks": 4}, "zb-auto cannot cut a v in 4 chunks per rank; a V has 2."),
+        ({"costs": Costs(f=(1.0, 2.0, 3.0))}, "Costs.f names 3 stages, but the model is cut in 8."),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments, text) -> None:
+    with pytest.raises(ScheduleError) as error:
+        zb_auto(4, 8, effort=0.1, **arguments)
+    assert str(error.value) == text
+
+
+def test_the_bench_prints_its_table() -> None:
+    command = [sys.executable, "-m", "megapipe.schedule.auto", "--effort", "0.02"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 9
+    assert lines[0].endswith("peer   ours  known  bound closed seconds")
