@@ -30,7 +30,7 @@ def saved_config(folder: Path) -> Config:
 def with_checkpoint_args(config: Config) -> Config:
     """--use-checkpoint-args: the architecture of the checkpoint to load, whatever the flags say of it.
 
-    Flags that say how the same model is computed, initialised or regularised stay those of the command line.
+    Dropout comes with it, as in Megatron-LM; flags that say how the same model is computed or initialised stay.
 
     Raises: ConfigError without a checkpoint.
     """
@@ -40,8 +40,8 @@ def with_checkpoint_args(config: Config) -> Config:
     if folder is None:
         raise ConfigError("--use-checkpoint-args needs --load with a checkpoint in it. Give the flags of the model.")
     saved = saved_config(folder).model
-    # Unlike other free settings these cannot be chosen anew: they make the embedding fit and name the layers' code.
-    taken = {f.name for f in dataclasses.fields(ModelConfig)} - FREE | {"padded_vocab_size", "model_provider"}
+    also = {"padded_vocab_size", "model_provider", "attention_dropout", "hidden_dropout"}
+    taken = {field.name for field in dataclasses.fields(ModelConfig)} - FREE | also
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, **{name: getattr(saved, name) for name in taken})
     )

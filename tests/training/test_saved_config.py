@@ -35,13 +35,13 @@ def whole(model: ModelConfig):
 
 def flags(root: Path) -> Config:
     """Nothing of the architecture but what no weight depends on."""
-    model = ModelConfig(attention_backend="unfused", attention_dropout=0.2)
+    model = ModelConfig(attention_backend="unfused", init_method_std=0.1)
     return Config(model=model, checkpoint=CheckpointConfig(load=str(root), use_checkpoint_args=True, finetune=True))
 
 
 def test_the_architecture_comes_from_the_checkpoint(root):
     config = with_checkpoint_args(flags(root))
-    assert config.model == replace(LLAMA, attention_backend="unfused", attention_dropout=0.2)
+    assert config.model == replace(LLAMA, attention_backend="unfused", init_method_std=0.1)
     load_checkpoint(root / "iter_0000001", [whole(config.model)], None, config, ProcessMesh.single())
 
 
