@@ -9,7 +9,7 @@ from functools import cache, partial
 from tiny import STYLES
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.data.build import build_datasets
+from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
@@ -36,16 +36,24 @@ def config(model: ModelConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, schedul
             lr_warmup_iters=2,
             **train,
         ),
-        data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=127, num_workers=0),
+        data=DataConfig(
+            mock_data=True, tokenizer_type="NullTokenizer", vocab_size=127, num_workers=0, eval_iters=0, split="1,0,0"
+        ),
         world_size=tp * dp * pp,
     )
 
 
+@cache
+def datasets() -> Datasets:
+    """Those of every `config` above: indexing the mock tokens takes a second, training on them less."""
+    any_config = config(STYLES["gpt2"])
+    return build_datasets(any_config, build_tokenizer(any_config.data))
+
+
 def run_of(mesh: ProcessMesh, config: Config) -> Run:
     """A run that is ready for its first step."""
-    tokenizer = build_tokenizer(config.data)
-    data = build_datasets(config, tokenizer)
-    return Run(config, mesh, gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
+    eod = build_tokenizer(config.data).eod
+    return Run(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic())
 
 
 def train(mesh: ProcessMesh, config: Config) -> list[tuple[float, float]]:
@@ -60,5 +68,6 @@ def alone(style: str, **train_flags) -> list[tuple[float, float]]:
 
 
 def split(style: str, **layout) -> list[list[tuple[float, float]]]:
+    datasets()  # before the threads would each make them
     sizes = {axis: layout.get(axis, 1) for axis in ("tp", "dp", "pp")}
     return run_threads(partial(train, config=config(STYLES[style], **layout)), **sizes, timeout_s=60)

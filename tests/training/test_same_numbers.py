@@ -15,6 +15,8 @@ from tiny import STYLES
 
 from megapipe.pipeline_parallel.threads import run_threads
 
+DUALPIPE = {"pp": 2, "schedule": "dualpipe"}
+
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_loss_falls(style):
@@ -23,14 +25,21 @@ def test_the_loss_falls(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "naive"), (2, "gpipe"), (2, "1f1b"), (4, "1f1b")])
+@pytest.mark.parametrize(
+    ("pp", "schedule"),
+    [
+        *((2, name) for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")),
+        *((2, name) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")),
+        (4, "1f1b"),
+    ],
+)
 def test_pipeline_parallel_runs_have_the_same_bits_as_one_process(style, pp, schedule):
     for rank in split(style, pp=pp, schedule=schedule):
         assert rank == alone(style)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}, DUALPIPE])
 def test_tensor_and_data_parallel_runs_agree_to_five_digits(style, layout):
     for rank in split(style, **layout):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)), rtol=1e-5, atol=0)
