@@ -106,6 +106,49 @@ def test_a_split_step_is_torchs_adamw_on_the_whole_model(sizes):
         assert params_norm == pytest.approx(whole, rel=1e-13)
 
 
+def train_mirrored(mesh, dtype=torch.float64, steps=4):
+    """`train` with each stage twice, on mirrored ranks, as under DualPipe; each replica has half the gradient."""
+    names = [name for name in MODEL if name.startswith("layers")]
+    halves = [[EMBEDDING, *names[:12]], [*names[12:], "final.weight", HEAD]]
+    stages = []
+    for half in halves if mesh.pp.rank == 0 else halves[::-1]:
+        layouts = {name: Layout(*MODEL[name], tied_to=EMBEDDING if name == HEAD else None) for name in half}
+        stages.append(Bag({n: set_layout(nn.Parameter(full(n, 0, dtype)), layout) for n, layout in layouts.items()}))
+    optimizer = Optimizer(stages, TRAIN, mesh)
+    infos = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for name, param in optimizer.params.items():
+            param.main_grad.add_(full(name, step, torch.float64).view_as(param).to(param.main_grad.dtype) * 0.5)
+        infos.append(optimizer.step(1e-2 * step, grad_scale=0.5, count_zeros=True))
+    return {n: p.detach() for n, p in optimizer.params.items()}, infos, optimizer
+
+
+def test_mirrored_replicas_take_torchs_step_and_stay_equal():
+    want, norms = reference()
+    for params, infos, _ in run_threads(train_mirrored, pp=2):
+        assert set(params) == set(MODEL)
+        for name, param in params.items():
+            torch.testing.assert_close(param, want[name].view_as(param), rtol=1e-12, atol=1e-14)
+        assert [i.grad_norm for i in infos] == pytest.approx(norms, rel=1e-13)
+        assert infos[0].num_zeros == 0
+
+
+def test_of_mirrored_replicas_one_has_the_state():
+    def body(mesh):
+        return train_mirrored(mesh, torch.bfloat16)
+
+    (first, _, lower), (second, _, upper) = run_threads(body, pp=2)
+    assert all(torch.equal(first[name], second[name]) for name in MODEL)
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        ours, theirs = lower.state()[kind], upper.state()[kind]
+        assert not set(ours) & set(theirs)
+        # the tied head is the embedding wherever both are
+        assert set(ours) | set(theirs) == set(MODEL) - {HEAD}
+    assert lower.owned == [lower.buffers[0]]
+    assert lower.buffers[1].main is lower.buffers[1].model
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pp", [2, 3])
 def test_the_pipeline_does_not_change_a_bit(dtype, pp):
