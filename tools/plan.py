@@ -1,0 +1,89 @@
+"""The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
+
+Takes the flags of pretrain_gpt.py. With --emulate-ms also runs the split, and the even one beside it, on emulated
+devices: real processes and messages, passes that sleep as long as the plan says (tools/emulated.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before anything is installed
+
+from megapipe.cli import parse, stop  # noqa: E402
+from megapipe.config import Config  # noqa: E402
+from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
+from megapipe.errors import ScheduleError, UserError  # noqa: E402
+from megapipe.overrides import inline  # noqa: E402
+from megapipe.pipeline_parallel.layout import layout_string  # noqa: E402
+from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
+from megapipe.plan import Plan, changes, make_plan, table  # noqa: E402
+from megapipe.schedule import Costs  # noqa: E402
+from megapipe.validate import validate  # noqa: E402
+
+
+def main() -> int:
+    """Print the plan. Returns the exit status."""
+    args, flags = _arguments()
+    try:
+        plan = _plan(parse(Config, flags), args.processes)
+    except UserError as error:
+        stop(error)
+    if plan.before is not None:
+        print(changes(plan))
+    print(table(plan))
+    print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
+    if args.emulate_ms:
+        _emulate(plan, args)
+    return 0
+
+
+def _arguments() -> tuple[Namespace, list[str]]:
+    parser = ArgumentParser(
+        description=__doc__, epilog="All other flags are those of pretrain_gpt.py.", allow_abbrev=False
+    )
+    parser.add_argument("--processes", type=int, help="of the run; default: tensor x pipeline ranks")
+    parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
+    parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
+    return parser.parse_known_args()
+
+
+def _plan(config: Config, processes: int | None) -> Plan:
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    config = replace(config, world_size=processes or ranks)
+    validate(config, has_cuda=False)
+    vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
+    return make_plan(replace(config, model=replace(inline(config.model), padded_vocab_size=vocab)))
+
+
+def _emulate(plan: Plan, args: Namespace) -> None:
+    import bench_schedules as bench
+
+    place = plan.schedule.placement
+    total = sum(work.time for work in plan.works)
+    unit = args.emulate_ms / 1e3 * place.num_ranks / total
+    job = bench.Job("megapipe", plan.schedule)
+    settings = Namespace(pp=place.num_ranks, message_kib=64, repeats=args.repeats)
+    print(f"emulated on {place.num_ranks} processes, {args.emulate_ms:g} ms per mean rank and microbatch:")
+    steps = []
+    for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
+        flops = plan.pieces.costs(counts)
+        costs = Costs(*(tuple(x * unit for x in column) for column in (flops.f, flops.b, flops.w)))
+        (measured,) = bench._run_pool([job], costs, settings)
+        row = bench._row(job, costs, measured, settings.message_kib)
+        steps.append(row.step_ms)
+        print(
+            f"  step {row.step_ms:7.0f} ms  predicted {row.predicted_ms:7.0f}  measured/predicted {row.ratio:.3f}  "
+            f"of the even split {row.step_ms / steps[0]:.3f}  {layout_string(counts)}"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ScheduleError as error:
+        sys.exit(f"plan.py: error: {error}")
