@@ -32,8 +32,9 @@ _FIELDS = {
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
-    "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size "
-    "eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval tensorboard_queue_size",
+    "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
+    "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
+    "tensorboard_queue_size",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
     "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib distributed_timeout_minutes exit_duration_in_mins "
     "lr adam_eps",

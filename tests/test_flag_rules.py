@@ -55,7 +55,12 @@ def test_zero_bubble_switches_lead_to_the_schedule(monkeypatch):
 
 
 def test_every_field_but_our_own_is_a_megatron_flag():
-    assert set(flags_of(Config)) - MEGATRON_FLAGS == {"--pipeline-schedule", "--per-layer-overrides", "--model-provider", "--memory-limit-gib"}
+    assert set(flags_of(Config)) - MEGATRON_FLAGS == {
+        "--pipeline-schedule",
+        "--per-layer-overrides",
+        "--model-provider",
+        "--memory-limit-gib",
+    }
 
 
 def test_a_field_is_not_also_accepted_or_reasoned_about():

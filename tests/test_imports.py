@@ -37,10 +37,10 @@ MAY_IMPORT = {
     "validate_inputs": "config errors data validate_numbers",
     "validate": "config errors overrides schedule data optim plan validate_inputs "
     "validate_model validate_numbers validate_training",
-    "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data optim plan "
-    "validate validate_training",
+    "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data "
+    "optim plan validate validate_training",
     "convert": "config data errors mesh models pipeline_parallel.partition training",
-    "testing": "config data mesh models pipeline_parallel schedule tensor_parallel training",
+    "testing": "config data errors mesh models pipeline_parallel schedule tensor_parallel training",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config, DataConfig, ModelConfig
+from megapipe.config import Config, DataConfig
 from megapipe.convert.checks import check_ours, check_theirs, notes
 from megapipe.convert.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.mapping import rules

@@ -43,8 +43,8 @@ from megapipe.training.log import (
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress, Window
-from megapipe.training.signals import ExitSignal
 from megapipe.training.saved_config import with_checkpoint_args
+from megapipe.training.signals import ExitSignal
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.validate import validate
 from megapipe.validate_training import idle_flags
