@@ -100,7 +100,8 @@ class SelfAttention(nn.Module):
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         # torch's kernels draw their mask from a global generator; ours belongs to layer and sample.
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        if (per_group := q.shape[1] // k.shape[1]) > 1:
+            k, v = (part.repeat_interleave(per_group, dim=1) for part in (k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         s = q.shape[2]
         seen = _band(s, s, 0, s if self.config.window is None else self.config.window, q.device)
@@ -108,8 +109,7 @@ class SelfAttention(nn.Module):
             of = [torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in documents.lengths]
             number = torch.stack(of).to(q.device)
             seen = seen & (number[:, None, :, None] == number[:, None, None, :])
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        probs = wide.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
+        probs = scores.masked_fill_(~seen, float("-inf")).softmax(-1)  # in float32, rounded at the end
         return dropout(probs, self.config.attention_dropout, self.layer, "attention", tp=self.tp, dim=1) @ v
 
 

@@ -73,7 +73,7 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     draw = torch.rand(shape, device=x.device, generator=generator(x.device, stream.seed, stream.sample, *site))
     if tp is not None:
         draw = draw.chunk(tp.size, dim)[tp.rank]
-    return x * ((draw >= p).to(x.dtype) / (1.0 - p))
+    return x.masked_fill(draw < p, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
 
 
 @torch.no_grad()
