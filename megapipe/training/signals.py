@@ -28,5 +28,7 @@ class ExitSignal:
             self._number = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self.close()
+            signal.raise_signal(number)
         self.received = True
-        self.close()
