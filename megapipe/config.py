@@ -203,6 +203,8 @@ class ParallelConfig:
     """auto: nccl with a GPU, gloo without."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective or message may take before the run is stopped."""
+    distributed_timeout_seconds_after_init: float | None = None
+    """The same from the second iteration on. Default: --distributed-timeout-minutes."""
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megapipe.config import ParallelConfig
 from megapipe.device import backend_of
+from megapipe.errors import ConfigError
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -184,10 +185,25 @@ class ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
         Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
+        Raises: ConfigError if the ranks do not meet in time.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return ProcessMesh.single(device)
+        try:
+            return ProcessMesh._meet(parallel, device, world_size)
+        except RuntimeError as error:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            minutes = parallel.distributed_timeout_minutes
+            raise ConfigError(
+                f"rank {os.environ.get('RANK')} did not meet all {world_size} ranks at {address}:{port} "
+                f"(--distributed-timeout-minutes {minutes:g}): {str(error).splitlines()[0]}\n"
+                f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, "
+                f"or wait longer: --distributed-timeout-minutes {max(10, 2 * minutes):g}"
+            ) from error
+
+    @staticmethod
+    def _meet(parallel: ParallelConfig, device: torch.device, world_size: int) -> ProcessMesh:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
@@ -214,8 +230,10 @@ class ProcessMesh:
         return mesh
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a message or collective may take so long. A rank with a `watch` keeps time for gloo's messages,
-        whose groups do not change theirs (and those of a device mesh start with half an hour)."""
+        """How long a message or collective may take from now on.
+
+        Gloo's messages keep the time of their group's making, half an hour in a device mesh: `watch` ends those.
+        """
         self.position.limit_s = seconds
         # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
         timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))

@@ -36,8 +36,8 @@ _FIELDS = {
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
     "tensorboard_queue_size",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
-    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib distributed_timeout_minutes exit_duration_in_mins "
-    "lr adam_eps",
+    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib distributed_timeout_minutes "
+    "distributed_timeout_seconds_after_init exit_duration_in_mins lr adam_eps",
     "at least 0": "init_method_std embedding_init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init "
     "weight_decay clip_grad "
     "num_workers eval_iters ckpt_step seed profile_step_start",

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapipe.device import synchronize
 from megapipe.mesh import Axis
 from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Transport
-from megapipe.schedule import Message, Pass, Placement
+from megapipe.schedule import Kind, Message, Pass, Placement
 
 Shape = Sequence[int]
 
@@ -254,4 +254,4 @@ class P2PCommunicator:
 
 def _tag(made_by: Pass) -> int:
     """A number for each message of a step."""
-    return made_by.microbatch << 13 | made_by.stage << 1 | made_by.kind.is_backward
+    return made_by.microbatch << 13 | made_by.stage << 1 | (made_by.kind is not Kind.F)

@@ -33,7 +33,7 @@ FAULT, LOST, STUCK = 1, 3, 4
 POLL_S = 0.5
 ANSWER_S = 3.0
 """How long the other ranks have to say where they are."""
-GRACE_S = 2.0
+GRACE_S = 1.0
 """What a call may take beyond the timeout before it counts as one that never returns."""
 
 

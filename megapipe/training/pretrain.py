@@ -168,6 +168,8 @@ class Run:
             self.profiler.before(progress.iteration)
             result = self.step()
             self.profiler.after(progress.iteration)
+            if (seconds := config.parallel.distributed_timeout_seconds_after_init) and window.first:
+                self.mesh.set_timeout(seconds)
             window.add(result)
             self._tell(window, result)
             self._stop_if_not_finite(result)
