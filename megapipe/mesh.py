@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from megapipe.config import ParallelConfig
 from megapipe.device import backend_of
 from megapipe.errors import ConfigError
+from megapipe.position import Position
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -113,40 +113,6 @@ class Axis:
         padded[: data.numel()] = data
         rows = self.all_gather(padded).view(self.size, -1).cpu()
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
-
-
-class Position:
-    """Where a rank's main thread is. That thread writes, a diagnosis reads from another one; no lock, no copy.
-
-    Attributes:
-        step: the iteration, in words.
-        at: the item of the plan or some other call (in words) the thread is in, and the time.monotonic() since which;
-            None where no rank waits for another.
-        limit_s: how long it may be at one place; None where the groups alone keep time.
-        plan, hand, comm: the executor's items (None until it begins), what it holds, and its communicator.
-    """
-
-    __slots__ = ("at", "comm", "hand", "limit_s", "plan", "step")
-
-    def __init__(self) -> None:
-        self.step = "the start"
-        self.at: tuple[Any, float] | None = None
-        self.limit_s: float | None = None
-        self.plan: Sequence[Any] | None = None
-        self.hand: Mapping[Any, Any] = {}
-        self.comm: Any = None
-
-    def begin(self, step: str) -> None:
-        """A new step, none of whose passes has begun."""
-        self.step, self.plan, self.at = step, None, ("the data", time.monotonic())
-
-    def enter(self, call: str) -> None:
-        """Into a call in which ranks wait for each other."""
-        self.at = call, time.monotonic()
-
-    def leave(self) -> None:
-        """Out of it, to work in which no rank waits."""
-        self.at = None
 
 
 @dataclass(frozen=True)

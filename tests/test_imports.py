@@ -21,12 +21,13 @@ MAY_IMPORT = {
     "cli": "config errors flag_rules",
     "flag_table": "cli config flag_rules known_flags",
     "device": "config errors",
-    "mesh": "config errors device",
+    "position": "",
+    "mesh": "config errors device position",
     "documents": "",
     "tensor_parallel": "config documents errors mesh",
     "pipeline_parallel.partition": "errors schedule",
-    "pipeline_parallel": "config device errors schedule mesh pipeline_parallel.partition tensor_parallel.weight_grad "
-    "tensor_parallel.rng",
+    "pipeline_parallel": "config device errors schedule mesh position pipeline_parallel.partition "
+    "tensor_parallel.weight_grad tensor_parallel.rng",
     "models": "config documents errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",
