@@ -1,6 +1,7 @@
 """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
 
-Takes the flags of pretrain_gpt.py. With --emulate-ms also runs the split, and the even one beside it, on emulated
+Takes the flags of pretrain_gpt.py. With --measure costs are timed on this machine; a layout found so can be copied into
+the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated
 devices: real processes and messages, passes that sleep as long as the plan says (tools/emulated.py).
 """
 
@@ -17,12 +18,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before 
 from megapipe.cli import parse, stop  # noqa: E402
 from megapipe.config import Config  # noqa: E402
 from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
+from megapipe.device import has_cuda, pick_device  # noqa: E402
 from megapipe.errors import ScheduleError, UserError  # noqa: E402
+from megapipe.models.provider import gpt_provider  # noqa: E402
 from megapipe.overrides import inline  # noqa: E402
 from megapipe.pipeline_parallel.layout import layout_string  # noqa: E402
 from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
-from megapipe.plan import Plan, changes, make_plan, table  # noqa: E402
+from megapipe.plan import GIB, Plan, balanced_by_cost, changes, make_plan, table  # noqa: E402
 from megapipe.schedule import Costs  # noqa: E402
+from megapipe.training.measure import measure  # noqa: E402
 from megapipe.validate import validate  # noqa: E402
 
 
@@ -30,12 +34,12 @@ def main() -> int:
     """Print the plan. Returns the exit status."""
     args, flags = _arguments()
     try:
-        plan = _plan(parse(Config, flags), args.processes)
+        plan = _plan(parse(Config, flags), args)
     except UserError as error:
         stop(error)
     if plan.before is not None:
         print(changes(plan))
-    print(table(plan))
+    print(table(plan, seconds=args.measure))
     print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
     if args.emulate_ms:
         _emulate(plan, args)
@@ -47,17 +51,27 @@ def _arguments() -> tuple[Namespace, list[str]]:
         description=__doc__, epilog="All other flags are those of pretrain_gpt.py.", allow_abbrev=False
     )
     parser.add_argument("--processes", type=int, help="of the run; default: tensor x pipeline ranks")
+    parser.add_argument("--measure", action="store_true", help="time the model's pieces here instead of counting FLOPs")
     parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
     parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
     return parser.parse_known_args()
 
 
-def _plan(config: Config, processes: int | None) -> Plan:
-    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    config = replace(config, world_size=processes or ranks)
-    validate(config, has_cuda=False)
+def _plan(config: Config, args: Namespace) -> Plan:
+    parallel = config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    config = replace(config, world_size=args.processes or ranks)
+    validate(config, has_cuda=has_cuda())
     vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
-    return make_plan(replace(config, model=replace(inline(config.model), padded_vocab_size=vocab)))
+    config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    plan = make_plan(config)
+    if not args.measure:
+        return plan
+    plan = replace(plan, pieces=measure(config, plan.pieces, gpt_provider, pick_device(parallel)), before=None)
+    limit = parallel.memory_limit_gib
+    if parallel.pipeline_model_parallel_layout != "auto":
+        return plan
+    return balanced_by_cost(plan, None if limit is None else limit * GIB)
 
 
 def _emulate(plan: Plan, args: Namespace) -> None:

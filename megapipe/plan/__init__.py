@@ -1,14 +1,16 @@
 """The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
 
-from megapipe.plan.make import Plan, make_plan
+from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan
 from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
 from megapipe.plan.table import changes, table
 from megapipe.plan.work import Pieces, Work, pieces
 
 __all__ = [
+    "GIB",
     "Pieces",
     "Plan",
     "Work",
+    "balanced_by_cost",
     "changes",
     "check_flags",
     "counts_of",

@@ -10,7 +10,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.layout import AUTO
 from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
-from megapipe.pipeline_parallel.partition import LayerSpan, spans
+from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.split import counts_of, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces
@@ -97,16 +97,22 @@ def make_plan(config: Config) -> Plan:
     plan = Plan(schedule, counts, work, state, replica, model.tied, rows * model.hidden, tp)
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if par.pipeline_model_parallel_layout == AUTO:
-        even = plan
-
-        def room(counts: tuple[int, ...]) -> list[float]:
-            assert limit is not None
-            return [limit - state for state in replace(even, counts=counts).state_bytes]
-
-        plan = replace(even, counts=search(Judge(schedule, work, None if limit is None else room)), before=even)
+        plan = balanced_by_cost(plan, limit)
     if limit is not None and max(plan.peak_bytes) > limit:
         raise ConfigError(_too_much(plan, limit))
     return plan
+
+
+def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:
+    """The plan with the split of least simulated time. limit: bytes that a rank may need."""
+    even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.chain))
+
+    def room(counts: tuple[int, ...]) -> list[float]:
+        assert limit is not None
+        return [limit - state for state in replace(even, counts=counts).state_bytes]
+
+    judge = Judge(plan.schedule, plan.pieces, None if limit is None else room)
+    return replace(even, counts=search(judge), before=even)
 
 
 def _too_much(plan: Plan, limit: float) -> str:

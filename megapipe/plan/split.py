@@ -42,7 +42,7 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
-    """Layers at each position of the chain; for `auto` the even split from which its search begins.
+    """Layers at each position of the chain; for `auto` the even split, which its search replaces.
 
     Raises: ConfigError if the layers do not divide as the flags say.
     """
