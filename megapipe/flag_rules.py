@@ -95,6 +95,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("manual-gc* no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level", _SPEED),
     ("tp-comm-* no-tp-comm-* disable-tp-comm-* defer-embedding-wgrad-compute", _SPEED),
     ("no-mmap-bin-files num-dataset-builder-threads dataloader-fast-cache-load", _SPEED),
+    ("spec", "use --model-provider; see docs/model_provider.md"),
     ("use-mp-args-from-checkpoint-args", "any layout loads any checkpoint; give the layout's flags"),
     ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
     ("microbatch-group-size-per-virtual-pipeline-stage", "the schedule decides how many stages a rank holds"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -238,7 +241,43 @@ def test_padding_hardly_changes_a_loss_even_where_all_logits_are_far_below_zero(
     )
     load_full([module], SavedTensors(done.folder).read, ProcessMesh.single().tp)
     padded = module.eval()(TOKENS).logsumexp(-1)
-    assert (padded - want.logsumexp(-1)).abs().max() <= torch.tensor(104 / 101).log() + 1e-5
+    assert (padded - want.logsumexp(-1)).abs().max() <= math.log(104 / 101) + 1e-5
+
+
+LAUNCH = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --micro-batch-size 2 "
+    "--global-batch-size 4 --seq-length 16 --train-iters 1 --lr 1e-2 --log-interval 1 --eval-iters 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 101"
+)
+
+
+def test_four_processes_train_an_import_at_tp_2_and_pp_2_without_flags_of_the_model(tmp_path):
+    """The first loss is the one that transformers computes on the same tokens."""
+    saved("qwen3", 0, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py"]
+    load = ["--load", str(tmp_path / "ours"), "--finetune", "--use-checkpoint-args"]
+    done = subprocess.run(
+        [*launch, *load, *LAUNCH.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"lm loss: (\S+)", done.stdout)
+
+    config = parse(Config, LAUNCH.split())
+    data = build_datasets(config, build_tokenizer(config.data)).train
+    tokens = torch.stack([torch.from_numpy(data[i]) for i in range(4)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float()
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    # Padding adds to the denominator, at most its share.
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert 0 <= float(loss) - want <= math.log(104 / 101)
 
 
 def refused(work) -> tuple[str, ...]:

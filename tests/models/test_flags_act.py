@@ -1,0 +1,113 @@
+"""Each flag of the architecture in Megatron-LM's list changes the model, causes an equality, or is refused and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny import GPT2, LLAMA, SEQ, VOCAB
+
+from megapipe.cli import flags_of
+from megapipe.config import Config, ModelConfig
+from megapipe.flag_rules import ACCEPTED, reason
+from megapipe.mesh import Axis
+from megapipe.models.gpt import GPTModel
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.rng import initialize
+
+TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))
+CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (GPT2, {"num_layers": 2}),
+    (GPT2, {"hidden_size": 64}),
+    (GPT2, {"ffn_hidden_size": 40}),
+    (GPT2, {"num_attention_heads": 2}),
+    (GPT2, {"kv_channels": 4}),
+    (LLAMA, {"group_query_attention": False}),
+    (LLAMA, {"num_query_groups": 1}),
+    (GPT2, {"max_position_embeddings": 40}),
+    (GPT2, {"position_embedding_type": "rope"}),
+    (GPT2, {"position_embedding_type": "none"}),
+    (LLAMA, {"rotary_base": 100.0}),
+    (LLAMA, {"rotary_percent": 0.5}),
+    (LLAMA, {"rotary_interleaved": True}),
+    (replace(LLAMA, rotary_base=1e6), {"use_rope_scaling": True}),
+    (replace(LLAMA, rotary_base=1e6, use_rope_scaling=True), {"rope_scaling_factor": 32.0}),
+    (GPT2, {"padded_vocab_size": 72}),
+    (GPT2, {"normalization": "RMSNorm"}),
+    (GPT2, {"norm_epsilon": 1e-2}),
+    (LLAMA, {"swiglu": False}),
+    (GPT2, {"squared_relu": True}),
+    (GPT2, {"quick_geglu": True}),
+    (GPT2, {"disable_bias_linear": True}),
+    (LLAMA, {"add_qkv_bias": True}),
+    (GPT2, {"untie_embeddings_and_output_weights": True}),
+    (LLAMA, {"qk_layernorm": True}),
+    (LLAMA, {"window_size": "2,0"}),
+    (GPT2, {"init_method_std": 0.1}),
+    (GPT2, {"embedding_init_method_std": 0.1}),
+    (GPT2, {"attention_dropout": 0.5}),
+    (GPT2, {"hidden_dropout": 0.5}),
+]
+EQUAL: list[dict[str, Any]] = [
+    {"attention_backend": "unfused"},
+    {"attention_backend": "flash"},
+    {"transformer_impl": "local"},
+]
+ELSEWHERE = {
+    "--make-vocab-size-divisible-by": "test_config.py",
+    "--apply-layernorm-1p": "test_architecture.py",
+    "--calculate-per-token-loss": "test_same_numbers.py",
+    "--cross-entropy-loss-fusion": "test_gpt.py",
+}
+# What Megatron-LM has for the architecture of a GPT.
+LISTED = """
+num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups
+max-position-embeddings position-embedding-type rotary-base rotary-percent rotary-interleaved use-rope-scaling
+rope-scaling-factor make-vocab-size-divisible-by padded-vocab-size normalization norm-epsilon apply-layernorm-1p swiglu
+squared-relu quick-geglu openai-gelu disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights qk-layernorm
+multi-latent-attention mtp-num-layers window-size transformer-impl attention-backend use-flash-attn spec
+use-mcore-models init-method-std embedding-init-method-std init-method-xavier-uniform attention-softmax-in-fp32
+apply-query-key-layer-scaling fp32-residual-connection attention-dropout hidden-dropout calculate-per-token-loss
+cross-entropy-loss-fusion cross-entropy-fusion-impl no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
+no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion
+"""
+
+
+@cache
+def meaning(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], torch.Tensor]:
+    """Names and shapes of the parameters, and logits in training mode."""
+    model = GPTModel(config, LayerSpan(0, config.layers, True, True), Axis())
+    initialize(model, 1, Axis())
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    with torch.no_grad():
+        return shapes, model.double().train()(TOKENS)
+
+
+def key(change: dict[str, Any]) -> str:
+    ((name, value),) = change.items()
+    return f"{name}={value}"
+
+
+@pytest.mark.parametrize("base, change", CHANGES, ids=[key(change) for _, change in CHANGES])
+def test_the_flag_changes_the_model(base, change):
+    before, after = meaning(base), meaning(replace(base, **change))
+    assert before[0] != after[0] or not torch.allclose(before[1], after[1])
+
+
+@pytest.mark.parametrize("change", EQUAL, ids=key)
+def test_the_flag_changes_the_computation_and_not_its_result(change):
+    base = replace(LLAMA, hidden_dropout=0.0)
+    torch.testing.assert_close(meaning(base)[1], meaning(replace(base, **change))[1])
+
+
+def test_every_listed_flag_is_tried_here_or_elsewhere_or_accepted_or_refused_with_a_reason():
+    tried = {name for _, change in CHANGES for name in change} | {name for change in EQUAL for name in change}
+    acting = {flag.name for flag in flags_of(Config).values() if flag.field in tried} | set(ELSEWHERE)
+    for name in (f"--{bare}" for bare in LISTED.split()):
+        if name in flags_of(Config):
+            assert name in acting, f"{name} acts but nothing tries it"
+        else:
+            assert name in ACCEPTED or reason(name), f"{name} is refused without a reason"
