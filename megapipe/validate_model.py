@@ -26,3 +26,14 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
             f"--window-size {model.window_size}: two numbers LEFT,RIGHT, and a causal model has RIGHT 0. "
             "Use --window-size 127,0 for a window of 128 tokens."
         )
+
+
+def recompute_problems(model: ModelConfig) -> Iterator[str]:
+    """Two answers to what is recomputed, or how without what."""
+    if model.recompute_granularity == "full":
+        if model.recompute_activations:
+            yield "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out."
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if (value := getattr(model, name)) is not None:
+            yield f"{flag(name)} {value} has no effect without --recompute-granularity full. Add it."

@@ -7,7 +7,7 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.schedule import build, to_json
+from megapipe.schedule import Kind, Pass, Placement, Schedule, build, to_json
 from megapipe.validate import validate, validate_vocab
 from megapipe.validate_numbers import RANGES, REQUIRED
 
@@ -196,6 +196,30 @@ def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():
     text = problem("--pipeline-schedule dualpipe --pipeline-model-parallel-size 4 --global-batch-size 12", 4)
     assert text.startswith("--pipeline-schedule dualpipe: dualpipe on 4 ranks needs an even number of at least 8")
     assert "6 microbatches = --global-batch-size 12 / (--micro-batch-size 2 x 1 data-parallel ranks)" in text
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "sentence"),
+    [
+        (
+            [0, 1, 0, 1],
+            "stage 0 is on rank 0, its replica 2 on 0. Gradients are summed between mirrored ranks, 0 and 1",
+        ),
+        ([0, 0, 1, 1, 1, 1, 0, 0], "the model is there 4 times; at most two chains train."),
+    ],
+)
+def test_a_file_with_chains_that_cannot_train_is_refused(tmp_path, rank_of, sentence):
+    place = Placement(tuple(rank_of), 2)
+    rows = [[], []]
+    for number in range(4):
+        chain = number * place.num_chains // 4
+        for kind in (Kind.F, Kind.BW):
+            for stage in (2 * chain, 2 * chain + 1)[:: 1 if kind is Kind.F else -1]:
+                rows[rank_of[stage]].append((Pass(kind, stage, number),))
+    file = tmp_path / "chains.json"
+    file.write_text(to_json(Schedule("chains", place, 4, tuple(map(tuple, rows)))))
+    flags = f"--pipeline-schedule {file} --pipeline-model-parallel-size 2 --global-batch-size 8"
+    assert sentence in problem(flags, 2)
 
 
 def test_a_schedule_from_a_file_is_checked_as_it_is(tmp_path):
