@@ -20,6 +20,7 @@ from megapipe.models.recompute import recompute, units
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
+from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import dropout
 
@@ -153,6 +154,10 @@ class GPTModel(nn.Module):
         x = self.decoder(x)
         if self.output_layer is None:
             return x  # type: ignore[no-any-return]
+        if labels is not None and self.config.cross_entropy_loss_fusion:
+            return vocab_parallel_linear_cross_entropy(
+                x, self.output_layer.weight, labels.t(), self.tp, sequence_parallel=self.config.sequence_parallel
+            ).t()
         logits = self.output_layer(x)
         if labels is None:
             return logits.transpose(0, 1)  # type: ignore[no-any-return]

@@ -122,3 +122,15 @@ def test_two_spans_together_are_the_whole_model():
 def test_swiglu_width_defaults_to_two_thirds_of_four_hidden_in_steps_of_64():
     assert replace(LLAMA, hidden_size=768, ffn_hidden_size=None).ffn == 2048
     assert replace(GPT2, hidden_size=768).ffn == 3072
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+def test_the_fused_loss_gives_the_losses_and_gradients_of_head_and_loss_apart(config):
+    tokens = torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(3))
+    results = []
+    for fusion in (False, True):
+        model = whole(replace(config, cross_entropy_loss_fusion=fusion))
+        losses = model(tokens[:, :-1], labels=tokens[:, 1:])
+        losses.square().sum().backward()
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(results[0], results[1])
