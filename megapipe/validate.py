@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.optim.lr import LRSchedule
 from megapipe.overrides import layer_config
 from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
-from megapipe.schedule import SCHEDULES, Placement
+from megapipe.schedule import SCHEDULES
 from megapipe.validate_inputs import (
     ask,
     checkpoint_problems,
@@ -23,6 +23,7 @@ from megapipe.validate_inputs import (
     machine_problems,
     profile_problems,
     tokenizer_problems,
+    twin_problems,
 )
 from megapipe.validate_model import recompute_problems, variant_problems
 from megapipe.validate_numbers import check_numbers, flag
@@ -198,25 +199,11 @@ def _stages(config: Config, microbatches: int | None) -> Problems:
             else f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
         )
     if not refused:
-        yield from _twins(name, schedule_of(config, microbatches or usual).placement)
+        yield from twin_problems(name, schedule_of(config, microbatches or usual).placement)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
-
-
-def _twins(name: str, place: Placement) -> Problems:
-    """A schedule from a file may have chains that training cannot keep equal."""
-    if place.num_chains > 2:
-        yield f"--pipeline-schedule {name}: the model is there {place.num_chains} times; at most two chains train."
-    for stage in range(place.chain if place.num_chains == 2 else 0):
-        rank, twin = place.rank_of[stage], place.rank_of[stage + place.chain]
-        if rank == twin or rank + twin != place.num_ranks - 1:
-            yield (
-                f"--pipeline-schedule {name}: stage {stage} is on rank {rank}, its replica {stage + place.chain} on "
-                f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
-            )
-            return
 
 
 def _microbatches(config: Config, microbatches: int | None) -> str:

@@ -57,6 +57,7 @@ class Case:
         microbatches: per data-parallel rank.
         chunks: stages per rank where the schedule leaves a choice.
         layers: of each position of the chain; a position may have none.
+        p2p: how messages are posted, see pipeline_parallel.transport.
         file: the schedule goes through a "json" or "csv" file first.
     """
 
@@ -72,6 +73,7 @@ class Case:
     recompute: str = "none"
     sequence_parallel: bool = False
     per_token_loss: bool = False
+    p2p: str = "plain"
     file: str | None = None
     dtype: str = "float64"
     steps: int = STEPS
@@ -90,6 +92,7 @@ class Case:
             dp=1,
             recompute="none",
             sequence_parallel=False,
+            p2p="plain",
             file=None,
         )
 
@@ -116,6 +119,8 @@ class Case:
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
                 pipeline_schedule=self.schedule,
+                no_overlap_p2p_communication=self.p2p == "batched",
+                use_ring_exchange_p2p=self.p2p == "ring",
             ),
             train=TrainConfig(
                 micro_batch_size=1,

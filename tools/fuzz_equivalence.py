@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 import torch  # noqa: E402
 
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
+from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
 from megapipe.schedule import SCHEDULES, ScheduleError  # noqa: E402
 from tools.equivalence import RECOMPUTE, STYLES, Case, differences, table, train  # noqa: E402
 
@@ -59,6 +60,7 @@ def draw(rng: random.Random) -> Case:
             recompute=rng.choice(list(RECOMPUTE)),
             sequence_parallel=tp > 1 and rng.random() < 0.5,
             per_token_loss=rng.random() < 0.25,
+            p2p=rng.choice(list(P2PMode)).value,
             file=rng.choice((None, None, "json", "csv")),
         )
         try:
