@@ -93,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names or files, comma-separated")
     parser.add_argument("--ms", type=_times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
     parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
-    parser.add_argument("--message-kib", type=int, default=64, help="size of each message")
+    parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each schedule")
     parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
     parser.add_argument("--json", help="write all numbers to this file")

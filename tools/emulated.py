@@ -118,11 +118,11 @@ class _Compute(torch.autograd.Function):
         device.arrive(grad, share.remote_after)
         device.compute(share.b)
         below = device.stamp(grad.clone())
+        if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
+            ctx.owner.submit(lambda: _weight_pass(device, share))
+            return below, None, None, None, None
         if not ctx.has_weight_pass:
-            if ctx.owner is None:
-                _weight_pass(device, share)
-            else:
-                ctx.owner.submit(lambda: _weight_pass(device, share))
+            _weight_pass(device, share)
         return below, grad.new_zeros(1), None, None, None
 
 
@@ -153,15 +153,15 @@ class Layers(nn.Module):
         super().__init__()
         self.device, self.share, self.split_by_autograd = device, share, split_by_autograd
         self.weight = nn.Parameter(torch.zeros(1))
-        self.x: Tensor | None = None
+        self.given: list[Tensor | None] = [None]
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         """What the next forward takes instead of data."""
-        self.x = x
+        self.given[0] = x
 
     def forward(self, x: Tensor | None = None) -> Tensor:
         """[n, ...] -> the same shape."""
-        x = self.x if x is None else x
+        x = self.given[0] if x is None else x
         weight = self.weight
         if self.split_by_autograd:
             weight = _Weight.apply(weight, self.device, self.share)
@@ -236,7 +236,7 @@ class Ours(Runner):
         stages = {
             number: PipelineStage(
                 module,
-                lambda _, model: (model(self.x if model.x is None else None), lambda out: (out.mean(), {})),
+                lambda _, model: (model(self.x if model.given[0] is None else None), lambda out: (out.mean(), {})),
                 None,
                 holds_loss=place.is_last(number),
                 loss_divisor=self.schedule.num_microbatches,

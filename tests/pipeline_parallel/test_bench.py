@@ -1,0 +1,72 @@
+"""The benchmark's own facts: a device that keeps time, and rows that count what the schedule says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.schedule import build, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from emulated import Device
+
+    return Device
+
+
+def test_a_message_is_there_a_latency_after_it_was_made_however_late_it_is_asked_for(device):
+    receiver = device(link=0.05, epoch=time.perf_counter())
+    message = receiver.stamp(torch.zeros(2, 1, 1))
+    made = time.perf_counter()
+    receiver.arrive(message, remote=False)
+    assert time.perf_counter() - made < 0.04
+    receiver.arrive(message, remote=True)
+    assert time.perf_counter() - made == pytest.approx(0.05, abs=0.04)
+    again = time.perf_counter()
+    receiver.arrive(message, remote=True)
+    assert time.perf_counter() - again < 0.04
+
+
+def test_a_pass_takes_its_time_and_no_cpu(device):
+    one, cpu = device(), time.thread_time()
+    one.compute(0.05)
+    assert 0.05 <= one.busy < 0.2
+    assert time.thread_time() - cpu < 0.02
+
+
+def test_both_runtimes_run_what_the_table_says(tmp_path):
+    """2 ranks, 4 microbatches, both runtimes: peaks and bytes are counted, not copied from the prediction."""
+    names = ["1f1b", "interleaved", "zb-v", "dualpipe-v"]
+    command = [sys.executable, str(ROOT / "tools" / "bench_schedules.py"), "--pp", "2", "--microbatches", "4"]
+    command += ["--schedules", ",".join(names), "--ms", "2,2,2", "--repeats", "1", "--message-kib", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["schedule"], r["runtime"]) for r in rows] == [(n, r) for n in names for r in ("megapipe", "torch")]
+    for row in rows:
+        timeline = simulate(build(row["schedule"], 2, 4))
+        assert row["predicted_ms"] == pytest.approx(2 * timeline.makespan)
+        assert row["step_ms"] >= row["predicted_ms"]
+        assert row["bubble"] > row["predicted_bubble"] - 0.01
+        assert row["peak"] == row["predicted_peak"] == max(timeline.peak)
+        assert row["sent_mb"] == (None if row["runtime"] == "torch" else sum(timeline.sent) * 1024 / 1e6)
+        assert (row["to_torch"] is None) == (row["runtime"] == "torch")
+
+
+def test_times_that_are_none_are_refused_in_one_line():
+    command = [sys.executable, str(ROOT / "tools" / "bench_schedules.py"), "--ms", "1,2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--ms: 1,2 is not three times F,B,W from 0, such as 20,20,20" in done.stderr
