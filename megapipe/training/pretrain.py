@@ -134,6 +134,10 @@ class Run:
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
         self.modules = [self._module(provider, span) for span in own]
+        if mesh.dp.rank == 0:
+            count = sum(p.numel() for module in self.modules for p in module.parameters())
+            where = f"({mesh.tp.rank}, {mesh.pp.rank})"
+            print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
         if plan.before is not None:
             self.say(changes(plan))
@@ -217,10 +221,6 @@ class Run:
         initialize(module, self.config.train.seed, self.mesh.tp)
         if self.config.train.half:
             module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
-        if self.mesh.dp.rank == 0:
-            count = sum(p.numel() for p in module.parameters())
-            where = f"({self.mesh.tp.rank}, {self.mesh.pp.rank})"
-            print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
         return module
 
     def _batches(self, dataset: TokenDataset | None) -> Batches | None:
