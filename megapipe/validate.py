@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.optim.lr import LRSchedule
 from megapipe.overrides import layer_config
 from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
-from megapipe.schedule import SCHEDULES
+from megapipe.schedule import SCHEDULES, build
 from megapipe.validate_inputs import (
     ask,
     checkpoint_problems,
@@ -184,10 +184,13 @@ def _layout(config: Config) -> Problems:
 
 def _stages(config: Config, microbatches: int | None) -> Problems:
     if unclear := ask(lambda: check_flags(config)):
+        given = config.parallel.pipeline_schedule or "1f1b"
+        if given.lower() not in SCHEDULES and not _is_file(given):
+            yield from ask(lambda: build(given, 1, 1))
         yield from unclear
         return
     name = schedule_name(config)
-    if microbatches is None and name.lower().endswith((".json", ".csv")):
+    if microbatches is None and _is_file(name):
         return  # a file is made for one number of microbatches
     # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
     usual = 4 * config.parallel.pipeline_model_parallel_size
@@ -204,6 +207,10 @@ def _stages(config: Config, microbatches: int | None) -> Problems:
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule.lower().endswith((".json", ".csv"))
 
 
 def _microbatches(config: Config, microbatches: int | None) -> str:

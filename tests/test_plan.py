@@ -258,6 +258,17 @@ def test_an_automatic_split_is_shown_beside_the_even_one():
     assert float(after.split()[2]) < 1
 
 
+def test_the_even_split_stays_where_no_other_is_faster():
+    judge = Judge(build("dualpipe", 2, 8), heavy_head(7, 0.3))  # a rank of the mirror holds both ends of the model
+    assert search(judge) == nearly_even(7, 2)
+
+
+def test_an_unknown_schedule_and_a_broken_layout_are_said_at_once():
+    text = problems("--num-layers 4 --pipeline-schedule zbv --pipeline-model-parallel-layout Ett", 1)
+    assert "unknown schedule zbv" in text
+    assert "L, the loss, stands there 0 times; it must be the last letter, once. In a shell, | needs quotes" in text
+
+
 def test_counts_come_from_the_placement_not_from_ranks():
     given = config("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe", 2)
     assert counts_of(given, schedule_of(given, 8).placement) == (4, 4)

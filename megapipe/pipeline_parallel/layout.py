@@ -72,7 +72,8 @@ def _end(plain: str, letter: str) -> str:
     begins = letter == "E"
     what, where = ("embedding", "the first letter") if begins else ("loss", "the last letter")
     if (count := plain.count(letter)) != 1:
-        return f"{letter}, the {what}, stands there {count} times; it must be {where}, once."
+        quotes = "" if count or "|" in plain else " In a shell, | needs quotes around the text."
+        return f"{letter}, the {what}, stands there {count} times; it must be {where}, once.{quotes}"
     if letter == (plain[0] if begins else plain[-1]):
         return ""
     return f"{letter}, the {what}, comes {'after' if begins else 'before'} other stages or layers; it must be {where}."

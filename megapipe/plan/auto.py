@@ -69,11 +69,15 @@ def search(judge: Judge) -> Counts:
             scores[counts] = judge.score(counts) if len(scores) <= budget else (inf, inf, inf)
         return scores[counts]
 
-    for start in dict.fromkeys((nearly_even(layers, chain), balanced(judge.pieces, chain))):
+    even = nearly_even(layers, chain)
+    for start in dict.fromkeys((even, balanced(judge.pieces, chain))):
         here = start
         while (best := min(_moves(here), key=score, default=here)) and score(best) < score(here):
             here = best
-    return min(scores, key=score) if scores else nearly_even(layers, chain)
+    best = min(scores, key=score, default=even)
+    (excess, time, _), (even_excess, even_time, _) = score(best), score(even)
+    # What differs by rounding alone is no reason to leave the even split.
+    return even if excess == even_excess and time > even_time * (1 - 1e-9) else best
 
 
 def balanced(pieces: Pieces, chain: int) -> Counts:
