@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megapipe.errors import CheckpointError
 from megapipe.mesh import Axis, layout_of
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30
 
 
 class SavedTensors:
@@ -106,7 +107,11 @@ class ShardWriter:
         return self.folder / f"unfinished-{shard}"
 
     def _flush(self) -> None:
-        save_file(self._held, self._path(len(self._shards)), metadata={"format": "pt"})
+        path = self._path(len(self._shards))
+        save_file(self._held, path, metadata={"format": "pt"})
+        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors keeps others from reading
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
         self._shards.append(list(self._held))
         self._held, self._bytes = {}, 0
 
