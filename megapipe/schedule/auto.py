@@ -27,9 +27,13 @@ __all__ = ["Report", "lower_bound", "search", "zb_auto"]
 # Passes that a second of effort may place in the search. Counted, not timed: the result is the same on every machine.
 _PASSES_PER_SECOND = 4_000_000
 
-# How many go on, the share of the effort they have together, and the temperature at the start.
-_ROUNDS = ((20, 0.3, 0.4), (5, 0.25, 0.3), (1, 0.25, 0.3))
-_SPREADS = (0.3, 4.0, 0.05, 1.0)
+# How many go on, their share of the effort after the starts are found, and the temperature at the start.
+_ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
+# The share that finds starts: more where few microbatches stand for many, as all of them are slow to anneal.
+_START, _LONG_START = 0.2, 0.5
+# Cooling.spread in turns: in a loop the ranks must gain together.
+_SPREADS, _LOOP_SPREADS = (0.3, 4.0, 0.05, 1.0), (4.0, 1.0, 4.0, 0.3)
+# Steps of one annealing; more are better spent on heating again.
 _LONG = 16_000
 
 
@@ -122,12 +126,12 @@ def search(
 
 @dataclass(frozen=True)
 class _Entrant:
-    """A schedule in the contest, the bound of its placement and how it likes to be annealed."""
+    """A schedule in the contest, the bound of its placement, and `spread` of the annealings to come, in turns."""
 
     problem: Problem
     bound: float
     found: Found
-    spread: float
+    spreads: tuple[float, ...]
 
     def improved(self, seconds: float, hot: float, random: Random) -> _Entrant:
         """Annealed, and reheated from the best if there is time."""
@@ -136,8 +140,7 @@ class _Entrant:
         found = self.found
         for i in range(rounds):
             heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
-            spread = _SPREADS[(_SPREADS.index(self.spread) + i) % len(_SPREADS)]
-            cooling = Cooling(steps // rounds, heat, 0.05 * heat, spread)
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)])
             found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
         return replace(self, found=found)
 
@@ -145,14 +148,14 @@ class _Entrant:
 def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Callable[[float], None]) -> _Entrant:
     """Anneal many starts for a short time, the best of them longer, the very best longest."""
     random = Random(0)
-    entrants = _entrants(problems, costs, 0.2 * seconds, random)
-    spent = 0.2
+    spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
+    entrants = _entrants(problems, costs, starts * seconds, random)
     progress(spent)
-    for keep, share, hot in _ROUNDS:
+    for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
         entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
         entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
-        each = share / len(entrants)
+        each = part * (1.0 - starts) / len(entrants)
         for i, x in enumerate(entrants):
             entrants[i] = x.improved(each * seconds, hot, random)
             spent += each
@@ -170,21 +173,33 @@ def _entrants(problems: list[Problem], costs: Costs, seconds: float, random: Ran
         starts = patterns(x)[:1]
         if starts[0].length > bound * (1 + 1e-9):
             starts += _starts(x, costs, seconds / len(problems), random)
-        result += [_Entrant(x, bound, found, _SPREADS[i % len(_SPREADS)]) for i, found in enumerate(starts)]
+        spreads = _LOOP_SPREADS if _is_dealt(x.placement) else _SPREADS
+        turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
+        result += [_Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
     return result
 
 
 def _starts(full: Problem, costs: Costs, seconds: float, random: Random) -> list[Found]:
     """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
-    few = 3 * full.placement.num_ranks
+    few = _few(full)
     if full.microbatches >= 2 * few:
         small = problem(full.placement, few, costs, full.memory, full.period)
         return unroll(full, small, _contest([small], costs, seconds, lambda share: None).found)[:2]
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
-    looped = full.placement == loop(full.placement.num_ranks, full.placement.num_stages // full.placement.num_ranks)
-    dealt = deals(full, tries // 6, random) if looped and full.placement.num_stages > full.placement.num_ranks else []
+    dealt = deals(full, tries // 6, random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
     return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
+
+
+def _is_dealt(place: Placement) -> bool:
+    """Is it a loop of several chunks?"""
+    chunks = place.num_stages // place.num_ranks
+    return chunks > 1 and place == loop(place.num_ranks, chunks)
+
+
+def _few(full: Problem) -> int:
+    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
+    return 3 * full.placement.num_ranks
 
 
 def _placements(

@@ -27,7 +27,7 @@ from megapipe.schedule.auto_problem import (
 
 KIND_SETS = ((0,), (1,), (1, 2), (2,), (0, 1))
 PATIENCE = (0.0, 0.3, 0.6, 1.0)
-SHIFTS = 0.5
+SHIFTS = 0.6  # the rest of the moves are pushes
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ def lower_bound(
         wait = max(0.0, turn + up[deepest] - down[first] - _most(limit, m, stages, f, mem_b))
         lives = [mem_b[s] * (turn + up[s] + b[s] - down[s]) for s in stages]
         owed = [mem_w[s] * w[s] for s in stages]
-        to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), m * sum(lives) / limit)
-        return to_last_b, max(busy + wait, m * (sum(lives) + sum(owed)) / limit)
+        share = m / limit if limit else 0.0
+        to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), sum(lives) * share)
+        return to_last_b, max(busy + wait, (sum(lives) + sum(owed)) * share)
 
     alone = [at_rest(rank) for rank in range(ranks)]
     entry = [placement.stages_on(rank)[0] for rank in range(ranks)]
