@@ -98,7 +98,9 @@ class PipelineStage:
         with self.weight_grads.capturing(), self.stream(microbatch).active():
             output, loss_func = run() if self._overlapped is None else self._overlapped(run, cuts)
             if self.holds_loss:
-                output = self._loss(microbatch, output, loss_func) * self.loss_scale
+                output = self._loss(microbatch, output, loss_func)
+                if self.loss_scale != 1.0:
+                    output = output * self.loss_scale
         if torch.is_grad_enabled():
             # Only the graph: the output's memory is free once it is sent, as with deallocate_pipeline_outputs.
             self._saved[microbatch] = x, get_gradient_edge(output), cuts
