@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config import ParallelConfig
 from megapipe.mesh import Axis, ProcessMesh
 from megapipe.pipeline_parallel import p2p
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
@@ -201,3 +202,16 @@ def test_links_open_in_one_order_on_all_ranks(monkeypatch, name):
     used = used if name == "interleaved" else [link for link in used if set(link) != {0, 3}]
     for rank in range(4):
         assert links(rank) == [link for link in used if rank in link]
+
+
+@pytest.mark.parametrize(
+    "flags, mode",
+    [
+        ({}, "plain"),
+        ({"no_overlap_p2p_communication": True}, "batched"),
+        ({"use_ring_exchange_p2p": True}, "ring"),
+        ({"use_ring_exchange_p2p": True, "no_overlap_p2p_communication": True}, "ring"),
+    ],
+)
+def test_megatrons_flags_choose_the_mode(flags, mode):
+    assert ParallelConfig(**flags).p2p_mode == P2PMode(mode)
