@@ -13,7 +13,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.mesh import Axis
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.partition import nearly_even
+from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even
 from megapipe.plan import Pieces, Work, changes, counts_of, make_plan, pieces, schedule_of, table
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.schedule import build, simulate
@@ -160,6 +160,28 @@ def test_flops_by_formula_are_those_that_torch_counts(style):
     scores = sum(4 * seq * seq * batch * model.heads * model.head_dim for layer in (0, 1, 2))
     # torch counts scores whole, the formula the causal half.
     assert pieces(model, seq, batch).stage(span).f == counter.get_total_flops() - scores / 2
+
+
+@pytest.mark.parametrize("span", [LayerSpan(0, 1, False, False), LayerSpan(4, 0, False, True)], ids=["layer", "head"])
+@pytest.mark.parametrize("style", STYLES)
+def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024, "padded_vocab_size": 4096}
+    model = replace(STYLES[style], **sizes, attention_dropout=0.0)
+    stage = gpt_provider(model, span, Axis())
+    for param in stage.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    weights = {param.untyped_storage().data_ptr() for param in stage.parameters()}
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address comes twice
+        return x
+
+    stage.set_input_tensor(torch.randn(64, 2, 256, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        stage(labels=torch.zeros(2, 64, dtype=torch.long))
+    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    assert pieces(model, 64, 2).stage(span).held == pytest.approx(real, rel=0.12)
 
 
 def heavy_head(layers: int, head: float) -> Pieces:

@@ -128,8 +128,8 @@ def _head(model: ModelConfig, load: _Load) -> Work:
     product, parameters = 2.0 * load.tokens * h * vocab, h * vocab + _norm(model, h)
     if model.cross_entropy_loss_fusion:  # holds no logits, and makes them a second time
         return Work(product, 2 * product, product, load.bytes(2 * h, 0), load.bytes(h, 0), parameters)
-    softmax = 4 * load.tokens * vocab / load.tp  # in float32, beside the logits
-    return Work(product, product, product, load.bytes(2 * h, vocab) + softmax, load.bytes(h, vocab), parameters)
+    softmax = 4 * load.tokens * vocab / load.tp  # in float32, in place of the logits
+    return Work(product, product, product, load.bytes(2 * h, 0) + softmax, load.bytes(h, vocab), parameters)
 
 
 def _layer(model: ModelConfig, load: _Load) -> Work:
@@ -148,12 +148,13 @@ def _attention(model: ModelConfig, load: _Load) -> Work:
     scores = 4.0 * load.tokens * queries * (reach - reach * reach / 2 / load.seq)
     products = 2.0 * load.tokens * h * (qkv + queries)
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
+    rotated = qkv * (model.position_embedding_type == "rope")
     norms = _norm(model, h) + 2 * _norm(model, model.head_dim) * model.qk_layernorm
     return Work(
         products + scores,
         products + (3 if model.recompute_attention else 2) * scores,
         products,
-        held=load.bytes(2 * h, qkv + queries, h * bool(model.hidden_dropout)),
+        held=load.bytes(2 * h, qkv + rotated + queries, h * bool(model.hidden_dropout)),
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
     )
