@@ -63,9 +63,11 @@ def main(argv: Sequence[str]) -> None:
     provider = find_provider(model_config.model_provider) if model_config.model_provider else gpt_provider
     model = stage_provider(provider)(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
     initialize(model, 0, Axis())
+    if saved.train.bf16 or saved.train.fp16:
+        model = model.to(torch.bfloat16 if saved.train.bf16 else torch.float16)
     load_checkpoint(folder, [model], None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
     ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
-    new = generate(model.eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
+    new = generate(model.float().eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
 
 

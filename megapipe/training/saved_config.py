@@ -7,20 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megapipe.config import Config, DataConfig, ModelConfig
+from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.training.checkpoint import STATE, find_checkpoint
 from megapipe.training.resume import FREE
 
 
 def saved_config(folder: Path) -> Config:
-    """The model and data flags of the run that wrote a checkpoint; all others at their defaults.
+    """The model, training and data flags of the run that wrote a checkpoint; all others at their defaults.
 
     Raises: CheckpointError if its state.json cannot be read.
     """
     try:
         saved = json.loads((folder / STATE).read_text())["config"]
-        return Config(model=_known(ModelConfig, saved["model"]), data=_known(DataConfig, saved["data"]))
+        return Config(
+            model=_known(ModelConfig, saved["model"]),
+            train=_known(TrainConfig, saved["train"]),
+            data=_known(DataConfig, saved["data"]),
+        )
     except OSError as error:
         raise CheckpointError(f"{folder / STATE}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import LLAMA
 
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.mesh import Axis, ProcessMesh
 from megapipe.models.provider import gpt_provider
@@ -17,7 +17,7 @@ from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 from megapipe.training.saved_config import saved_config, with_checkpoint_args
 
-SAVED = Config(model=LLAMA, data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=60))
+SAVED = Config(model=LLAMA, train=TrainConfig(lr=0.1), data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=60))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_without_a_checkpoint_it_says_what_to_do(tmp_path):
             with_checkpoint_args(config)
 
 
-def test_model_and_data_are_read_back(root):
+def test_model_training_and_data_are_read_back(root):
     assert saved_config(root / "iter_0000001") == SAVED
     (root / "iter_0000001" / "state.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):
