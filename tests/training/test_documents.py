@@ -50,6 +50,15 @@ def test_each_reset_changes_the_loss_and_every_stage_knows_the_documents(style):
     assert len(seen) == (3 if style == "llama" else 4)
 
 
+def test_documents_reach_split_layers_and_layers_that_are_computed_again():
+    data = DataConfig(reset_attention_mask=True, reset_position_ids=True)
+    for base in STYLES.values():
+        model = replace(base, init_method_std=0.5, hidden_dropout=0.0, attention_dropout=0.0)
+        split = replace(model, sequence_parallel=True, recompute_granularity="full")
+        found = run_threads(lambda mesh, split=split: loss(mesh, split, data), pp=2, tp=2)
+        assert found == pytest.approx([loss(ProcessMesh.single(), model, data)] * 4, rel=1e-5)
+
+
 def test_positions_restart_after_each_end_of_document():
     rows = torch.tensor([[5, EOD, 6, 7, EOD, EOD, 8], [EOD, 5, 6, 7, 8, 9, EOD]])
     batch = make_batch(rows, EOD, reset_position_ids=True)
