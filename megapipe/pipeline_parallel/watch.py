@@ -69,7 +69,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         ours = error is not None and (lost or not isinstance(error, UserError | SystemExit))
-        if ours and self._store is not None:
+        if ours and self.mesh.store is not None:
             if not lost:
                 traceback.print_exception(error)
             cause = None if lost else f"{type(error).__name__}: {error}"
@@ -111,7 +111,7 @@ class Watch:
 
     def _too_long(self) -> bool:
         position = self.mesh.position
-        if self._store is None or position.at is None or position.limit_s is None:
+        if position.at is None or position.limit_s is None:
             return False
         return time.monotonic() - position.at[1] > position.limit_s + GRACE_S
 
@@ -120,7 +120,9 @@ class Watch:
 
     def _leave(self, why: str, number: int) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(f"{why} in {self.mesh.position.step}; the checkpoints saved before are complete")
+            position = self.mesh.position
+            where = "in" if position.at or position.plan is None else "after"
+            _say(f"{why} {where} {position.step}; the checkpoints saved before are complete")
         _exit(128 + number)
 
     def _terminated(self) -> NoReturn:

@@ -1,0 +1,126 @@
+"""Ranks that are killed, stopped, skip a message or lose step: what the others say, and that nothing stays behind.
+
+The short timeout counts from the second iteration on, so that a slow start of the processes is no fault.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 6
+FLAGS = (
+    "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 1000000 --lr 1e-3 --log-interval 1 --eval-iters 0 "
+    f"--distributed-timeout-minutes 1 --distributed-timeout-seconds-after-init {TIMEOUT_S}"
+)
+LINE = r"^megapipe: rank (\d) \(pipeline rank \d, stage \d\) is in (.+), waits (.+), since ([\d.]+) s: (.*)$"
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """State (T: stopped) of each living process of a run, launcher included."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            pass  # it ended meanwhile
+    return {pid: state for pid, state in found.items() if state != "Z"}
+
+
+def run(fault: str, ranks: int, folder: Path) -> tuple[int, str, float]:
+    """Exit status, all output, and seconds from the fault to the end (stop: to the diagnosis). Leaves no process."""
+    (folder / "flags").write_text(f"{FLAGS} --pipeline-model-parallel-size {ranks}")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "tests" / "faulty.py"), fault, str(folder)]
+    log, ended = folder / "log", 0.0
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        until = time.monotonic() + 90
+        while process.poll() is None:
+            assert time.monotonic() < until, f"does not end:\n{log.read_text()}"
+            time.sleep(0.1)
+            if not ended and "first mismatch" in log.read_text():
+                ended = time.time()
+                # The launcher would give a stopped rank half a minute more to hear it.
+                for pid in [pid for pid, state in processes(folder).items() if state == "T"]:
+                    os.kill(pid, signal.SIGKILL)
+        assert processes(folder) == {}, log.read_text()
+    finally:
+        for pid in processes(folder):
+            os.kill(pid, signal.SIGKILL)
+    return process.returncode, log.read_text(), (ended or time.time()) - float((folder / "time").read_text())
+
+
+def lines(text: str) -> dict[int, tuple[str, str]]:
+    """Rank -> (where it is, what it waits for); each has said it once."""
+    found = re.findall(LINE, text, re.M)
+    assert len(found) == len({rank for rank, *_ in found}), text
+    assert all(float(since) < TIMEOUT_S + 3 for *_, since, _ in found), text
+    return {int(rank): (place, waits) for rank, place, waits, *_ in found}
+
+
+def mismatch(text: str) -> str:
+    (found,) = re.findall("^megapipe: first mismatch: (.*)$", text, re.M)
+    return str(found)
+
+
+def test_a_message_that_is_skipped_is_named_with_the_rank_that_never_sent_it(tmp_path):
+    code, text, seconds = run("skip", 4, tmp_path)
+    said = lines(text)
+    assert said[3] == ("pass 3F2 of iteration 3", "for 2F2 from rank 2"), text
+    assert sorted(said) == [0, 1, 2, 3]
+    assert re.fullmatch(
+        r"rank 2 is in pass 2BW\d of iteration 3 and never sent 2F2 to rank 3; ranks 0, 1 and 3 wait for it",
+        mismatch(text),
+    ), text
+    assert code != 0
+    assert seconds < TIMEOUT_S + 12
+
+
+@pytest.mark.parametrize("fault, limit_s", [("kill", 12), ("stop", TIMEOUT_S + 12)])
+def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, limit_s, tmp_path):
+    code, text, seconds = run(fault, 3, tmp_path)
+    said = lines(text)
+    assert said[2] == ("pass 2F2 of iteration 3", "for 1F2 from rank 1"), text
+    assert sorted(said) == [0, 2]
+    waiting = {f"rank {rank} waits {waits}" for rank, (_, waits) in said.items() if waits.endswith("rank 1")}
+    assert mismatch(text).startswith("rank 1 does not answer: killed, stopped or cut off; "), text
+    assert set(mismatch(text).split("; ")[1:]) == waiting
+    assert code != 0
+    assert seconds < limit_s
+
+
+def test_a_rank_ahead_in_the_data_stops_all_before_the_update(tmp_path):
+    code, text, _ = run("ahead", 2, tmp_path)
+    assert (
+        "faulty.py: error: the ranks are at different places of the data: rank 0 at sample 24, rank 1 at sample 16. "
+        "Nothing was updated; start again from the last checkpoint with --load.\n"
+    ) in text
+    assert f'File "{ROOT}/megapipe' not in text
+    assert " iteration        2/" in text
+    assert " iteration        3/" not in text
+    assert code != 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_in_one_line(ranks, tmp_path):
+    code, text, _ = run("interrupt", ranks, tmp_path)
+    assert re.findall("^megapipe: .*$", text, re.M) == [
+        "megapipe: interrupted after iteration 2; the checkpoints saved before are complete"
+    ], text
+    assert f'File "{ROOT}/megapipe' not in text
+    assert code == (130 if ranks == 1 else 1)  # the launcher's own
