@@ -50,7 +50,7 @@ class Device:
 
     Attributes:
         link: seconds that a message from another rank is on its way.
-        epoch: start of the step; messages carry when they were made, counted from here, so that float32 is enough.
+        epoch: start of the step; messages carry when they were sent, counted from here, so that float32 is enough.
         busy: seconds of passes so far.
         held, peak: activations kept, in device shares.
     """
@@ -75,11 +75,10 @@ class Device:
             if early > 0:
                 time.sleep(early)
 
-    def stamp(self, message: Tensor) -> Tensor:
-        """Write down when it was made."""
+    def stamp(self, message: Tensor) -> None:
+        """Write into a message when it was sent."""
         if self.link:
-            message.view(-1)[0] = time.perf_counter() - self.epoch
-        return message
+            message.detach().view(-1)[0] = time.perf_counter() - self.epoch
 
     def hold(self, share: float) -> None:
         """Keep or (negative) free activations."""
@@ -109,7 +108,7 @@ class _Compute(torch.autograd.Function):
         device.compute(share.f)
         ctx.device, ctx.share, ctx.has_weight_pass = device, share, has_weight_pass
         ctx.owner = current_weight_grads()
-        return device.stamp(x.clone())
+        return x.clone()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -117,13 +116,12 @@ class _Compute(torch.autograd.Function):
         device, share = ctx.device, ctx.share
         device.arrive(grad, share.remote_after)
         device.compute(share.b)
-        below = device.stamp(grad.clone())
         if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
             ctx.owner.submit(lambda: _weight_pass(device, share))
-            return below, None, None, None, None
+            return grad.clone(), None, None, None, None
         if not ctx.has_weight_pass:
             _weight_pass(device, share)
-        return below, grad.new_zeros(1), None, None, None
+        return grad.clone(), grad.new_zeros(1), None, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -213,19 +211,41 @@ class Runner:
         raise NotImplementedError
 
 
-class _CountingTransport(Transport):
-    sent_bytes = 0
+class _EmulatedLinks(Transport):
+    """Real messages, stamped and counted as they leave."""
+
+    def __init__(self, mesh: ProcessMesh, device: Device) -> None:
+        super().__init__(mesh.pp)
+        self.device, self.sent_bytes = device, 0
 
     def post(self, ops: list[Op]) -> Any:
-        self.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
+        for op in ops:
+            if op.sends:
+                self.device.stamp(op.tensor)
+                self.sent_bytes += op.tensor.nbytes
         return super().post(ops)
+
+
+class _StampingStage(peers.PipelineStage):
+    """torch's stage, its messages stamped as they leave."""
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _stamped(self, ops: Any) -> Any:
+        for op in ops:
+            self.submod.device.stamp(op.tensor)
+        return ops
 
 
 class Ours(Runner):
     """The executor, the communicator and PipelineStage."""
 
     def prepare(self) -> None:
-        self.transport = _CountingTransport(self.mesh.pp)
+        self.transport = _EmulatedLinks(self.mesh, self.device)
         self.comm = P2PCommunicator(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
         self.program = lower(self.schedule, self.costs)[self.mesh.pp.rank]
         self.modules = self.layers(split_by_autograd=False)
@@ -261,7 +281,7 @@ class Torchs(Runner):
         data = gradient = hidden.detach()
         # Told everything about its tensors, torch need not find out by a forward and backward of its own.
         stages = [
-            peers.PipelineStage(
+            _StampingStage(
                 module,
                 s,
                 place.num_stages,
