@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "tensor_parallel": "config documents errors mesh",
     "pipeline_parallel.partition": "errors schedule",
     "pipeline_parallel": "config device errors schedule mesh position pipeline_parallel.partition "
-    "tensor_parallel.weight_grad tensor_parallel.rng",
+    "tensor_parallel.weight_grad tensor_parallel.meanwhile tensor_parallel.rng",
     "models": "config documents errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",

@@ -17,21 +17,30 @@ class Cuts:
     """Places where the graph of one microbatch is cut: it ends in one tensor and goes on from a detached one.
 
     Args:
-        meanwhile: another microbatch's backward; one piece of it runs at each cut.
+        pieces: another microbatch's backward. One piece runs between two cuts: while the layer there waits for a
+            tensor-parallel collective, or at the second cut where there is none.
     """
 
-    def __init__(self, meanwhile: Iterable[None] = ()) -> None:
-        self._meanwhile = iter(meanwhile)
+    def __init__(self, pieces: Iterable[None] = ()) -> None:
+        self._pieces = iter(pieces)
+        self._due = False
         self._cuts: list[tuple[GradientEdge, Tensor]] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         """Cut at x, of any shape."""
-        next(self._meanwhile, None)
+        self.advance()
+        self._due = True
         if not x.requires_grad:
             return x
         y = x.detach().requires_grad_()
         self._cuts.append((get_gradient_edge(x), y))
         return y
+
+    def advance(self) -> None:
+        """Run a piece of the other's backward, once between two cuts."""
+        if self._due:
+            self._due = False
+            next(self._pieces, None)
 
     def backward(self, output: GradientEdge, grad: Tensor | None) -> Iterator[None]:
         """Differentiate the output, one piece at a time, the last one first."""

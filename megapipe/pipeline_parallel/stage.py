@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.pipeline_parallel.overlap import Cuts
+from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
@@ -95,7 +96,7 @@ class PipelineStage:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self.module.set_input_tensor(x)  # type: ignore[operator]
         run = partial(self.forward_step, self.data_iterator, self.module)
-        with self.weight_grads.capturing(), self.stream(microbatch).active():
+        with self.weight_grads.capturing(), self.stream(microbatch).active(), meanwhile(cuts.advance):
             output, loss_func = run() if self._overlapped is None else self._overlapped(run, cuts)
             if self.holds_loss:
                 output = self._loss(microbatch, output, loss_func)

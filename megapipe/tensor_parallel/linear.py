@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
+from megapipe.tensor_parallel.meanwhile import wait
 from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
 
@@ -37,7 +38,7 @@ class _Linear(torch.autograd.Function):
         whole = opens.forward(x).wait()
         if closes is INSIDE:
             return F.linear(whole, weight, bias)
-        y = closes.forward(F.linear(whole, weight)).wait()
+        y = wait(closes.forward(F.linear(whole, weight)))
         return y if bias is None else y.add_(bias)
 
     @staticmethod

@@ -1,12 +1,13 @@
 """DualPipe's pair: two microbatches in turns, a layer of each, with the numbers of F then B."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import GPT2, forward_step, tokens
 
-from megapipe.mesh import Axis
+from megapipe.mesh import Axis, Pending
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.partition import LayerSpan
@@ -14,12 +15,12 @@ from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.tensor_parallel.rng import Stream, initialize
 
 
-def two_stages(model, log):
+def two_stages(model, log, tp):
     """First and last half of the model, each with two microbatches; layers write down when they run."""
     stages = []
     for span in (LayerSpan(0, 2, True, False), LayerSpan(2, 2, False, True)):
-        gpt = GPTModel(model, span, Axis())
-        initialize(gpt, 1, Axis())
+        gpt = GPTModel(model, span, tp)
+        initialize(gpt, 1, tp)
         gpt.buffers = FlatBuffers(dict(gpt.named_parameters()))
         for name, layer in gpt.decoder.layers.items():
             layer.register_forward_hook(lambda *_, name=name: log.append(f"F{name}"))
@@ -40,10 +41,10 @@ def two_stages(model, log):
     return stages
 
 
-def two_microbatches(model, overlapped, weights):
+def two_microbatches(model, overlapped, weights, axis=lambda log: Axis()):
     """0F0 1F0, then 0F1 with 1B0 as a pair or one after the other, then the rest."""
     log = []
-    first, last = two_stages(model, log)
+    first, last = two_stages(model, log, axis(log))
     last.forward(0, first.forward(0, None))
     log.clear()
     if overlapped:
@@ -73,10 +74,30 @@ def test_a_pair_has_the_bits_of_f_then_b(recompute, weights):
 
 
 def test_layers_of_both_run_in_turns():
-    assert two_microbatches(GPT2, True, True)[0] == ["B3", "F0", "B2", "F1"]
+    assert two_microbatches(GPT2, True, True)[0] == ["F0", "B3", "F1", "B2"]
     assert two_microbatches(GPT2, False, True)[0] == ["F0", "F1", "B3", "B2"]
 
 
 def test_a_model_without_the_method_runs_f_then_b(monkeypatch):
     monkeypatch.delattr(GPTModel, "overlapped_forward_backward")
     assert two_microbatches(GPT2, True, True)[0] == ["F0", "F1", "B3", "B2"]
+
+
+@dataclass(frozen=True)
+class TwoRanks(Axis):
+    """Two as far as layers see: what would be summed stays as it is, and the log has when it is waited for."""
+
+    size: int = 2
+    log: list[str] = field(default_factory=list)
+
+    def start_all_reduce(self, x, op="sum"):
+        self.log.append("start")
+        return Pending(x, SimpleNamespace(wait=lambda: self.log.append("wait")))
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_layer_of_the_other_runs_while_a_collective_is_under_way(overlapped):
+    order, _ = two_microbatches(GPT2, overlapped, True, lambda log: TwoRanks(log=log))
+    for layer in ("B3", "B2"):
+        before = order[: order.index(layer)]
+        assert before.count("start") - before.count("wait") == overlapped
