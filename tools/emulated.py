@@ -99,14 +99,14 @@ class Share:
 
 
 class _Compute(torch.autograd.Function):
-    """F, and in backward B; W too if its weight comes straight from a parameter."""
+    """F, and in backward B; W too, now or deferred, if it is given the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, device: Device, share: Share, has_weight_pass: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, device: Device, share: Share) -> Tensor:
         device.arrive(x, share.remote_before)
         device.hold(share.size)
         device.compute(share.f)
-        ctx.device, ctx.share, ctx.has_weight_pass = device, share, has_weight_pass
+        ctx.device, ctx.share, ctx.has_weight = device, share, weight is not None
         ctx.owner = current_weight_grads()
         return x.clone()
 
@@ -118,10 +118,10 @@ class _Compute(torch.autograd.Function):
         device.compute(share.b)
         if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
             ctx.owner.submit(lambda: _weight_pass(device, share))
-            return grad.clone(), None, None, None, None
-        if not ctx.has_weight_pass:
+            return grad.clone(), None, None, None
+        if ctx.has_weight:
             _weight_pass(device, share)
-        return grad.clone(), grad.new_zeros(1), None, None, None
+        return grad.clone(), grad.new_zeros(1) if ctx.has_weight else None, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -160,11 +160,13 @@ class Layers(nn.Module):
     def forward(self, x: Tensor | None = None) -> Tensor:
         """[n, ...] -> the same shape."""
         x = self.given[0] if x is None else x
-        weight = self.weight
-        if self.split_by_autograd:
-            weight = _Weight.apply(weight, self.device, self.share)
-        out: Tensor = _Compute.apply(x, weight, self.device, self.share, self.split_by_autograd)
-        return out
+        if not self.split_by_autograd:
+            out: Tensor = _Compute.apply(x, self.weight, self.device, self.share)
+            return out
+        # W joins behind B, so that torch's walk back to the weight does not pass through B a second time.
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        hidden: Tensor = _Compute.apply(x, None, self.device, self.share)
+        return hidden + _Weight.apply(self.weight, self.device, self.share)
 
 
 class Runner:
