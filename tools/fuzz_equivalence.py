@@ -78,6 +78,15 @@ def command(case: Case) -> str:
     return f"python tools/fuzz_equivalence.py --case '{json.dumps(given)}'"
 
 
+def read(text: str) -> Case:
+    """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
+    given = json.loads(text)
+    case = Case(**given | {"layers": tuple(given["layers"])})
+    if len(case.layers) != (chain := table(case).placement.chain):
+        raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
+    return case
+
+
 def fuzz(seconds: float, seed: int) -> tuple[int, Case | None, list[str]]:
     """Draw cases until the time is up or one differs: how many ran, that case and its differences."""
     rng, start, count = random.Random(seed), time.monotonic(), 0
@@ -103,8 +112,10 @@ def main() -> None:
     count = 1
     case: Case | None = None
     if options.case:
-        given = json.loads(options.case)
-        case = Case(**given | {"layers": tuple(given["layers"])})
+        try:
+            case = read(options.case)
+        except (ValueError, TypeError, KeyError, ScheduleError) as error:
+            parser.error(f"--case {options.case} is none that was printed here: {error}")
         found = run(case)
     else:
         count, case, found = fuzz(options.seconds, options.seed)

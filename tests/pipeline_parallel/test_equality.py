@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
+from random import Random
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from rank_pool import Pool
 
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES
+from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.equivalence import Case, alone, differences, table, train
-from tools.fuzz_equivalence import fuzz
+from tools.fuzz_equivalence import command, draw, fuzz, read
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,6 +106,26 @@ def test_a_run_goes_on_under_another_schedule_and_layout(pool, tmp_path, before,
 def test_a_rank_without_layers_takes_part():
     case = Case("1f1b", 3, 4, (1, 0, 1), dp=2, steps=1)
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=3, dp=2, timeout_s=60)) == []
+
+
+def test_the_comparison_sees_a_single_lost_product(monkeypatch):
+    run = WeightGrads.run
+
+    def lossy(self, microbatch):
+        if microbatch == 1:
+            self._owed[microbatch].pop()
+        run(self, microbatch)
+
+    case = case_of("zb-h1", 2, 4, steps=1)
+    alone(case.whole)
+    monkeypatch.setattr(WeightGrads, "run", lossy)
+    found = differences(case, run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60))
+    assert any("gradients of decoder.layers.0" in text for text in found)
+
+
+def test_a_printed_command_is_the_case():
+    case = draw(Random(3))
+    assert read(command(case).split("'")[1]) == case
 
 
 def test_twenty_seconds_of_drawn_cases():
