@@ -64,7 +64,7 @@ PENDING = SKIPPED | {1: replace(SKIPPED[1], ahead=[gives("1F2", 2), *SKIPPED[1].
         ),
         (PENDING, "no message is missing; rank 0 has been longest in its place, pass 0B2 of iteration 7"),
     ],
-    ids="skipped busy not-received silent two-silent failed told-to-stop steps lost-on-the-way".split(),
+    ids=["skipped", "busy", "not received", "silent", "two silent", "failed", "told to stop", "steps", "lost"],
 )
 def test_the_rank_that_holds_up_the_others_is_named(reports, sentence):
     assert first_mismatch(reports, world=3) == sentence

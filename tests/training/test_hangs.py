@@ -79,26 +79,26 @@ def mismatch(text: str) -> str:
 
 
 def test_a_message_that_is_skipped_is_named_with_the_rank_that_never_sent_it(tmp_path):
-    code, text, seconds = run("skip", 4, tmp_path)
+    code, text, seconds = run("skip", 3, tmp_path)
     said = lines(text)
-    assert said[3] == ("pass 3F2 of iteration 3", "for 2F2 from rank 2"), text
-    assert sorted(said) == [0, 1, 2, 3]
+    assert said[2] == ("pass 2F2 of iteration 3", "for 1F2 from rank 1"), text
+    assert sorted(said) == [0, 1, 2]
     assert re.fullmatch(
-        r"rank 2 is in pass 2BW\d of iteration 3 and never sent 2F2 to rank 3; ranks 0, 1 and 3 wait for it",
+        r"rank 1 is in pass 1BW\d of iteration 3 and never sent 1F2 to rank 2; ranks 0 and 2 wait for it",
         mismatch(text),
     ), text
     assert code != 0
     assert seconds < TIMEOUT_S + 12
 
 
-@pytest.mark.parametrize("fault, limit_s", [("kill", 12), ("stop", TIMEOUT_S + 12)])
-def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, limit_s, tmp_path):
-    code, text, seconds = run(fault, 3, tmp_path)
-    said = lines(text)
-    assert said[2] == ("pass 2F2 of iteration 3", "for 1F2 from rank 1"), text
-    assert sorted(said) == [0, 2]
-    waiting = {f"rank {rank} waits {waits}" for rank, (_, waits) in said.items() if waits.endswith("rank 1")}
-    assert mismatch(text).startswith("rank 1 does not answer: killed, stopped or cut off; "), text
+@pytest.mark.parametrize("fault, ranks, limit_s", [("kill", 3, 12), ("stop", 2, TIMEOUT_S + 12)])
+def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, ranks, limit_s, tmp_path):
+    code, text, seconds = run(fault, ranks, tmp_path)
+    said, last, gone = lines(text), ranks - 1, ranks - 2
+    assert said[last] == (f"pass {last}F2 of iteration 3", f"for {gone}F2 from rank {gone}"), text
+    assert said.keys() == set(range(ranks)) - {gone}
+    waiting = {f"rank {rank} waits {waits}" for rank, (_, waits) in said.items() if waits.endswith(f"rank {gone}")}
+    assert mismatch(text).startswith(f"rank {gone} does not answer: killed, stopped or cut off; "), text
     assert set(mismatch(text).split("; ")[1:]) == waiting
     assert code != 0
     assert seconds < limit_s
