@@ -129,3 +129,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         stop(error)
+    except OSError as error:  # a full disk, a folder without permission
+        stop(CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}"))

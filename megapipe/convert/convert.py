@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config, DataConfig
+from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.checks import check_ours, check_theirs, notes
 from megapipe.convert.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.mapping import rules
@@ -84,12 +84,12 @@ def import_checkpoint(
             writer.add(rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype))
         names = writer.close()
         progress(len(table), len(table))
-        config = Config(model=model, data=_data(source, vocab_size))
-        config = replace(config, train=replace(config.train, bf16=dtype == torch.bfloat16))
+        _copy_others(source, target / BESIDE)
+        commit.write_durably(target / BESIDE / "config.json", json.dumps(content, indent=2) + "\n")
+        train = TrainConfig(bf16=dtype == torch.bfloat16)
+        config = Config(model=model, train=train, data=_data(target / BESIDE, vocab_size))
         commit.write_durably(folder / STATE, _state(config))
         final = commit.commit(folder, 0, commit.digest(folder, [*names, STATE]))
-    _copy_others(source, target / BESIDE)
-    commit.write_durably(target / BESIDE / "config.json", json.dumps(content, indent=2) + "\n")
     return Converted(final, config, tuple(notes(content, model, vocab_size)), vocab_size)
 
 
@@ -154,9 +154,9 @@ def export_checkpoint(
     return Converted(target, config, tuple(notes(content, model, vocab_size)), vocab_size)
 
 
-def _data(source: Path, vocab_size: int) -> DataConfig:
+def _data(beside: Path, vocab_size: int) -> DataConfig:
     """The tokenizer, if it is one of ours."""
-    model = source / "tokenizer.model"
+    model = beside / "tokenizer.model"
     if model.exists():
         return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
     return DataConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size)

@@ -13,6 +13,7 @@ from megapipe.optim.lr import LRSchedule
 FREE = {
     "attention_backend",
     "attention_dropout",
+    "cross_entropy_loss_fusion",
     "embedding_init_method_std",
     "hidden_dropout",
     "init_method_std",
@@ -67,6 +68,7 @@ def resume_problems(
 def _meaning(model: ModelConfig) -> dict[str, Any]:
     """The settings that the weights depend on, defaults filled in."""
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
+    fields["window_size"] = model.window
     if model.hidden_size and model.num_attention_heads:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]
