@@ -139,8 +139,11 @@ def _by_window(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     """Causal without a mask."""
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=gqa)
+    per_group = q.shape[1] // k.shape[1]
+    if seen is not None and per_group > 1:  # torch's memory-efficient GPU kernel takes masks but no groups
+        k, v = (part.repeat_interleave(per_group, dim=1) for part in (k, v))
+        per_group = 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1)
 
 
 @lru_cache(maxsize=8)  # shared by all layers and blocks
