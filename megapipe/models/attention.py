@@ -75,9 +75,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if config.position_embedding_type == "rope":
-            documents, positions = current_stream().documents, None
-            if documents is not None and documents.restart:
-                positions = restarting_positions(documents, x.device).t()
+            positions = _positions(x.device)
             q, k = (rotate(part, Rotary.of(config), positions) for part in (q, k))
         attended = recompute(self._attend, q, k, v) if config.recompute_attention else self._attend(q, k, v)
         return self.linear_proj(attended)  # type: ignore[no-any-return]
@@ -111,6 +109,12 @@ class SelfAttention(nn.Module):
             seen = seen & (number[:, None, :, None] == number[:, None, None, :])
         probs = scores.masked_fill_(~seen, float("-inf")).softmax(-1)  # in float32, rounded at the end
         return dropout(probs, self.config.attention_dropout, self.layer, "attention", tp=self.tp, dim=1) @ v
+
+
+def _positions(device: torch.device) -> Tensor | None:
+    """[s, b] where positions restart in each document, else None: the index in s."""
+    documents = current_stream().documents
+    return restarting_positions(documents, device).t() if documents is not None and documents.restart else None
 
 
 # The three below: q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d].
