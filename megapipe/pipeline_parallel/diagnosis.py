@@ -95,7 +95,7 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     """Which rank holds up the others, and who waits for it. reports: by rank, of those that answered."""
     failed = [rank for rank, report in reports.items() if report.cause]
     if failed:
-        return "; ".join(f"rank {rank} failed in {reports[rank].place}: {reports[rank].cause}" for rank in failed)
+        return "; ".join(f"rank {rank} ended in {reports[rank].place}: {reports[rank].cause}" for rank in failed)
     silent = [rank for rank in range(world) if rank not in reports]
     if silent:
         links = {rank: report.waits for rank, report in sorted(reports.items())}

@@ -42,7 +42,7 @@ class Watch:
 
     A message or collective that fails or takes longer than the timeout, an error, a rank gone: each rank prints one
     line, one of them the first mismatch, and the process ends with a code of its own. Ctrl-C ends it with 130. An
-    error for the user and a normal end pass through; other ranks that still wait for this one are told of it.
+    error for the user passes through, and other ranks that wait for this one are told of it; so does a normal end.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -51,6 +51,7 @@ class Watch:
         if mesh.store is not None:  # a client of its own: calls of one client wait for each other
             self._store = PrefixStore("watch", mesh.store.clone())  # type: ignore[attr-defined]
         self._failure: tuple[Report, int] | None = None
+        self._closed = False
         self._old: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -76,8 +77,8 @@ class Watch:
             self._failure = report_of(self.mesh, _short(str(error)), cause), LOST if lost else FAULT
             self._bell.send(b"\0")
             self._thread.join()  # does not return: the thread ends the process
-        said = "it has finished" if error is None else str(error) or type(error).__name__
-        self._post(report_of(self.mesh, "", said))
+        if error is not None:
+            self._post(report_of(self.mesh, "", f"{type(error).__name__}: {error}"))
         self._close()
 
     def _close(self) -> None:
@@ -85,8 +86,10 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._old.items():
                 signal.signal(number, handler)
-        self._bell.close()
+        self._closed = True
+        self._bell.send(b"\0")  # closing it would not do: data loaders that were forked hold it too
         self._thread.join()
+        self._bell.close()
         self._ear.close()
 
     def _run(self) -> None:
@@ -95,7 +98,7 @@ class Watch:
                 heard = self._ear.recv(64)
             except TimeoutError:
                 heard = b"\0"
-            if not heard:  # closed
+            if self._closed:
                 return
             if signal.SIGINT in heard and signal.getsignal(signal.SIGINT) is _ignore:
                 self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))

@@ -55,7 +55,7 @@ PENDING = SKIPPED | {1: replace(SKIPPED[1], ahead=[gives("1F2", 2), *SKIPPED[1].
         ({0: SKIPPED[0]}, "ranks 1 and 2 do not answer: killed, stopped or cut off; rank 0 waits for 1B2 from rank 1"),
         (
             SKIPPED | {1: replace(SKIPPED[1], cause="ValueError: shapes")},
-            "rank 1 failed in pass 1B2 of iteration 7: ValueError: shapes",
+            "rank 1 ended in pass 1B2 of iteration 7: ValueError: shapes",
         ),
         (SKIPPED | {1: replace(SKIPPED[1], note=TERMINATED)}, "rank 1 was told to stop (SIGTERM)"),
         (
