@@ -256,6 +256,8 @@ class TrainConfig:
     """Overflows between two increases at which the dynamic loss scale begins to be halved."""
     grad_reduce_in_bf16: bool = False
     """Sum gradients over data-parallel ranks in bfloat16: half the bytes, three digits less. Added up in float32."""
+    compile: bool = False
+    """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
     deterministic_mode: bool = False
     """Refuse kernels whose results differ from run to run."""
     optimizer: Literal["adam"] = "adam"

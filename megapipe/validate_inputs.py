@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from shutil import which
 
 from megapipe.config import Config
 from megapipe.data.blend import parse_data_path, split_ranges
@@ -87,6 +88,8 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
         yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
     if attention == "flash" and on_gpu and config.model.window_size:
         yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."
+    if config.train.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        yield "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
     if config.model.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine is not in this version yet. Use --transformer-impl local."
 

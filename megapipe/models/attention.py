@@ -19,6 +19,7 @@ from megapipe.mesh import Axis
 from megapipe.models.norm import Norm
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
+from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
 
@@ -80,6 +81,7 @@ class SelfAttention(nn.Module):
         attended = recompute(self._attend, q, k, v) if config.recompute_attention else self._attend(q, k, v)
         return self.linear_proj(attended)  # type: ignore[no-any-return]
 
+    @eager
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))

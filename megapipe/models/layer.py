@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
@@ -10,6 +11,7 @@ from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
 from megapipe.overrides import layer_config
+from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
 
 
@@ -39,7 +41,20 @@ class TransformerLayer(nn.Module):
             x = x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), "mlp_out")
         return x
 
+    @eager  # it reads the layer's number, by which each layer would be compiled anew
     def _drop(self, x: Tensor, site: str) -> Tensor:
         if not self.training:
             return x
         return dropout(x, self.hidden_dropout, self.layer, site, tp=self.shares_sequence, dim=0)
+
+
+def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:
+    """Compile what lies between the matrix products of every TransformerLayer in a stage; returns how many there are.
+
+    Linear layers, attention, dropout and recomputation stay as they are: they do more than their result says. Layers of
+    one kind share their code.
+    """
+    layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
+    for layer in layers:
+        layer.compile(backend=backend, dynamic=False)
+    return len(layers)

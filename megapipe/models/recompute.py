@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.tensor_parallel.eager import eager
 
 
 class _Recompute(torch.autograd.Function):
@@ -35,6 +36,7 @@ class _Recompute(torch.autograd.Function):
 _recompute: Callable[..., Tensor] = _Recompute.apply
 
 
+@eager
 def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """function(*inputs), of which only the inputs are kept for backward. Costs a second forward.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.tensor_parallel.eager import eager
 
 # Llama 3.1: wavelengths above ORIGINAL / LOW turn slower, those below ORIGINAL / HIGH as ever, the others in between.
 ORIGINAL, LOW, HIGH = 8192, 1.0, 4.0
@@ -51,6 +52,7 @@ class Rotary:
         return keep * plain + (1 - keep) * plain / self.scaling
 
 
+@eager  # a compiler does not see the cache
 @lru_cache(maxsize=8)
 def rotary_table(length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, each [length, 1, 1, dim]; computed in float64, kept in `dtype`."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
+from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.meanwhile import wait
 from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
@@ -60,7 +61,8 @@ class _Linear(torch.autograd.Function):
         return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None
 
 
-_linear: Callable[..., Tensor] = _Linear.apply
+# A compiler would lose what backward does beside its result: main_grad, W passes.
+_linear: Callable[..., Tensor] = eager(_Linear.apply)
 
 
 def _weight_pass(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megapipe.documents import Documents
 from megapipe.mesh import Axis, layout_of
+from megapipe.tensor_parallel.eager import eager
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Stream:
 _stream: ContextVar[Stream | None] = ContextVar("stream", default=None)
 
 
+@eager
 def current_stream() -> Stream:
     """The stream of the pass that is running."""
     return _stream.get() or Stream(0, 0)
@@ -57,6 +59,7 @@ def generator(device: torch.device, *name: object) -> torch.Generator:
     return torch.Generator(device).manual_seed((high << 31) ^ low)
 
 
+@eager
 def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int = 1) -> Tensor:
     """Zero each element with probability p and scale the rest by 1/(1-p).
 

@@ -21,6 +21,7 @@ from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.device import be_deterministic, has_cuda, memory_bytes, pick_device, synchronize
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
+from megapipe.models.layer import compile_layers
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
@@ -221,6 +222,8 @@ class Run:
         initialize(module, self.config.train.seed, self.mesh.tp)
         if self.config.train.half:
             module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
+        if self.config.train.compile and not compile_layers(module) and span.count:
+            raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
         return module
 
     def _batches(self, dataset: TokenDataset | None) -> Batches | None:

@@ -1,0 +1,75 @@
+"""Compiled layers compute what plain ones do, with the weight gradients where the schedule wants them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import GPT2, LLAMA
+
+from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.mesh import Axis
+from megapipe.models.gpt import GPTModel
+from megapipe.models.layer import compile_layers
+from megapipe.optim.buffers import FlatBuffers
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.weight_grad import WeightGrads
+from megapipe.validate_inputs import machine_problems
+
+MODELS = {
+    "gpt2": replace(GPT2, num_layers=2),
+    "llama": replace(LLAMA, num_layers=2),
+    "recompute": replace(GPT2, num_layers=2, recompute_granularity="full"),
+}
+
+
+def gradients(model: ModelConfig, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and all gradients of two microbatches, B and W apart."""
+    gpt = GPTModel(model, LayerSpan(0, model.layers, True, True), Axis())
+    initialize(gpt, 1, Axis())
+    buffers = FlatBuffers(dict(gpt.named_parameters()))
+    if backend:
+        assert compile_layers(gpt, backend) == model.layers
+    stage, losses = WeightGrads(), []
+    for microbatch in range(2):
+        tokens = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(microbatch))
+        with stage.capturing(), Stream(1, microbatch).active():
+            losses.append(gpt(tokens[:, :-1], labels=tokens[:, 1:]))
+        with stage.deferring(microbatch):
+            losses[-1].sum().backward()
+        assert stage.owed == (microbatch,)
+        with torch.no_grad():
+            stage.run(microbatch)
+    return torch.stack(losses).detach(), buffers.grads
+
+
+@pytest.mark.parametrize(
+    ("style", "backend"), [("llama", "aot_eager"), ("recompute", "aot_eager"), ("gpt2", "inductor")]
+)
+def test_losses_and_gradients_equal_those_of_plain_layers(style, backend):
+    torch.compiler.reset()
+    plain, compiled = gradients(MODELS[style], None), gradients(MODELS[style], backend)
+    torch.testing.assert_close(compiled[0], plain[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled[1], plain[1], rtol=1e-5, atol=1e-6)
+
+
+def test_ten_layers_are_compiled_once():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    gradients(replace(GPT2, num_layers=2), "aot_eager")
+    few = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    gradients(replace(GPT2, num_layers=10), "aot_eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == few
+
+
+def test_without_a_compiler_the_flag_is_refused(monkeypatch):
+    config = Config(train=TrainConfig(compile=True))
+    assert not list(machine_problems(config, has_cuda=False))
+    monkeypatch.setattr("megapipe.validate_inputs.which", lambda name: None)
+    assert list(machine_problems(config, has_cuda=False)) == [
+        "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
+    ]
