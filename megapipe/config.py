@@ -362,7 +362,7 @@ class CheckpointConfig:
     ckpt_step: int | None = None
     """Load this iteration instead of the newest."""
     use_checkpoint_args: bool = False
-    """Take the architecture from the checkpoint instead of the flags."""
+    """Take the architecture from the checkpoint, if there is one, instead of the flags."""
     finetune: bool = False
     """Load the weights only and start at iteration 0."""
     no_save_optim: bool = False

@@ -36,13 +36,17 @@ def with_checkpoint_args(config: Config) -> Config:
 
     Dropout comes with it, as in Megatron-LM; flags that say how the same model is computed or initialised stay.
 
-    Raises: ConfigError without a checkpoint.
+    While --load holds no checkpoint yet the flags are all there is, as in the first run of a script that resumes.
+
+    Raises: ConfigError without --load.
     """
     if not config.checkpoint.use_checkpoint_args:
         return config
+    if config.checkpoint.load is None:
+        raise ConfigError("--use-checkpoint-args needs --load")
     folder = find_checkpoint(config.checkpoint)
     if folder is None:
-        raise ConfigError("--use-checkpoint-args needs --load with a checkpoint in it. Give the flags of the model.")
+        return config
     saved = saved_config(folder).model
     also = {"padded_vocab_size", "model_provider", "attention_dropout", "hidden_dropout"}
     taken = {field.name for field in dataclasses.fields(ModelConfig)} - FREE | also

@@ -50,11 +50,14 @@ def test_without_the_flag_nothing_changes(root):
     assert with_checkpoint_args(config) is config
 
 
-def test_without_a_checkpoint_it_says_what_to_do(tmp_path):
-    for checkpoint in (CheckpointConfig(), CheckpointConfig(load=str(tmp_path))):
-        config = Config(checkpoint=replace(checkpoint, use_checkpoint_args=True))
-        with pytest.raises(ConfigError, match="--use-checkpoint-args needs --load with a checkpoint in it"):
-            with_checkpoint_args(config)
+def test_the_first_run_of_a_script_that_resumes_takes_the_flags(tmp_path):
+    config = Config(model=LLAMA, checkpoint=CheckpointConfig(load=str(tmp_path), use_checkpoint_args=True))
+    assert with_checkpoint_args(config) is config
+
+
+def test_without_load_there_is_nothing_to_take():
+    with pytest.raises(ConfigError, match="^--use-checkpoint-args needs --load$"):
+        with_checkpoint_args(Config(checkpoint=CheckpointConfig(use_checkpoint_args=True)))
 
 
 def test_model_training_and_data_are_read_back(root):
