@@ -56,7 +56,7 @@ def test_the_first_run_of_a_script_that_resumes_takes_the_flags(tmp_path):
 
 
 def test_without_load_there_is_nothing_to_take():
-    with pytest.raises(ConfigError, match="^--use-checkpoint-args needs --load$"):
+    with pytest.raises(ConfigError, match=r"^--use-checkpoint-args needs --load$"):
         with_checkpoint_args(Config(checkpoint=CheckpointConfig(use_checkpoint_args=True)))
 
 
