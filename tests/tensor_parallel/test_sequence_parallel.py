@@ -9,9 +9,12 @@ import pytest
 import torch
 from tiny import GPT2, LLAMA, run_step
 
-from megapipe.mesh import ProcessMesh
+from megapipe.mesh import Axis, Pending, ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
+from megapipe.tensor_parallel import ColumnParallelLinear
+from megapipe.tensor_parallel.collectives import Edge
+from megapipe.tensor_parallel.rng import initialize
 
 MICROBATCHES = 4
 MODELS = {
@@ -48,3 +51,23 @@ def test_one_tensor_parallel_rank_has_nothing_to_share():
     on = run_step(ProcessMesh.single(), replace(GPT2, sequence_parallel=True), build("naive", 1, MICROBATCHES))
     assert on[0] == whole("gpt2")[0]
     assert all(torch.equal(gradient, whole("gpt2")[1][name][0]) for name, (gradient, _, _) in on[1].items())
+
+
+def test_the_collective_of_the_input_gradient_is_under_way_during_the_weight_product(monkeypatch):
+    events: list[str] = []
+
+    class Work:
+        def wait(self) -> None:
+            events.append("wait")
+
+    def start(grad: torch.Tensor) -> Pending:
+        events.append("start")
+        return Pending(grad, Work())
+
+    monkeypatch.setattr("megapipe.tensor_parallel.weight_grad.add_product", lambda *_: events.append("product"))
+    layer = ColumnParallelLinear(4, 4, tp=Axis(), bias=True)
+    initialize(layer, 1, Axis())
+    layer.weight.main_grad = torch.zeros(4, 4)
+    layer._opens = Edge(backward=start)
+    layer(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert events == ["start", "product", "wait"]
