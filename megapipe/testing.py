@@ -143,7 +143,7 @@ class _Case:
 def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[str]:
     # In DualPipe each half of the microbatches ends on a rank of its own.
     losses, want_losses = sorted(x for r in ranks if r.tp_rank == 0 for x in r.losses), sorted(whole.losses)
-    if len(losses) != len(want_losses) or not _close(torch.tensor(losses), torch.tensor(want_losses)):
+    if len(losses) != len(want_losses) or not _close(_vector(losses), _vector(want_losses)):
         yield f"losses are {losses}, not {want_losses}"
     found: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     layouts: dict[str, Layout] = {}
@@ -176,6 +176,10 @@ def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -
 
 def _close(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= TOLERANCE * max(want.abs().max().item(), 1e-30))
+
+
+def _vector(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _named(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

@@ -1,0 +1,139 @@
+"""What cannot be converted and how that is said; the tool, and a run that starts from an import."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import refused, saved, theirs, transformers
+from safetensors.torch import load_file, save_file
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.convert import export_checkpoint, import_checkpoint
+from megapipe.data.build import build_datasets
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.training import commit
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_path):
+    saved("llama", 0, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.gate.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
+    save_file(tensors, path)
+    assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours")) == (
+        "config.json asks for tensors that are missing: model.layers.0.mlp.gate_proj.weight",
+        "tensors that config.json knows nothing of: model.layers.0.mlp.gate.weight",
+    )
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    saved("gpt2", 0, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:20].clone()
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:100].clone()
+    save_file(tensors, path)
+    width = tensors["transformer.wpe.weight"].shape[1]
+    assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours")) == (
+        f"transformer.wte.weight [100, {width}] do not fit config.json: 100 rows, but vocab_size is 101",
+        f"transformer.wpe.weight [20, {width}] give [20, {width}], but config.json means [24, {width}]",
+    )
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"hidden_act": "gelu"}, "config.json: hidden_act is gelu; only silu can be converted"),
+        (
+            {"attention_bias": True, "mlp_bias": False},
+            "config.json: attention_bias True with mlp_bias False: there is one switch, --disable-bias-linear",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_type yarn is not default or llama3"),
+        ({"model_type": "bloom"}, "config.json: model_type bloom is none of gpt2, llama, qwen2, qwen3"),
+    ],
+)
+def test_what_we_cannot_express_is_refused(tmp_path, change, line):
+    saved("llama", 0, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours")) == (line,)
+
+
+def test_a_model_that_no_family_has_is_not_exported(tmp_path):
+    saved("llama", 0, tmp_path / "hf")
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+    state = done.folder / "state.json"
+    state.write_text(state.read_text().replace('"rotary_interleaved": false', '"rotary_interleaved": true'))
+    files = commit.read_manifest(done.folder)
+    (done.folder / commit.MANIFEST).write_text(
+        commit._manifest_text(0, files | commit.digest(done.folder, ["state.json"]))
+    )
+    (tmp_path / "ours" / "huggingface" / "config.json").unlink()
+    assert refused(lambda: export_checkpoint(done.folder, tmp_path / "back"))[1:] == (
+        "--rotary-interleaved is True, but llama has False",
+    )
+
+
+def test_the_tool_imports_and_exports_and_compares(tmp_path):
+    saved("qwen2", 0, tmp_path / "hf")
+    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+    inward = [*tool, "--from-huggingface", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]
+    done = subprocess.run(inward, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "logits of both models differ by at most" in done.stdout
+    assert "--add-qkv-bias" in done.stdout
+    outward = [*tool, "--load", str(tmp_path / "ours"), "--to-huggingface", str(tmp_path / "back"), "--no-check"]
+    done = subprocess.run(outward, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(theirs(tmp_path / "back"), theirs(tmp_path / "hf"), atol=0, rtol=0)
+    assert refused(lambda: export_checkpoint(tmp_path / "ours" / "iter_0000000", tmp_path / "back")) == (
+        f"{tmp_path}/back is not empty; give another folder",
+    )
+
+
+LAUNCH = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --micro-batch-size 2 "
+    "--global-batch-size 4 --seq-length 16 --train-iters 1 --lr 1e-2 --log-interval 1 --eval-iters 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 101"
+)
+
+
+def test_four_processes_train_an_import_at_tp_2_and_pp_2_without_flags_of_the_model(tmp_path):
+    """The first loss is the one that transformers computes on the same tokens."""
+    saved("qwen3", 0, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py"]
+    load = ["--load", str(tmp_path / "ours"), "--finetune", "--use-checkpoint-args"]
+    done = subprocess.run(
+        [*launch, *load, *LAUNCH.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"lm loss: (\S+)", done.stdout)
+
+    config = parse(Config, LAUNCH.split())
+    data = build_datasets(config, build_tokenizer(config.data)).train
+    tokens = torch.stack([torch.from_numpy(data[i]) for i in range(4)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float()
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    # Padding adds to the denominator, at most its share.
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert 0 <= float(loss) - want <= math.log(104 / 101)

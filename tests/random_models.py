@@ -1,0 +1,94 @@
+"""Small random models of the transformers library, and what they say: what the conversion tests share."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, 101, (2, 10), generator=torch.Generator().manual_seed(3))
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def rotary(draw: random.Random) -> dict[str, Any]:
+    """A size that Llama, Qwen2 and Qwen3 understand; two layers and tensor-parallel ranks must be possible."""
+    heads = draw.choice([2, 4, 6])
+    rope = {"rope_type": "default"} if draw.random() < 0.5 else LLAMA3 | {"original_max_position_embeddings": 8192}
+    return {
+        "hidden_size": heads * draw.choice([8, 10]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([2, heads]),
+        "num_hidden_layers": draw.choice([2, 4]),
+        "intermediate_size": draw.choice([24, 40]),
+        "max_position_embeddings": 24,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rope_parameters": rope | {"rope_theta": draw.choice([1e4, 5e5])},
+        "vocab_size": 101,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def gpt2(draw: random.Random) -> Any:
+    heads = draw.choice([2, 4, 6])
+    return transformers.GPT2Config(
+        n_embd=8 * heads,
+        n_head=heads,
+        n_layer=draw.choice([2, 4]),
+        n_inner=draw.choice([None, 24]),
+        n_positions=24,
+        vocab_size=101,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def llama(draw: random.Random) -> Any:
+    bias = draw.random() < 0.5
+    return transformers.LlamaConfig(**rotary(draw), attention_bias=bias, mlp_bias=bias)
+
+
+def qwen2(draw: random.Random) -> Any:
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0} if draw.random() < 0.5 else {}
+    return transformers.Qwen2Config(**rotary(draw), **window)
+
+
+def qwen3(draw: random.Random) -> Any:
+    return transformers.Qwen3Config(**rotary(draw), head_dim=draw.choice([6, 12]))
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def saved(family: str, seed: int, folder: Path, **kwargs: Any) -> Tensor:
+    """A model of transformers with every parameter at random, saved; its logits [2, s, v]."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](random.Random(f"{family}{seed}"))).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+    model.save_pretrained(folder, **kwargs)
+    return theirs(folder)
+
+
+def theirs(folder: Path) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def refused(work) -> tuple[str, ...]:
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    return caught.value.problems
