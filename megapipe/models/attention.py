@@ -113,6 +113,7 @@ class SelfAttention(nn.Module):
         return dropout(probs, self.config.attention_dropout, self.layer, "attention", tp=self.tp, dim=1) @ v
 
 
+@eager
 def _positions(device: torch.device) -> Tensor | None:
     """[s, b] where positions restart in each document, else None: the index in s."""
     documents = current_stream().documents

@@ -15,6 +15,7 @@ from megapipe.documents import Documents, find_documents, restarting_positions
 from megapipe.mesh import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.gpt import GPTModel
+from megapipe.models.layer import compile_layers
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
 from megapipe.models.rope import Rotary, rotate
@@ -130,6 +131,17 @@ def test_rotary_positions_need_no_restart_where_attention_stays_inside_documents
     torch.testing.assert_close(out[True, True], out[True, False])
     assert not torch.allclose(out[False, True], out[False, False])
     assert torch.equal(out[False, False], model(tokens))
+
+
+def test_compiled_layers_heed_the_documents_of_each_microbatch():
+    torch.compiler.reset()
+    plain, compiled = whole(LLAMA), whole(LLAMA)
+    compile_layers(compiled, "aot_eager")
+    tokens = torch.randint(4, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(0))
+    for end in (2, 5, 8):
+        tokens[0, end] = EOD
+        with Stream(0, 0, find_documents(tokens, EOD, isolate=True, restart=True)).active():
+            torch.testing.assert_close(compiled(tokens), plain(tokens))
 
 
 def test_the_token_that_ends_a_row_begins_no_empty_document():
