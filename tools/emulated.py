@@ -196,17 +196,13 @@ class Runner:
         def remote(stage: int, other: int | None) -> bool:
             return other is not None and rank_of[other] != rank_of[stage]
 
-        size = place.num_ranks / place.chain
-        shares = {
-            s: Share(
-                *(time_of[kind][s] for kind in (Kind.F, Kind.B, Kind.W)),
-                size,
-                remote(s, place.prev(s)),
-                remote(s, place.next(s)),
-            )
-            for s in place.stages_on(self.mesh.pp.rank)
-        }
-        return {s: Layers(self.device, share, split_by_autograd=split_by_autograd) for s, share in shares.items()}
+        def share(stage: int) -> Share:
+            times = (time_of[kind][stage] for kind in (Kind.F, Kind.B, Kind.W))
+            beyond = (remote(stage, other) for other in (place.prev(stage), place.next(stage)))
+            return Share(*times, place.num_ranks / place.chain, *beyond)
+
+        own = place.stages_on(self.mesh.pp.rank)
+        return {s: Layers(self.device, share(s), split_by_autograd=split_by_autograd) for s in own}
 
     def step(self) -> None:
         """All passes of one step."""
