@@ -161,12 +161,10 @@ class Layers(nn.Module):
         """[n, ...] -> the same shape."""
         x = self.given[0] if x is None else x
         if not self.split_by_autograd:
-            out: Tensor = _Compute.apply(x, self.weight, self.device, self.share)
-            return out
+            return _Compute.apply(x, self.weight, self.device, self.share)  # type: ignore[no-any-return]
         # W joins behind B, so that torch's walk back to the weight does not pass through B a second time.
         x = x if x.requires_grad else x.detach().requires_grad_()
-        hidden: Tensor = _Compute.apply(x, None, self.device, self.share)
-        return hidden + _Weight.apply(self.weight, self.device, self.share)
+        return _Compute.apply(x, None, self.device, self.share) + _Weight.apply(self.weight, self.device, self.share)  # type: ignore[no-any-return]
 
 
 class Runner:
@@ -292,8 +290,8 @@ class Torchs(Runner):
             )
             for s, module in modules.items()
         ]
-        several = issubclass(make, peers.schedules.PipelineScheduleMulti)
-        self.run = make(stages if several else stages[0], m, loss_fn=lambda out, _: out.mean())
+        whole_rank = stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
+        self.run = make(whole_rank, m, loss_fn=lambda out, _: out.mean())
         whole = torch.zeros(m * self.shape[0], *self.shape[1:])
         self.args = (whole,) if any(map(place.is_first, modules)) else ()
         self.kwargs = {"target": whole, "losses": []} if any(map(place.is_last, modules)) else {}
