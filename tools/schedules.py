@@ -11,20 +11,23 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, verify  # noqa: E402
-from megapipe.schedule.compare import Row, advise, candidates, compare, measure, to_table  # noqa: E402
+from megapipe.schedule.auto import search, zb_auto  # noqa: E402
+from megapipe.schedule.compare import Row, advise, compare, measure, to_table  # noqa: E402
 from megapipe.schedule.draw import short, to_svg  # noqa: E402
 from megapipe.schedule.perfetto import to_perfetto  # noqa: E402
 from megapipe.schedule.terminal import to_terminal  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
 
-PICTURES = dict.fromkeys(SCHEDULES, (4, 8)) | {"naive": (4, 3)}
-"""Ranks and microbatches of each picture in docs/schedules."""
+PICTURES: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
+PICTURES["naive"]["microbatches"] = 3
+PICTURES["zb-auto"] = {**PICTURES["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
+"""What docs/schedules.md shows of each."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,17 +40,17 @@ class Parser(argparse.ArgumentParser):
 class Progress:
     """A bar on stderr, once the work has lasted a second."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.started, self.width = total, time.monotonic(), 0
+    def __init__(self) -> None:
+        self.started, self.width = time.monotonic(), 0
 
-    def show(self, done: int, doing: str) -> None:
-        if done == self.total:
+    def __call__(self, share: float, doing: str = "zb-auto") -> None:
+        if share >= 1:
             text = ""
         elif time.monotonic() - self.started < 1 and not self.width:
             return
         else:
-            filled = 24 * done // self.total
-            text = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{self.total} {doing}"
+            filled = int(24 * share)
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}"
         if text or self.width:
             sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
             sys.stderr.flush()
@@ -92,6 +95,7 @@ def parser() -> Parser:
     show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
+    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 20)")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
     show.set_defaults(run=run_show)
@@ -104,15 +108,15 @@ def parser() -> Parser:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    print(f"{'name':<15} {'stages':<10} {'split':<6} {'copies':<6} about")
+    print(f"{'name':<15} {'stages':<14} {'split':<6} {'copies':<6} about")
     for name, entry in SCHEDULES.items():
         stages = f"{entry.placement} x {entry.chunks or 'v'}"
-        print(f"{name:<15} {stages:<10} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
+        print(f"{name:<15} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
     return 0
 
 
 def run_show(args: argparse.Namespace) -> int:
-    schedule = _schedule(args)
+    schedule, found = _schedule(args)
     files: list[tuple[Path | None, Callable[[], str]]] = [
         (args.json, lambda: to_json(schedule)),
         (args.csv, lambda: to_csv(schedule)),
@@ -125,17 +129,12 @@ def run_show(args: argparse.Namespace) -> int:
     if not any(path for path, _ in files):
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(to_terminal(schedule, args.costs, width=_columns(), colour=colour))
-    print("\n".join(_facts(schedule, args.costs, args.memory)))
+    print("\n".join(_facts(schedule, args.costs, args.memory) + found))
     return 0
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    waiting = candidates()
-    progress = Progress(len(waiting))
-    rows = []
-    for row in compare(args.pp, args.microbatches, args.costs, args.memory):
-        rows.append(row)
-        progress.show(len(rows), waiting[len(rows)].label if len(rows) < len(waiting) else "")
+    rows = compare(args.pp, args.microbatches, args.costs, args.memory, progress=Progress())
     print(to_table(rows))
     print()
     for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
@@ -147,30 +146,38 @@ def run_docs(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         path = args.folder / f"{name}.svg"
-        path.write_text(to_svg(build(name, *PICTURES[name])), encoding="utf-8")
+        made = zb_auto(**PICTURES[name]) if name == "zb-auto" else build(name, **PICTURES[name])
+        costs, memory = PICTURES[name].get("costs", Costs()), PICTURES[name].get("memory")
+        path.write_text(to_svg(made, costs, memory), encoding="utf-8")
         print(path)
     return 0
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that the arguments name: a file, or an entry of the catalogue."""
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """The schedule that the arguments name, a file or an entry of the catalogue, and how well a search did."""
     name = args.name.lower()
-    options = {key: getattr(args, key) for key in ("placement", "objective") if getattr(args, key) is not None}
+    options = {
+        key: getattr(args, key) for key in ("placement", "objective", "effort") if getattr(args, key) is not None
+    }
     if name.endswith((".json", ".csv")):
         given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
         if given:
             raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
         schedule = load(args.name)
         verify(schedule, memory=args.memory, costs=args.costs)
-        return schedule
+        return schedule, []
     if options and name != "zb-auto":
         raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
     missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
     if missing and name in SCHEDULES:
         raise ScheduleError(f"show {name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
-    size = (args.pp or 1, args.microbatches or 1)
+    ranks, microbatches = args.pp or 1, args.microbatches or 1
+    choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
+    if name == "zb-auto":
+        report = search(ranks, microbatches, progress=Progress(), **choice, **{"effort": 20.0, **options})
+        return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
     try:
-        return build(name, *size, chunks=args.chunks, costs=args.costs, memory=args.memory, **options)
+        return build(name, ranks, microbatches, **choice), []
     except ScheduleError as error:
         hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
         raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None

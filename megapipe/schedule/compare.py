@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from megapipe.schedule.auto import zb_auto
 from megapipe.schedule.catalogue import SCHEDULES, build
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.draw import short
 from megapipe.schedule.passes import Schedule, ScheduleError
 from megapipe.schedule.simulate import simulate
 
+_SEARCH = 50
+"""How many times as long a search takes as a fixed schedule, for the progress bar."""
+
+_Make = Callable[[Callable[[float], None]], Schedule]
+"""Makes a schedule, given whom to tell the share of the work that is done."""
+
 _TIE, _WORTH = 0.005, 0.02
 """Makespans this close count as equal; a saving below this is not worth another schedule."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule to compare, with the options that make it."""
-
-    label: str
-    name: str
-    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,41 @@ class Refusal:
     reason: str
 
 
-def candidates() -> list[Candidate]:
-    """Every schedule of the catalogue; those with a choice of chunks with 2 and 4, searches once for each objective."""
-    found = []
-    for name, entry in SCHEDULES.items():
-        takes = inspect.signature(entry.generate).parameters
-        if "objective" in takes:
-            found.append(Candidate(name, name))
-            found.append(Candidate(f"{name} period", name, (("objective", "period"),)))
-        elif entry.chunks is None:
-            found += [Candidate(f"{name} v={chunks}", name, (("chunks", chunks),)) for chunks in (2, 4)]
-        else:
-            found.append(Candidate(name, name))
-    return found
+def compare(
+    ranks: int,
+    microbatches: int,
+    costs: Costs = UNIT,
+    memory: float | None = None,
+    *,
+    effort: float = 4.0,
+    progress: Callable[[float, str], None] = lambda share, doing: None,
+) -> list[Row | Refusal]:
+    """One row for each schedule of the catalogue, several for those that leave a choice.
+
+    Fixed schedules over the memory limit get a row that does not fit; zb-auto keeps to the limit, or to
+    p if there is none.
+
+    Args:
+        effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
+        progress: called with the share that is done and what is next.
+    """
+    makers = _makers(ranks, microbatches, costs, memory, effort)
+    weight = {label: _SEARCH if label.startswith("zb-auto") else 1 for label in makers}
+    rows: list[Row | Refusal] = []
+    done = 0
+    for label, make in makers.items():
+
+        def report(share: float, done: int = done, label: str = label) -> None:
+            progress((done + share * weight[label]) / sum(weight.values()), label)
+
+        report(0.0)
+        try:
+            rows.append(measure(make(report), costs, label, memory))
+        except ScheduleError as error:
+            rows.append(Refusal(label, str(error)))
+        done += weight[label]
+    progress(1.0, "")
+    return rows
 
 
 def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None) -> Row:
@@ -96,21 +114,6 @@ def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, m
         sent=max(time.sent),
         fits=memory is None or max(time.peak) <= memory + 1e-9,
     )
-
-
-def compare(ranks: int, microbatches: int, costs: Costs = UNIT, memory: float | None = None) -> Iterator[Row | Refusal]:
-    """One row for each of `candidates()`, in that order, as soon as it is known.
-
-    Fixed schedules over the memory limit get a row that does not fit; searches keep to the limit or are refused.
-    """
-    for candidate in candidates():
-        searched = "costs" in inspect.signature(SCHEDULES[candidate.name].generate).parameters
-        limit, options = memory if searched else None, dict(candidate.options)
-        try:
-            schedule = build(candidate.name, ranks, microbatches, costs=costs, memory=limit, **options)
-            yield measure(schedule, costs, candidate.label, memory)
-        except ScheduleError as error:
-            yield Refusal(candidate.label, str(error))
 
 
 def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UNIT) -> list[str]:
@@ -176,6 +179,28 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
     lines = [f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells]
     lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _makers(ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float) -> dict[str, _Make]:
+    """What makes each schedule of the comparison, by label."""
+
+    def fixed(name: str, chunks: int | None = None) -> _Make:
+        return lambda report: build(name, ranks, microbatches, chunks=chunks)
+
+    def searched(objective: str) -> _Make:
+        return lambda report: zb_auto(
+            ranks, microbatches, costs=costs, memory=memory, objective=objective, effort=effort, progress=report
+        )
+
+    makers: dict[str, _Make] = {}
+    for name, entry in SCHEDULES.items():
+        if name == "zb-auto":
+            continue
+        if entry.chunks is None:
+            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
+        else:
+            makers[name] = fixed(name)
+    return makers | {"zb-auto": searched("makespan"), "zb-auto period": searched("period")}
 
 
 def _right(cells: Sequence[str], widths: Sequence[int]) -> str:

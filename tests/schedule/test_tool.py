@@ -79,6 +79,7 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("show", "1f1b", *SIZE, "--memory", "3"), "`compare` with the same --memory shows what fits"),
         (("show", "1f1b", *SIZE, "--chunks", "2"), "1f1b has 1 chunk(s) per rank, not 2"),
         (("show", "1f1b", *SIZE, "--placement", "v"), "only zb-auto takes --placement"),
+        (("show", "zb-auto", *SIZE, "--memory", "0.5"), "Use --memory 1."),
         (("show", "dualpipe", "--pp", "3", "--microbatches", "8"), "the nearest is 4"),
         (("show", "no/such.json"), "no/such.json: No such file or directory"),
         (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
@@ -117,8 +118,11 @@ def test_bubble_shares_are_those_of_the_papers():
 
 
 def test_compare_has_a_row_or_a_reason_for_every_schedule():
-    rows = list(compare(3, 6, Costs(1, 1, 1)))
-    assert {row.label.split()[0] for row in rows} == set(SCHEDULES)
+    shares = []
+    rows = compare(3, 6, Costs(1, 1, 1), effort=0.1, progress=lambda share, doing: shares.append(share))
+    assert {row.label.split()[0] for row in rows} == {*SCHEDULES, "zb-auto"}
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
     reasons = {row.label: row.reason for row in rows if isinstance(row, Refusal)}
     assert "even number of ranks" in reasons["dualpipe"]
     assert all(row.label in to_table(rows) for row in rows)
@@ -163,13 +167,22 @@ def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, ca
 
     clock = iter([0.0, 0.5, 1.5])
     monkeypatch.setattr(schedules.time, "monotonic", lambda: next(clock))
-    bar = schedules.Progress(3)
-    bar.show(1, "zb-v")
+    bar = schedules.Progress()
+    bar(1 / 3, "zb-v")
     assert capsys.readouterr().err == ""
-    bar.show(2, "zb-auto")
-    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}] 2/3 zb-auto"
-    bar.show(3, "")
+    bar(2 / 3, "zb-auto")
+    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}]  67% zb-auto"
+    bar(1.0)
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_a_search_prints_its_bound_and_keeps_to_the_memory():
+    done = tool("show", "zb-auto", *SIZE, "--costs", "10,14,7", "--memory", "3", "--placement", "v", "--effort", "0.5")
+    assert done.returncode == 0
+    assert "peak 3 of 3" in done.stdout
+    bound = float(re.search(r"lower bound: ([\d.]+); [\d.]+% above it", done.stdout)[1])
+    assert bound == pytest.approx(282.5)
+    assert bound <= float(re.search(r"makespan ([\d.]+)", done.stdout)[1]) <= 318  # V-Half, which fits too
 
 
 def test_committed_pictures_are_what_the_command_makes(tmp_path):
