@@ -59,6 +59,7 @@ class Case:
         layers: of each position of the chain; a position may have none.
         p2p: how messages are posted, see pipeline_parallel.transport.
         file: the schedule goes through a "json" or "csv" file first.
+        variable: the microbatches differ in length.
     """
 
     schedule: str
@@ -75,6 +76,7 @@ class Case:
     per_token_loss: bool = False
     p2p: str = "plain"
     file: str | None = None
+    variable: bool = False
     dtype: str = "float64"
     steps: int = STEPS
 
@@ -170,9 +172,10 @@ def _table(name: str, pp: int, microbatches: int, chunks: int | None, file: str 
     return from_json(to_json(schedule)) if file == "json" else from_csv(to_csv(schedule))
 
 
-def sample(number: int) -> Tensor:
-    """[1, s + 1] token ids."""
-    return torch.randint(0, VOCAB, (1, SEQ + 1), generator=torch.Generator().manual_seed(number))
+def sample(number: int, variable: bool = False) -> Tensor:
+    """[1, s + 1] token ids; s is SEQ, or one of three lengths."""
+    length = SEQ - 2 * (number % 3) if variable else SEQ
+    return torch.randint(0, VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(number))
 
 
 class Training:
@@ -186,7 +189,9 @@ class Training:
         self.stages = [gpt_provider(self.config.model, places[s], mesh.tp).to(dtype) for s in own]
         for stage in self.stages:
             initialize(stage, 1, mesh.tp)
-        self.pipeline = Pipeline(self.config, schedule, self.stages, forward_step, mesh, VOCAB - 1)
+        self.pipeline = Pipeline(
+            self.config, schedule, self.stages, forward_step, mesh, VOCAB - 1, variable_seq_lengths=case.variable
+        )
         self.optimizer = Optimizer(self.stages, self.config.train, mesh)
 
     def step(self, number: int) -> StepResult:
@@ -208,7 +213,8 @@ class Training:
 
     def _at(self, consumed: int) -> list[Tensor]:
         dp = self.mesh.dp
-        return [sample(consumed + i * dp.size + dp.rank) for i in range(self.case.microbatches)]
+        numbers = [consumed + i * dp.size + dp.rank for i in range(self.case.microbatches)]
+        return [sample(number, self.case.variable) for number in numbers]
 
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])

@@ -62,6 +62,7 @@ def draw(rng: random.Random) -> Case:
             per_token_loss=rng.random() < 0.25,
             p2p=rng.choice(list(P2PMode)).value,
             file=rng.choice((None, None, "json", "csv")),
+            variable=rng.random() < 0.25,
         )
         try:
             chain = table(case).placement.chain

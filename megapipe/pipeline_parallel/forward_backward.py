@@ -33,6 +33,7 @@ def get_forward_backward_func(
     mesh: ProcessMesh,
     schedule: Schedule | str | None = None,
     p2p_mode: str = "plain",
+    variable_seq_lengths: bool = False,
 ) -> ForwardBackward:
     """The function that runs one step's forward and backward passes under a schedule.
 
@@ -41,6 +42,7 @@ def get_forward_backward_func(
         mesh: who this rank is.
         schedule: a table, or a name that `schedule.build` knows; default 1f1b, interleaved with several chunks.
         p2p_mode: how messages are posted, a `transport.P2PMode`.
+        variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
     Returns: a function with Megatron's keywords, see `forward_backward` below.
     """
     pp_size = pp_size or mesh.pp.size
@@ -110,7 +112,8 @@ def get_forward_backward_func(
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
         nonlocal dtype
         dtype = dtype or _message_dtype(modules, mesh.pp)
-        comm = P2PCommunicator(mesh.pp, shape, dtype, transport=Transport(mesh.pp, p2p_mode))
+        transport = Transport(mesh.pp, p2p_mode)
+        comm = P2PCommunicator(mesh.pp, shape, dtype, transport=transport, variable_seq_lengths=variable_seq_lengths)
         if table.placement not in opened:
             comm.open_links(table.placement)
             opened.add(table.placement)

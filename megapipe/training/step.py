@@ -46,6 +46,7 @@ class Pipeline:
         modules: the stages of this rank in ascending order.
         forward_step: as Megatron's, see pipeline_parallel.stage.
         eod: end-of-document id of the tokenizer.
+        variable_seq_lengths: microbatches may differ in length.
     """
 
     def __init__(
@@ -56,13 +57,20 @@ class Pipeline:
         forward_step: ForwardStep,
         mesh: ProcessMesh,
         eod: int,
+        *,
+        variable_seq_lengths: bool = False,
     ) -> None:
         self.config, self.schedule, self.modules, self.mesh = config, schedule, modules, mesh
         self._forward_step, self._eod = forward_step, eod
         self._names: list[str] | None = None
         vp = len(modules) if len(modules) > 1 else None
         self._forward_backward = get_forward_backward_func(
-            mesh.pp.size, vp, mesh=mesh, schedule=schedule, p2p_mode=config.parallel.p2p_mode
+            mesh.pp.size,
+            vp,
+            mesh=mesh,
+            schedule=schedule,
+            p2p_mode=config.parallel.p2p_mode,
+            variable_seq_lengths=variable_seq_lengths,
         )
 
     def run(
