@@ -95,7 +95,7 @@ def parser() -> Parser:
     show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
-    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 20)")
+    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 50 or 25)")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
     show.set_defaults(run=run_show)
@@ -174,7 +174,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
     if name == "zb-auto":
-        report = search(ranks, microbatches, progress=Progress(), **choice, **{"effort": 20.0, **options})
+        effort = 50.0 if ranks * microbatches <= 512 else 25.0  # within a minute, also where a pass costs more
+        report = search(ranks, microbatches, progress=Progress(), **choice, **{"effort": effort, **options})
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
     try:
         return build(name, ranks, microbatches, **choice), []

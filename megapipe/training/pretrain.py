@@ -142,7 +142,8 @@ class Run:
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
         if plan.before is not None:
             self.say(changes(plan))
-        self.say(table(plan, parameters))
+        if mesh.world.rank == 0:
+            print(table(plan, parameters), flush=True)
         bubble = plan.timeline
         self.say(
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
