@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 
 class Cuts:
@@ -42,10 +41,16 @@ class Cuts:
             self._due = False
             next(self._pieces, None)
 
-    def backward(self, output: GradientEdge, grad: Tensor | None) -> Iterator[None]:
+    def backward(self, output: GradientEdge, grad: Tensor) -> Iterator[None]:
         """Differentiate the output, one piece at a time, the last one first."""
-        torch.autograd.backward(output, grad)
+        differentiate(output, grad)
         while self._cuts:
             yield
             end, start = self._cuts.pop()
-            torch.autograd.backward(end, start.grad)
+            assert start.grad is not None
+            differentiate(end, start.grad)
+
+
+def differentiate(output: GradientEdge, grad: Tensor) -> None:
+    """torch.autograd.backward(output, grad) without what that asks in Python, a fifth of a small pass's CPU time."""
+    _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)

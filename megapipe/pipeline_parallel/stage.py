@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from contextvars import copy_context
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,19 @@ LossFunc = Callable[..., Any]
 ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
 """Megatron's: (data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, dict) or
 (sum of token losses, number of tokens, dict)."""
+
+
+class _Saved(NamedTuple):
+    """What a microbatch's backward needs: only the graph of its output, whose memory is free once it is sent.
+
+    Attributes:
+        grad: of the loss, on the last stage; elsewhere it arrives.
+    """
+
+    x: Tensor | None
+    output: GradientEdge
+    grad: Tensor | None
+    cuts: Cuts
 
 
 class PipelineStage:
@@ -57,18 +70,20 @@ class PipelineStage:
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         self.weight_grads = WeightGrads()
         self.results: dict[int, Any] = {}
+        self._context = copy_context()  # where its layers find what they need beside their input
+        self._context.run(self.weight_grads.capture)
         self._overlapped: Callable[..., tuple[Tensor, LossFunc]] | None = (
             getattr(module, "overlapped_forward_backward", None) if overlaps else None
         )
-        self._saved: dict[int, tuple[Tensor | None, GradientEdge, Cuts]] = {}
+        self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
-        return self._forward(microbatch, x, Cuts())
+        return self._context.run(self._forward, microbatch, x, Cuts())
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
-        x = self._saved[microbatch][0]
+        x = self._saved[microbatch].x
         for _ in self._backward(microbatch, grad, weights):
             pass
         return None if x is None else x.grad
@@ -84,9 +99,9 @@ class PipelineStage:
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What `forward` and `backward_stage.backward` return, the same bits, computed a layer of each in turn."""
-        x_backward = backward_stage._saved[backward_microbatch][0]
+        x_backward = backward_stage._saved[backward_microbatch].x
         pieces = backward_stage._backward(backward_microbatch, grad, weights)
-        output = self._forward(microbatch, x, Cuts(pieces))
+        output = self._context.run(self._forward, microbatch, x, Cuts(pieces))
         for _ in pieces:  # those that the forward had no layer for
             pass
         return output, None if x_backward is None else x_backward.grad
@@ -95,22 +110,25 @@ class PipelineStage:
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self.module.set_input_tensor(x)  # type: ignore[operator]
-        run = partial(self.forward_step, self.data_iterator, self.module)
-        with self.weight_grads.capturing(), self.stream(microbatch).active(), meanwhile(cuts.advance):
-            output, loss_func = run() if self._overlapped is None else self._overlapped(run, cuts)
-            if self.holds_loss:
-                output = self._loss(microbatch, output, loss_func)
-                if self.loss_scale != 1.0:
-                    output = output * self.loss_scale
+        self.stream(microbatch).activate()
+        meanwhile(cuts.advance)
+        if self._overlapped is None:
+            output, loss_func = self.forward_step(self.data_iterator, self.module)
+        else:
+            output, loss_func = self._overlapped(lambda: self.forward_step(self.data_iterator, self.module), cuts)
+        grad = None
+        if self.holds_loss:
+            output, grad = self._loss(microbatch, output, loss_func)
         if torch.is_grad_enabled():
-            # Only the graph: the output's memory is free once it is sent, as with deallocate_pipeline_outputs.
-            self._saved[microbatch] = x, get_gradient_edge(output), cuts
+            self._saved[microbatch] = _Saved(x, get_gradient_edge(output), grad, cuts)
         return None if self.holds_loss else output.detach()
 
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
-        _, edge, cuts = self._saved.pop(microbatch)
+        saved = self._saved.pop(microbatch)
+        grad = saved.grad if grad is None else grad
+        assert grad is not None, f"no gradient for microbatch {microbatch}"
         with nullcontext() if weights else self.weight_grads.deferring(microbatch):
-            yield from cuts.backward(edge, grad)
+            yield from saved.cuts.backward(saved.output, grad)
 
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
@@ -122,15 +140,13 @@ class PipelineStage:
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
-    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc) -> Tensor:
+    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc) -> tuple[Tensor, Tensor | None]:
+        """What is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         if self.collect_non_loss_data:
             self.results[microbatch] = loss_func(output, non_loss_data=True)
-            return output
-        returned = loss_func(output)
-        if len(returned) == 2:
-            loss, self.results[microbatch] = returned
-            return loss / self.loss_divisor  # type: ignore[no-any-return]
-        loss, tokens, self.results[microbatch] = returned
-        if self.per_token:  # the optimizer divides by the tokens of the whole batch
-            return loss  # type: ignore[no-any-return]
-        return loss / tokens.clamp(min=1) / self.loss_divisor  # type: ignore[no-any-return]
+            return output, None
+        loss, *tokens, self.results[microbatch] = loss_func(output)
+        if tokens and self.per_token:  # the optimizer divides by the tokens of the whole batch
+            return loss, torch.full_like(loss, self.loss_scale)
+        share = torch.full_like(loss, self.loss_scale / self.loss_divisor)
+        return loss, share / tokens[0].clamp(min=1) if tokens else share

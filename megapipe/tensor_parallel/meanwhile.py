@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from torch import Tensor
@@ -13,14 +12,9 @@ from megapipe.mesh import Pending
 _work: ContextVar[Callable[[], None] | None] = ContextVar("meanwhile", default=None)
 
 
-@contextmanager
-def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    """Layers that run in this context call `work` when they would only wait."""
-    token = _work.set(work)
-    try:
-        yield
-    finally:
-        _work.reset(token)
+def meanwhile(work: Callable[[], None] | None) -> None:
+    """In the rest of the running contextvars context layers call `work` when they would only wait."""
+    _work.set(work)
 
 
 def wait(pending: Pending) -> Tensor:

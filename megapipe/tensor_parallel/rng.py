@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +36,15 @@ class Stream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Layers that run in this context draw from this stream and heed its documents."""
-        token = _stream.set(self)
+        token = self.activate()
         try:
             yield
         finally:
             _stream.reset(token)
+
+    def activate(self) -> Token[Stream | None]:
+        """The same for the rest of the running contextvars context."""
+        return _stream.set(self)
 
 
 _stream: ContextVar[Stream | None] = ContextVar("stream", default=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from functools import partial
 
 import torch
@@ -27,11 +27,15 @@ class WeightGrads:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Layers that run forward in this context hand their weight gradients here."""
-        token = _current.set(self)
+        token = self.capture()
         try:
             yield
         finally:
             _current.reset(token)
+
+    def capture(self) -> Token[WeightGrads | None]:
+        """The same for the rest of the running contextvars context."""
+        return _current.set(self)
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
