@@ -51,6 +51,14 @@ def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():
     assert stages("--num-layers 8", 2) == ("1f1b", (4, 4))
 
 
+@pytest.mark.parametrize("layers, most", [(2, 2), (4, 4), (6, 2), (8, 8)])
+def test_the_search_takes_only_as_many_stages_as_the_layers_fill(layers, most):
+    name, counts = stages(f"--num-layers {layers} --pipeline-schedule zb-auto", 2)
+    assert name == "zb-auto"
+    assert len(counts) <= most
+    assert len(set(counts)) == 1
+
+
 def test_a_layout_says_how_many_stages_a_rank_has():
     assert stages("--num-layers 10 --pipeline-model-parallel-layout Ett|(ttt|)*2,ttL", 4) == ("1f1b", (2, 3, 3, 2))
     assert stages("--num-layers 10 --pipeline-model-parallel-layout Ett|(ttt|)*2,ttL", 2)[0] == "interleaved"

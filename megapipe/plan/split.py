@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.layout import AUTO, parse_layout
 from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.schedule import SCHEDULES, Placement, Schedule, build
+from megapipe.schedule import SCHEDULES, Placement, Schedule, build, loop
 
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
@@ -34,8 +34,10 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
     entry = SCHEDULES.get(name.lower())
-    takes = entry is not None and entry.chunks is None
-    schedule = _build(name, ranks, microbatches, _chunks(config) if takes else None)
+    chunks = None
+    if entry is not None and entry.chunks is None:
+        chunks = _chunks(config) or (_filled(config, ranks) if entry.placement == "loop or v" else None)
+    schedule = _build(name, ranks, microbatches, chunks)
     if problem := _other_stages(config, schedule):
         raise ConfigError(problem)
     return schedule
@@ -154,6 +156,17 @@ def _other_stages(config: Config, schedule: Schedule) -> str | None:
     if (count := par.num_layers_per_virtual_pipeline_stage) is not None:
         return f"{PER_STAGE} {count} makes {chunks * ranks} stages, {cuts}. Leave it out{more}."
     return f"{LAYOUT} {layout} lists {chunks * ranks} stages, {cuts}. List {place.chain} stages{more}."
+
+
+def _filled(config: Config, ranks: int) -> int | None:
+    """Stages of a rank that a search may choose, of which it would take the best of 1, 2 and 4 (None)."""
+    for chunks in (4, 2):
+        try:
+            counts_of(config, loop(ranks, chunks))
+        except ConfigError:
+            continue
+        return None if chunks == 4 else chunks
+    return 1
 
 
 @lru_cache(maxsize=16)
