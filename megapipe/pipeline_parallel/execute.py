@@ -33,7 +33,9 @@ class Stage(Protocol):
 
 
 class OverlappedStage(Protocol):
-    """A stage that can run its forward of one microbatch together with a backward, DualPipe's overlapped pair."""
+    """A stage that runs its forward of one microbatch together with a backward (DualPipe), if it `overlaps`."""
+
+    overlaps: bool
 
     def overlapped_forward_backward(
         self,
@@ -153,11 +155,15 @@ def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
 def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator) -> None:
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
-    elif len(item) == 2 and hasattr(forward := stages[item[0].item.stage], "overlapped_forward_backward"):
-        _run_pair(cast(OverlappedStage, forward), item, stages, hand)
+    elif _is_pair(item, stages):
+        _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand)
     else:
         for call in item:
             _run_pass(call, stages[call.item.stage], hand)
+
+
+def _is_pair(item: tuple[Call, ...], stages: Mapping[int, Stage]) -> bool:
+    return len(item) == 2 and getattr(stages[item[0].item.stage], "overlaps", False)
 
 
 def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
@@ -206,18 +212,21 @@ def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
 def _run_labelled(
     item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator
 ) -> None:
+    if isinstance(item, Exchange):
+        names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
+    elif len(item) == 1 or _is_pair(item, stages):
+        for call in item:
+            if call.takes and isinstance(held := hand[call.takes], InFlight):
+                with record_function(f"recv {call.takes} <-{call.source}"):
+                    hand[call.takes] = held.wait()
+        names = [str(call.item) for call in item]
+    else:
+        for call in item:
+            _run_labelled((call,), stages, hand, comm)
+        return
     with ExitStack() as labels:
-        if isinstance(item, Exchange):
-            for m in item.messages:
-                if m.src == comm.pp.rank:
-                    labels.enter_context(record_function(f"send {m.made_by} ->{m.dst}"))
-        else:
-            for call in item:
-                if call.takes and isinstance(held := hand[call.takes], InFlight):
-                    with record_function(f"recv {call.takes} <-{call.source}"):
-                        hand[call.takes] = held.wait()
-            for call in item:
-                labels.enter_context(record_function(str(call.item)))
+        for name in names:
+            labels.enter_context(record_function(name))
         _run(item, stages, hand, comm)
 
 

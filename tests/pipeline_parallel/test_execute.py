@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ class Stage:
 
 
 class PairStage(Stage):
+    overlaps = True
+
     def overlapped_forward_backward(
         self,
         microbatch: int,
@@ -55,11 +58,13 @@ class PairStage(Stage):
         return torch.zeros(1), torch.zeros(1)
 
 
-def run(schedule: Schedule, rank: int, kind: type[Stage] = Stage, **options: Any) -> list[str]:
+def run(
+    schedule: Schedule, rank: int, kind: type[Stage] = Stage, transport: type[Void] = Void, **options: Any
+) -> list[str]:
     """The calls that one rank's stages see; messages of others come out of the void."""
     p, log = len(schedule.ranks), []
     axis = Axis(rank, p, tuple(range(p)))
-    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    comm = P2PCommunicator(axis, (1,), torch.float32, transport=transport(axis))
     stages = {s: kind(s, log) for s in schedule.placement.stages_on(rank)}
     execute(lower(schedule)[rank], schedule.placement, stages, comm, **options)
     return log
@@ -81,6 +86,23 @@ def test_a_stage_that_can_runs_the_pairs_as_one(name):
     schedule = build(name, 4, 8)
     assert any(len(step) == 2 for step in schedule.ranks[1])
     assert run(schedule, 1, PairStage) == ["&".join(step) for step in steps_of(schedule, 1)]
+
+
+def test_a_stage_that_cannot_overlap_runs_f_of_a_pair_before_b_has_its_gradient():
+    log = []
+
+    class Waits(Void):
+        def one(self, op: Any) -> Any:
+            return SimpleNamespace(wait=lambda: log.append("arrived"))
+
+    class Logging(Stage):
+        def __init__(self, number: int, _: list[str]) -> None:
+            super().__init__(number, log)
+
+    schedule = build("dualpipe-v", 4, 8)
+    f, b = next(step for step in steps_of(schedule, 1) if len(step) == 2)
+    run(schedule, 1, Logging, transport=Waits)
+    assert log[log.index(f) - 1 : log.index(b)] == ["arrived", f, "arrived"]
 
 
 def test_a_stage_is_done_after_its_last_pass():
