@@ -18,7 +18,7 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.device import be_deterministic, has_cuda, memory_bytes, pick_device, synchronize
+from megapipe.device import be_deterministic, has_cuda, pick_device
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
 from megapipe.models.layer import compile_layers
@@ -32,18 +32,11 @@ from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
-from megapipe.training.flops import flops_per_token
-from megapipe.training.log import (
-    IterationReport,
-    TensorBoard,
-    arguments,
-    iteration_line,
-    perplexity,
-    validation_lines,
-)
+from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
-from megapipe.training.progress import Progress, Window
+from megapipe.training.progress import Progress
+from megapipe.training.report import Reporter
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.signals import ExitSignal
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
@@ -125,9 +118,8 @@ class Run:
         self.config, self.mesh, self.started = config, mesh, started
         plan = make_plan(config)
         schedule, place = plan.schedule, plan.schedule.placement
-        # One rank speaks: where the loss is, as Megatron's last rank does under 1F1B.
-        speaker = place.rank_of[place.chain - 1]
-        self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
+        self.report = Reporter(config, mesh, place)
+        self.say = self.report.say
         self.say(arguments(config))
         if idle := idle_flags(config):
             self.say(f"WARNING: without effect, as there is no dynamic loss scale without --fp16: {', '.join(idle)}")
@@ -154,38 +146,31 @@ class Run:
         self.lr = LRSchedule.of(config)
         self.batches = self._batches(data.train)
         self.valid, self.test = self._batches(data.valid), self._batches(data.test)
-        self.board = TensorBoard(config.log if self.speaks else dataclasses.replace(config.log, tensorboard_dir=None))
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = self._resume()
-        self.flops = flops_per_token(config.model, config.train.seq_length or 0)
-
-    def say(self, text: str) -> None:
-        """Print on the speaking rank."""
-        if self.speaks:
-            print(text, flush=True)
 
     def train(self) -> None:
         """From where the run is to its last iteration."""
         config, progress = self.config, self.progress
-        window = Window()
         self.signal = ExitSignal(config.train.exit_signal if config.train.exit_signal_handler else None)
-        last_saved = progress.iteration
+        last_saved = began = progress.iteration
+        self.report.pause()
         while progress.iteration < config.train_iters:
             self.profiler.before(progress.iteration)
             result = self.step()
             self.profiler.after(progress.iteration)
-            if (seconds := config.parallel.distributed_timeout_seconds_after_init) and window.first:
+            seconds = config.parallel.distributed_timeout_seconds_after_init
+            if seconds and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
-            window.add(result)
-            self._tell(window, result)
+            self.report.iteration(result, progress, self.lr, self.optimizer)
             self._stop_if_not_finite(result)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
-                window.restart()
+                self.report.pause()
             every = config.checkpoint.save_interval
             if every and progress.iteration % every == 0:
                 last_saved = self._save()
-                window.restart()
+                self.report.pause()
             if reason := self._exit_reason():
                 self.say(reason)
                 break
@@ -195,7 +180,7 @@ class Run:
         if progress.iteration >= config.train_iters and config.data.eval_interval:
             self._evaluate(self.valid, f"iteration {progress.iteration} on validation set", board=False)
             self._evaluate(self.test, f"iteration {progress.iteration} on test set", board=False)
-        self.board.close()
+        self.report.close()
         self.signal.close()
 
     def step(self) -> StepResult:
@@ -241,59 +226,6 @@ class Run:
             num_workers=config.data.num_workers,
         )
 
-    def _tell(self, window: Window, result: StepResult) -> None:
-        """The log line every --log-interval iterations and after the first, TensorBoard at its own interval."""
-        config, log, n = self.config, self.config.log, self.progress.iteration
-        samples = self.progress.consumed_train_samples
-        # As Megatron prints it: already that of the next iteration.
-        lr = learning_rate(self.lr, self.progress.scheduled_samples)
-        on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
-        in_line = n % log.log_interval == 0 or window.first
-        if not (on_board or in_line):
-            return
-        norm = self.optimizer.params_norm() if log.log_params_norm else None  # collective: on every rank
-        if on_board:
-            scalars = {
-                "learning-rate": lr,
-                "batch-size": config.global_batch_size,
-                **result.losses,
-                "loss-scale": self.progress.loss_scale.scale,
-                "grad-norm": result.grad_norm,
-                "num-zeros": result.num_zeros,
-                "params-norm": norm,
-                "world-size": config.world_size if log.log_world_size_to_tensorboard else None,
-            }
-            if log.log_memory_to_tensorboard:
-                scalars.update(memory_bytes(self.mesh.device))
-            self.board.scalars(scalars, n, samples)
-        if not in_line:
-            return
-        synchronize(self.mesh.device)
-        seconds = window.seconds_per_iteration()
-        tokens = config.global_batch_size * (config.train.seq_length or 0)
-        tflops = self.flops * tokens / seconds / config.world_size / 1e12
-        report = IterationReport(
-            iteration=n,
-            train_iters=config.train_iters,
-            consumed_samples=samples,
-            elapsed_ms=seconds * 1e3,
-            learning_rate=lr,
-            global_batch_size=config.global_batch_size,
-            losses=window.mean_losses(),
-            loss_scale=self.progress.loss_scale.scale,
-            grad_norm=result.grad_norm,
-            num_zeros=result.num_zeros,
-            params_norm=norm,
-            skipped=window.skipped,
-            nan=window.nan,
-            tflops=tflops if log.log_throughput else None,
-            tokens_per_second=tokens / seconds,
-        )
-        self.say(iteration_line(report, datetime.now()))
-        timing = {"iteration-time": seconds, "throughput": tflops if log.log_throughput else None}
-        self.board.scalars(timing, n, samples)
-        window.clear()
-
     def _stop_if_not_finite(self, result: StepResult) -> None:
         train = self.config.train
         if result.skipped and not (train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale):
@@ -309,14 +241,9 @@ class Run:
             return
         consumed = progress.consumed_valid_samples if board else 0
         losses = evaluate(self.pipeline, batches.at, consumed, config.data.eval_iters)
-        self.say(validation_lines(where, losses))
-        if not board:
-            return
-        progress.consumed_valid_samples += config.data.eval_iters * config.global_batch_size
-        scalars: dict[str, float | None] = {f"{name} validation": loss for name, loss in losses.items()}
-        if config.log.log_validation_ppl_to_tensorboard:
-            scalars |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
-        self.board.scalars(scalars, progress.iteration, progress.consumed_train_samples)
+        if board:
+            progress.consumed_valid_samples += config.data.eval_iters * config.global_batch_size
+        self.report.validation(losses, where, progress, board=board)
 
     def _resume(self) -> Progress:
         path = find_checkpoint(self.config.checkpoint, self.mesh)
