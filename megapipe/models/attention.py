@@ -16,11 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapipe.config import ModelConfig
 from megapipe.documents import Documents, restarting_positions
 from megapipe.mesh import Axis
-from megapipe.models.norm import Norm
+from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
 
 _BACKENDS = {
@@ -43,9 +42,9 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__()
         self.config, self.tp, self.layer = config, tp, layer
-        head, queries, groups = config.head_dim, config.heads, config.query_groups
+        parts, head, queries, groups = parts_of(config), config.head_dim, config.heads, config.query_groups
         self.groups = groups // tp.size
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = parts.column(
             config.hidden,
             (queries + 2 * groups) * head,
             tp=tp,
@@ -54,9 +53,9 @@ class SelfAttention(nn.Module):
             init_std=config.init_method_std,
         )
         # A rank has its own heads only, with or without sequence parallelism.
-        self.q_layernorm = Norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
-        self.k_layernorm = Norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
-        self.linear_proj = RowParallelLinear(
+        self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        self.k_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        self.linear_proj = parts.row(
             queries * head,
             config.hidden,
             tp=tp,
@@ -64,6 +63,7 @@ class SelfAttention(nn.Module):
             sequence_parallel=config.sequence_parallel,
             init_std=config.init_method_std / (2 * config.layers) ** 0.5,
         )
+        self.kernel = parts.attention(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], and whole sequences in between."""
@@ -84,11 +84,14 @@ class SelfAttention(nn.Module):
     @eager
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         documents, window = current_stream().documents, self.config.window
         if documents is not None and not documents.isolate:
             documents = None
-        if self.training and self.config.attention_dropout:
+        drops = self.training and self.config.attention_dropout > 0
+        if self.kernel is not None and documents is None and not drops:
+            return self.kernel(q, k, v)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        if drops:
             out = self._attend_with_dropout(q, k, v, documents)
         else:
             with _kernel(self.config.attention_backend):

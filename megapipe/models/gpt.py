@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.models.layer import TransformerLayer
-from megapipe.models.norm import Norm
+from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -68,7 +68,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis, layer: LayerProvider) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(n): layer(config, tp, n) for n in span.layers})
-        self.final_layernorm = Norm(config, config.hidden, sum_over_tp=config.sequence_parallel) if span.loss else None
+        norm = parts_of(config).norm
+        self.final_layernorm = norm(config, config.hidden, sum_over_tp=config.sequence_parallel) if span.loss else None
         layers = iter(self.layers.values())
         # A plain list: nothing is registered twice.
         self.between: Callable[[Tensor], Tensor] | None = None

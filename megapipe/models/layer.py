@@ -8,7 +8,7 @@ from megapipe.config import ModelConfig
 from megapipe.mesh import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
-from megapipe.models.norm import Norm
+from megapipe.models.parts import parts_of
 from megapipe.overrides import layer_config
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
@@ -25,11 +25,11 @@ class TransformerLayer(nn.Module):
         config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
-        sharded = config.sequence_parallel
+        sharded, norm = config.sequence_parallel, parts_of(config).norm
         self.shares_sequence = tp if sharded else None
-        self.input_layernorm = None if config.no_attention else Norm(config, config.hidden, sum_over_tp=sharded)
+        self.input_layernorm = None if config.no_attention else norm(config, config.hidden, sum_over_tp=sharded)
         self.self_attention = None if config.no_attention else SelfAttention(config, tp, layer)
-        self.pre_mlp_layernorm = None if config.no_mlp else Norm(config, config.hidden, sum_over_tp=sharded)
+        self.pre_mlp_layernorm = None if config.no_mlp else norm(config, config.hidden, sum_over_tp=sharded)
         self.mlp = None if config.no_mlp else MLP(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.mesh import Axis
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.models.parts import parts_of
 
 
 class MLP(nn.Module):
@@ -19,8 +19,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: Axis) -> None:
         super().__init__()
         self.config = config
-        blocks = 2 if config.gated else 1
-        self.linear_fc1 = ColumnParallelLinear(
+        parts, blocks = parts_of(config), 2 if config.gated else 1
+        self.linear_fc1 = parts.column(
             config.hidden,
             blocks * config.ffn,
             tp=tp,
@@ -29,7 +29,7 @@ class MLP(nn.Module):
             blocks=blocks,
             init_std=config.init_method_std,
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = parts.row(
             config.ffn,
             config.hidden,
             tp=tp,

@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
         grad_x = opens.backward(dy @ weight) if needs_x else None  # is summed during the products below
         grad_weight = grad_bias = None
         if needs_bias:
-            grad_bias = _bias_grad(ctx.bias, grad)
+            grad_bias = bias_grad(ctx.bias, grad)
         if owed is not None:
             owner.submit(lambda: _weight_pass(owed, closes.backward(grad).wait(), opens.forward(x).wait()))
         elif whole is not None:
@@ -69,7 +69,11 @@ def _weight_pass(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     add_product(main_grad, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 
 
-def _bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
+def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
+    """The gradient of a bias [n] from that of what it was added to, [..., n]: into `main_grad` if it has one.
+
+    Returns: the gradient for autograd if it has none, else None.
+    """
     rows = grad.reshape(-1, grad.shape[-1])
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     if main_grad is None:

@@ -1,0 +1,246 @@
+"""Transformer Engine's kernels in our layers (--transformer-impl transformer_engine): the one file that names them.
+
+A layer here is its plain-torch sibling, parameters and layouts included, that lends its parameters to a Transformer
+Engine module for each call. Nobody else sees that module, so initialisation, optimizer and checkpoints know no
+difference. Written against 2.20; docs/transformer_engine.md says what is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import Config, ModelConfig
+from megapipe.errors import ConfigError
+from megapipe.mesh import Axis
+from megapipe.models.norm import Norm
+from megapipe.tensor_parallel.eager import eager
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, bias_grad
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
+
+OLDEST = (2, 9)
+_INSTALL = 'Install it with pip install --no-build-isolation "transformer_engine[pytorch]"'
+# What `import` raises where something is missing: exception, words of its text, what that means, what helps.
+_STATES: tuple[tuple[type[Exception], str, str, str], ...] = (
+    (ModuleNotFoundError, "named 'transformer_engine'", "is not installed", _INSTALL),
+    (ModuleNotFoundError, "named", "lacks a Python package", _INSTALL),
+    (RuntimeError, "meta package", "is its meta package alone, without kernels", _INSTALL),
+    (FileNotFoundError, "shared object file", "lacks its extension for torch", _INSTALL),
+    (RuntimeError, "cudnn shared object", "finds no cuDNN", "Install it with pip install nvidia-cudnn-cu{cuda}"),
+    (OSError, "libnccl", "finds no NCCL", "Install it with pip install nvidia-nccl-cu{cuda}"),
+    (
+        ImportError,
+        "undefined symbol",
+        "was built for another torch than {torch}",
+        "Build it again with pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
+        "transformer_engine_torch=={version}",
+    ),
+    (
+        AssertionError,
+        "version mismatch",
+        "is in parts of different versions",
+        "Make them one with pip install --no-build-isolation --force-reinstall --no-deps transformer_engine=={version} "
+        "transformer_engine_torch=={version} transformer_engine_cu{cuda}=={version}",
+    ),
+)
+
+
+@cache
+def load() -> Any:
+    """The module transformer_engine.pytorch.
+
+    Raises: ConfigError that says what is missing and what helps; its first line alone says what is missing.
+    """
+    try:
+        import transformer_engine.pytorch as te  # torch has loaded the CUDA libraries by now
+    except Exception as error:  # a half-installed one raises whatever it likes
+        raise ConfigError(_explain(error)) from error
+    if tuple(map(int, version().split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: Transformer Engine {version()} is older than {oldest}.\n"
+            f'      Use pip install --no-build-isolation "transformer_engine[pytorch]>={oldest}", or '
+            "--transformer-impl local."
+        )
+    return te
+
+
+def version() -> str:
+    """Of the installed Transformer Engine; empty if there is none."""
+    try:
+        return metadata.version("transformer_engine")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    state, remedy = "cannot be imported", _INSTALL
+    for kind, words, means, helps in _STATES:
+        if isinstance(error, kind) and words in text:
+            state, remedy = means, helps
+            break
+    known = {"cuda": (torch.version.cuda or "13").split(".")[0], "torch": torch.__version__, "version": version()}
+    quoted = text if len(text) < 160 else f"{text[:160]}..."
+    return (
+        f"--transformer-impl transformer_engine: Transformer Engine {state.format(**known)} "
+        f"({type(error).__name__}: {quoted}).\n"
+        f"      {remedy.format(**known)}, or use --transformer-impl local."
+    )
+
+
+def choose_layers(config: Config, on_gpu: bool) -> tuple[str, str]:
+    """Which layers --transformer-impl means here: ("local" or "transformer_engine", which and why, for the log).
+
+    Raises: ConfigError if Transformer Engine is asked for and not usable.
+    """
+    local, asked = "layers of plain torch (local)", config.model.transformer_impl
+    if asked == "local" or (asked == "auto" and not on_gpu):
+        return "local", local
+    if asked == "auto" and not config.train.half:
+        return "local", f"{local}: Transformer Engine would round float32 products to TF32"
+    try:
+        load()
+    except ConfigError as error:
+        if asked != "auto":
+            raise
+        return "local", f"{local}: {error.problems[0].splitlines()[0]}"
+    return "transformer_engine", f"layers of Transformer Engine {version()}"
+
+
+class _Product:
+    """x W^T between the edges of a tensor-parallel region, by te.Linear.
+
+    Weight gradients go into `main_grad`. In a B pass Transformer Engine queues the product, and the stage's W pass asks
+    for one from the queue. It may be that of an earlier microbatch; their sum is what counts.
+    """
+
+    def __init__(self, shape: tuple[int, int], mode: str, tp: Axis, sequence_parallel: bool) -> None:
+        self.linear = load().Linear(
+            *shape,
+            bias=False,
+            parallel_mode=mode,
+            tp_group=tp.group,
+            sequence_parallel=sequence_parallel,
+            delay_wgrad_compute=True,
+            device="meta",
+        )
+        assert self.linear.tp_size == tp.size, "Transformer Engine needs torch.distributed to be initialised"
+
+    def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        te, owner = self.linear, current_weight_grads()
+        te.weight = weight
+        te.fuse_wgrad_accumulation = getattr(weight, "main_grad", None) is not None
+        # A delayed product can only go into main_grad: te would overwrite weight.grad.
+        self._delay(owner is not None and te.fuse_wgrad_accumulation)
+        y: Tensor = te(x)
+        if owner is not None and te.fuse_wgrad_accumulation and y.grad_fn is not None:
+            y.grad_fn.register_prehook(partial(self._before_backward, owner))
+            y.grad_fn.register_hook(partial(self._after_backward, owner))
+        return y
+
+    def _before_backward(self, owner: WeightGrads, grads: Any) -> None:
+        # In a BW pass te hides the input gradient's collective behind the product, which a queue would prevent.
+        self._delay(owner.is_deferring)
+
+    def _after_backward(self, owner: WeightGrads, grad_inputs: Any, grads: Any) -> None:
+        if owner.is_deferring:
+            owner.submit(self._weight_pass)
+
+    def _weight_pass(self) -> None:
+        self._delay(True)
+        self.linear.backward_dw()
+
+    def _delay(self, on: bool) -> None:
+        store = self.linear.wgrad_store
+        (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
+
+
+class _AddBias(torch.autograd.Function):
+    """te queues one bias gradient and drops the others, so the bias stays ours."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grad, bias_grad(ctx.bias, grad)
+
+
+_add_bias: Callable[[Tensor, Tensor], Tensor] = _AddBias.apply
+
+
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """Its arithmetic by te.Linear."""
+
+    def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
+        super().__init__(input_size, output_size, tp=tp, **options)
+        assert not self.gather_output
+        sequence_parallel = options.get("sequence_parallel", False)
+        self._product = _Product((input_size, output_size), "column", tp, sequence_parallel)
+
+    @eager
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in], the same on all tp ranks, or [s/t, b, in] -> [s, b, out/t]."""
+        y = self._product(x, self.weight)
+        return y if self.bias is None else _add_bias(y, self.bias)
+
+
+class TERowParallelLinear(RowParallelLinear):
+    """Its arithmetic by te.Linear."""
+
+    def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
+        super().__init__(input_size, output_size, tp=tp, **options)
+        sequence_parallel = options.get("sequence_parallel", False)
+        self._product = _Product((input_size, output_size), "row", tp, sequence_parallel)
+
+    @eager
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in/t] -> [s, b, out], the same on all tp ranks, or [s/t, b, out]."""
+        y = self._product(x, self.weight)
+        return y if self.bias is None else _add_bias(y, self.bias)
+
+
+class TENorm(Norm):
+    """Its arithmetic by te.LayerNorm or te.RMSNorm."""
+
+    def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:
+        super().__init__(config, size, sum_over_tp=sum_over_tp)
+        make = load().RMSNorm if self.bias is None else load().LayerNorm
+        # In a tuple, so that it is not a part of this module.
+        self._te = (make(size, eps=self.epsilon, zero_centered_gamma=self.one_more, device="meta"),)
+
+    @eager
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        (te,) = self._te
+        te.weight = self.weight
+        if self.bias is not None:
+            te.bias = self.bias
+        return te(x)  # type: ignore[no-any-return]
+
+
+def attention_kernel(config: ModelConfig, tp: Axis) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Causal attention of a whole sequence: q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d].
+
+    Returns: None if --attention-backend names one of torch's kernels.
+    """
+    if config.attention_backend != "auto":
+        return None
+    kernel = load().DotProductAttention(
+        config.heads // tp.size,
+        config.head_dim,
+        num_gqa_groups=config.query_groups // tp.size,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        window_size=None if config.window is None else (config.window, 0),
+    )
+    return lambda q, k, v: kernel(q, k, v)  # not the module itself, which its owner would save
