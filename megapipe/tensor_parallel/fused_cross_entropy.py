@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapipe.mesh import Axis
 from megapipe.tensor_parallel.collectives import opening
+from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
 IGNORE = -100
@@ -99,7 +100,7 @@ class _HeadLoss(torch.autograd.Function):
         for block in _blocks(len(rows), weight.shape[0]) if wants_x or wants_weight else ():
             dy = grad_logits(rows, block)
             if wants_x:
-                grad_x += dy @ weight[block]
+                grad_x += linear(dy, weight[block].t())
             if wants_weight:
                 add_product(into[block], dy, rows)
         reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape) if wants_x else None
@@ -120,7 +121,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _logits(rows: Tensor, weight: Tensor, block: slice) -> Tensor:
     """[n, block], rounded to the type of the rows as a head of its own would, then float32."""
-    return (rows @ weight[block].t()).to(_wide(rows))
+    return linear(rows, weight[block]).to(_wide(rows))
 
 
 def _blocks(rows: int, width: int) -> Iterator[slice]:

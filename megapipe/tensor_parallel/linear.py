@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.meanwhile import wait
+from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
 
@@ -38,8 +38,8 @@ class _Linear(torch.autograd.Function):
         ctx.weight_grads = current_weight_grads()
         whole = opens.forward(x).wait()
         if closes is INSIDE:
-            return F.linear(whole, weight, bias)
-        y = wait(closes.forward(F.linear(whole, weight)))
+            return linear(whole, weight, bias)
+        y = wait(closes.forward(linear(whole, weight)))
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
         owed: Tensor | None = getattr(weight, "main_grad", None) if needs_weight and deferring else None
         whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
         dy = closes.backward(grad).wait()
-        grad_x = opens.backward(dy @ weight) if needs_x else None  # is summed during the products below
+        grad_x = opens.backward(linear(dy, weight.t())) if needs_x else None  # is summed during the products below
         grad_weight = grad_bias = None
         if needs_bias:
             grad_bias = bias_grad(ctx.bias, grad)

@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megapipe.tensor_parallel.products import linear
+
 _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
 
 
@@ -87,7 +89,7 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
     dy, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return dy.t() @ x
+        return linear(dy.t(), x.t())
     job = partial(add_product, main_grad, dy, x)
     if owner is None:
         job()
@@ -102,9 +104,9 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     The sum over microbatches is always in main_grad's type. The product of one microbatch is too on a GPU; CPU kernels
     round a bf16 product once (relative error 2^-9), since the same in float32 takes four to five times as long.
     """
-    if dy.dtype == main_grad.dtype:
+    if not dy.is_cuda:
+        main_grad.add_(linear(dy.t(), x.t()))
+    elif dy.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
-    elif dy.is_cuda:
-        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        main_grad.add_(dy.t() @ x)
+        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
