@@ -5,7 +5,7 @@ Documents and sliding windows cut the sequence instead of masking it, so that no
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapipe.config import ModelConfig
 from megapipe.documents import Documents, restarting_positions
 from megapipe.mesh import Axis
+from megapipe.models.cpu_attention import causal_attention
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
@@ -84,7 +85,7 @@ class SelfAttention(nn.Module):
     @eager
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""
-        documents, window = current_stream().documents, self.config.window
+        documents = current_stream().documents
         if documents is not None and not documents.isolate:
             documents = None
         drops = self.training and self.config.attention_dropout > 0
@@ -93,12 +94,10 @@ class SelfAttention(nn.Module):
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         if drops:
             out = self._attend_with_dropout(q, k, v, documents)
+        elif documents is not None:
+            out = _by_document(q, k, v, self.config, documents)
         else:
-            with _kernel(self.config.attention_backend):
-                if documents is None:
-                    out = _by_window(q, k, v, window=window)
-                else:
-                    out = _by_document(q, k, v, window, documents)
+            out = _by_window(q, k, v, config=self.config)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
@@ -124,36 +123,39 @@ def _positions(device: torch.device) -> Tensor | None:
 
 
 # The three below: q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d].
-def _by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents) -> Tensor:
+def _by_document(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, documents: Documents) -> Tensor:
     """Each document by itself, so that no mask says which tokens belong together."""
     rows = []
     for row, lengths in enumerate(documents.lengths):
         parts = zip(*(torch.split(x[row : row + 1], list(lengths), dim=2) for x in (q, k, v)), strict=True)
-        rows.append(torch.cat([_by_window(*part, window=window) for part in parts], dim=2))
+        rows.append(torch.cat([_by_window(*part, config=config) for part in parts], dim=2))
     return torch.cat(rows)
 
 
-def _by_window(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tensor:
     """Queries in blocks of the window's width, each with the keys that any of them sees: memory and time s x window."""
-    s = q.shape[2]
+    s, window, backend = q.shape[2], config.window, config.attention_backend
     if window is None or window >= s - 1:
-        return _sdpa(q, k, v, None)
+        return _sdpa(q, k, v, None, backend)
     outs = []
     step = max(window, _SMALLEST_BLOCK)
     for begin in range(0, s, step):
         end, first = min(begin + step, s), max(0, begin - window)
         seen = _band(end - begin, end - first, begin - first, window, q.device)
-        outs.append(_sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen))
+        outs.append(_sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen, backend))
     return torch.cat(outs, dim=2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, backend: str) -> Tensor:
     """Causal without a mask."""
+    if seen is None and backend == "auto" and q.device.type == "cpu":
+        return causal_attention(q, k, v)
     per_group = q.shape[1] // k.shape[1]
     if seen is not None and per_group > 1:  # torch's memory-efficient GPU kernel takes masks but no groups
         k, v = (part.repeat_interleave(per_group, dim=1) for part in (k, v))
         per_group = 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1)
+    with nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1)
 
 
 @lru_cache(maxsize=8)  # shared by all layers and blocks
@@ -161,7 +163,3 @@ def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device
     """[queries, keys], True where query i, which is key i + ahead, sees key j: 0 <= i + ahead - j <= window."""
     distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
     return (distance >= 0) & (distance <= window)
-
-
-def _kernel(backend: str) -> AbstractContextManager[object]:
-    return nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend])
