@@ -85,17 +85,21 @@ class ModelConfig:
     model_provider: str | None = None
     """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
-    """Layers of plain torch (local, so far also auto); transformer_engine is refused until it is implemented."""
+    """Layers of plain torch (local) or of Transformer Engine; auto takes the latter if it works, see its own page."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which scaled-dot-product kernel torch may use."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Compute activations again in backward: of whole layers (full), or of attention without its projections."""
+    """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm"], ...] = ("core_attn",)
+    """Of selective: attention without its projections, the MLP, the outputs of a layer's norms."""
     recompute_activations: bool = False
     """The same as --recompute-granularity selective."""
     recompute_method: Literal["uniform", "block"] | None = None
     """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
     recompute_num_layers: int | None = None
     """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs."""
     sequence_parallel: bool = False
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
     per_layer_overrides: str | None = None
@@ -156,8 +160,20 @@ class ModelConfig:
         return not self.disable_bias_linear
 
     @property
-    def recompute_attention(self) -> bool:
+    def recompute_selective(self) -> bool:
         return self.recompute_activations or self.recompute_granularity == "selective"
+
+    @property
+    def recompute_attention(self) -> bool:
+        return self.recompute_selective and "core_attn" in self.recompute_modules
+
+    @property
+    def recompute_mlp(self) -> bool:
+        return self.recompute_selective and "mlp" in self.recompute_modules
+
+    @property
+    def recompute_norms(self) -> bool:
+        return self.recompute_selective and "layernorm" in self.recompute_modules
 
     @property
     def tied(self) -> bool:

@@ -59,7 +59,6 @@ ACCEPTED: dict[str, Accepted] = {
     "--expert-tensor-parallel-size": Accepted(("1",), "there are no experts"),
     "--num-distributed-optimizer-instances": Accepted(("1",), "there is one"),
     "--data-parallel-sharding-strategy": Accepted(("no_shard",), "parameters and gradients are whole on each rank"),
-    "--recompute-modules": Accepted(("core_attn",), "it is what --recompute-granularity selective computes again"),
     "--cross-entropy-fusion-impl": Accepted(("native",), "what --cross-entropy-loss-fusion is made of"),
     "--vocab-extra-ids": Accepted(("0",), "no ids are added"),
     "--main-grads-dtype": Accepted(("fp32",), _FLOAT32),

@@ -30,6 +30,17 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
 
 def recompute_problems(model: ModelConfig) -> Iterator[str]:
     """Two answers to what is recomputed, or how without what."""
+    modules = model.recompute_modules
+    if modules != ModelConfig.recompute_modules and not model.recompute_selective:
+        yield (
+            f"--recompute-modules {' '.join(modules)} has no effect without --recompute-granularity selective. Add it."
+        )
+    partial = model.num_microbatches_with_partial_activation_checkpoints
+    if partial is not None and not (model.recompute_selective or model.recompute_granularity):
+        yield (
+            f"--num-microbatches-with-partial-activation-checkpoints {partial} has no effect where nothing is computed "
+            "again. Add --recompute-granularity full."
+        )
     if model.recompute_granularity == "full":
         if model.recompute_activations:
             yield "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out."

@@ -34,7 +34,7 @@ _FIELDS = {
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
-    "tensorboard_queue_size",
+    "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
     "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib distributed_timeout_minutes "
     "distributed_timeout_seconds_after_init exit_duration_in_mins lr adam_eps",

@@ -60,6 +60,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--per-layer-overrides",
         "--model-provider",
         "--memory-limit-gib",
+        "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
     }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
@@ -9,6 +12,7 @@ from megapipe.mesh import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.parts import parts_of
+from megapipe.models.recompute import recompute, without_result
 from megapipe.overrides import layer_config
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
@@ -25,6 +29,7 @@ class TransformerLayer(nn.Module):
         config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
+        self.recompute_norms, self.recompute_mlp = config.recompute_norms, config.recompute_mlp
         sharded, norm = config.sequence_parallel, parts_of(config).norm
         self.shares_sequence = tp if sharded else None
         self.input_layernorm = None if config.no_attention else norm(config, config.hidden, sum_over_tp=sharded)
@@ -35,10 +40,14 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         if self.input_layernorm is not None and self.self_attention is not None:
-            x = x + self._drop(self.self_attention(self.input_layernorm(x)), "attention_out")
+            x = x + self._drop(self._normed(self.input_layernorm, x, self.self_attention), "attention_out")
         if self.pre_mlp_layernorm is not None and self.mlp is not None:
-            x = x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), "mlp_out")
+            mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
+            x = x + self._drop(self._normed(self.pre_mlp_layernorm, x, mlp), "mlp_out")
         return x
+
+    def _normed(self, norm: nn.Module, x: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+        return without_result(norm, x, half) if self.recompute_norms else half(norm(x))
 
     @eager  # it reads the layer's number, by which each layer would be compiled anew
     def _drop(self, x: Tensor, site: str) -> Tensor:

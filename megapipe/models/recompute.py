@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.tensor_parallel.eager import eager
+from megapipe.tensor_parallel.rng import current_stream
 
 
 class _Recompute(torch.autograd.Function):
@@ -43,9 +44,35 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     Args:
         function: must compute the same when called again; parameters it uses get their gradients.
     """
-    if any(x.requires_grad for x in inputs):
+    if current_stream().recomputes and any(x.requires_grad for x in inputs):
         return _recompute(function, *inputs)
     return function(*inputs)
+
+
+@eager
+def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+    """use(function(x)); what `use` would keep of function's result for its backward is computed again from x instead.
+
+    Costs a second forward of `function` alone, and nothing is kept that was not kept before: x is what function's own
+    backward needs.
+    """
+    y = function(x)
+    if not (current_stream().recomputes and y.requires_grad):
+        return use(y)
+    name = id(y)  # the hooks live as long as the graph and must not hold y itself
+
+    def again() -> Tensor:
+        with torch.no_grad():
+            return function(x)
+
+    def pack(kept: Tensor) -> Any:
+        return again if id(kept) == name else kept
+
+    def unpack(kept: Any) -> Tensor:
+        return kept() if kept is again else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return use(y)
 
 
 def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.transport import Transport
-from megapipe.schedule import Placement, Program, Schedule, build, forward_only, lower, verify
+from megapipe.schedule import Placement, Program, Schedule, build, forward_only, lower, share_of_window, verify
 from megapipe.tensor_parallel.rng import Stream
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
@@ -24,6 +25,11 @@ ForwardBackward = Callable[..., list[dict[str, Any]]]
 def _programs(schedule: Schedule, evaluate: bool) -> tuple[Program, ...]:
     verify(schedule)
     return lower(forward_only(schedule) if evaluate else schedule)
+
+
+@lru_cache(maxsize=16)
+def _kept(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
+    return share_of_window(schedule, n)
 
 
 def get_forward_backward_func(
@@ -91,6 +97,14 @@ def get_forward_backward_func(
         modules = list(model) if isinstance(model, Sequence) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator] * len(modules)
         assert len(modules) == len(iterators) == len(own), f"stages {own} need as many model chunks and iterators"
+        config: Any = modules[0].config
+        # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
+        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
+
+        def stream_of(stage: int, microbatch: int) -> Stream:
+            drawn = stream(microbatch)
+            return replace(drawn, recomputes=False) if microbatch in kept[stage] else drawn
+
         paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
         stages = {
             number: PipelineStage(
@@ -102,12 +116,11 @@ def get_forward_backward_func(
                 loss_scale=loss_scale,
                 per_token=calculate_per_token_loss,
                 collect_non_loss_data=collect_non_loss_data,
-                stream=stream,
+                stream=partial(stream_of, number),
                 overlaps=number in paired,
             )
             for number, module, iterator in zip(own, modules, iterators, strict=True)
         }
-        config: Any = modules[0].config
         shared = mesh.tp.size if config.sequence_parallel else 1
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
         nonlocal dtype

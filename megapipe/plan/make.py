@@ -14,7 +14,7 @@ from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.split import counts_of, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces
-from megapipe.schedule import Schedule, Timeline, simulate
+from megapipe.schedule import Schedule, Timeline, share_of_window, simulate
 
 GIB = 2**30
 
@@ -91,6 +91,10 @@ def make_plan(config: Config) -> Plan:
     element = 2 if train.half else 4
     tp, rows = par.tensor_model_parallel_size, model.padded_vocab_size or 0
     work = pieces(model, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
+    if some := model.num_microbatches_with_partial_activation_checkpoints:
+        plain = replace(model, recompute_granularity=None, recompute_activations=False)
+        whole = pieces(plain, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
+        work = replace(work, kept=(whole, _shares(schedule, some)))
     # Gradient and two moments in float32; beside a rounded weight also its master copy.
     state, replica = element + 12 + 4 * train.half, element + 4
     counts = counts_of(config, schedule.placement)
@@ -101,6 +105,13 @@ def make_plan(config: Config) -> Plan:
     if limit is not None and max(plan.peak_bytes) > limit:
         raise ConfigError(_too_much(plan, limit))
     return plan
+
+
+def _shares(schedule: Schedule, some: int) -> tuple[float, ...]:
+    """Share of its microbatches that each position of the chain does not compute again."""
+    kept, place = share_of_window(schedule, some), schedule.placement
+    copies = [[len(kept[s]) for s in range(place.num_stages) if place.position(s) == at] for at in range(place.chain)]
+    return tuple(sum(numbers) / schedule.num_microbatches for numbers in copies)
 
 
 def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:

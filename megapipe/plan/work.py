@@ -52,11 +52,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model, as what can be dealt to stages: the embedding, each layer, and the head with norm and loss."""
+    """A model, as what can be dealt to stages: the embedding, each layer, and the head with norm and loss.
+
+    Attributes:
+        kept: the same without recomputation, and the share of the microbatches, at each position of the chain, that it
+            holds for.
+    """
 
     embedding: Work
     layers: tuple[Work, ...]
     head: Work
+    kept: tuple[Pieces, tuple[float, ...]] | None = None
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
@@ -70,6 +76,15 @@ class Pieces:
 
     def costs(self, counts: Sequence[int]) -> Costs:
         """Costs of the stages of a split, in the units of Work. counts: layers at each position of the chain."""
+        f, b, w, held, owed = self._columns(counts)
+        if self.kept is not None:  # means, so that a stage that holds its most holds both kinds in these shares
+            whole, shares = self.kept
+            _, other_b, _, other_held, _ = whole._columns(counts)
+            b, held = _mixed(b, other_b, shares), _mixed(held, other_held, shares)
+        return Costs(f, b, w, mem_b=held, mem_w=owed)
+
+    def _columns(self, counts: Sequence[int]) -> list[tuple[float, ...]]:
+        """f, b, w, held and kept at each position of the chain."""
         ends, last = list(accumulate(counts, initial=0)), len(counts) - 1
         columns = []
         for name, sums in zip(("f", "b", "w", "held", "kept"), self._sums or ((0.0,),) * 5, strict=True):
@@ -77,8 +92,11 @@ class Pieces:
             column[0] += getattr(self.embedding, name)
             column[last] += getattr(self.head, name)
             columns.append(tuple(column))
-        f, b, w, held, kept = columns
-        return Costs(f, b, w, mem_b=held, mem_w=kept)
+        return columns
+
+
+def _mixed(a: tuple[float, ...], b: tuple[float, ...], shares: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(x + (y - x) * share for x, y, share in zip(a, b, shares, strict=True))
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,7 @@ def _attention(model: ModelConfig, load: _Load) -> Work:
         products + scores,
         products + (3 if model.recompute_attention else 2) * scores,
         products,
-        held=load.bytes(2 * h, qkv + rotated + queries, h * bool(model.hidden_dropout)),
+        held=load.bytes(h + h * (not model.recompute_norms), qkv + rotated + queries, h * bool(model.hidden_dropout)),
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
     )
@@ -165,11 +183,13 @@ def _mlp(model: ModelConfig, load: _Load) -> Work:
         return Work()
     h, ffn, blocks = model.hidden, model.ffn, 2 if model.gated else 1
     products = 2.0 * load.tokens * h * ffn * (blocks + 1)
+    again = model.recompute_mlp
+    between = h + h * (not model.recompute_norms)
     return Work(
         products,
+        products * (1 + again),
         products,
-        products,
-        held=load.bytes(2 * h, 2 * blocks * ffn, h * bool(model.hidden_dropout)),
+        held=load.bytes(between, 2 * blocks * ffn * (not again), h * bool(model.hidden_dropout)),
         kept=load.bytes(2 * h, (blocks + 1) * ffn),
         parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + _norm(model, h),
     )

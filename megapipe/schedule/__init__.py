@@ -16,6 +16,7 @@ from megapipe.schedule.passes import (
     Step,
     loop,
     mirror,
+    share_of_window,
     vee,
 )
 from megapipe.schedule.recorder import Recorder
@@ -49,6 +50,7 @@ __all__ = [
     "mirror",
     "naive",
     "one_f_one_b",
+    "share_of_window",
     "simulate",
     "to_csv",
     "to_json",

@@ -132,6 +132,23 @@ class Schedule:
         return microbatch * self.placement.num_chains // self.num_microbatches
 
 
+def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
+    """For each stage the microbatches that are n of those it has between F and B, whenever it has the most.
+
+    Megatron-LM's choice among outstanding microbatches (max_outstanding_backprops): the first n of every window.
+    """
+    begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
+    most, done = [0] * len(begun), [0] * len(begun)
+    for stage, kind, microbatch in ((p.stage, p.kind, p.microbatch) for row in schedule.ranks for s in row for p in s):
+        if kind is Kind.F:
+            begun[stage].append(microbatch)
+            most[stage] = max(most[stage], len(begun[stage]) - done[stage])
+        done[stage] += kind.is_backward
+    return tuple(
+        frozenset(m for i, m in enumerate(order) if i % window < n) for order, window in zip(begun, most, strict=True)
+    )
+
+
 class Message(NamedTuple):
     """What a pass made, on its way from rank src to rank dst."""
 

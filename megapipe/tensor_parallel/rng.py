@@ -27,11 +27,13 @@ class Stream:
     Attributes:
         seed, sample: its randomness: the run's seed and the number of its first sample in the whole training.
         documents: where its documents lie, if attention or positions heed them.
+        recomputes: what the model computes again in backward it does for this microbatch.
     """
 
     seed: int
     sample: int
     documents: Documents | None = None
+    recomputes: bool = True
 
     @contextmanager
     def active(self) -> Iterator[None]:

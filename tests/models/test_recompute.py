@@ -1,17 +1,22 @@
 """Recomputation changes memory and time, and nothing else."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import STYLES, tokens
+from tiny import GPT2, STYLES, run_step, tokens
 
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.mesh import Axis
 from megapipe.models.gpt import GPTModel
+from megapipe.models.layer import TransformerLayer
 from megapipe.models.recompute import recompute, units
 from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import pieces
+from megapipe.schedule import build, share_of_window
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
@@ -85,6 +90,56 @@ def test_under_a_split_a_layer_runs_again_in_b_only_and_w_needs_no_more():
     torch.testing.assert_close(layer.weight.main_grad, grad.t() @ (x @ w.t()).detach() + (grad @ w).t() @ x.detach())
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_the_outputs_of_norms_are_gone_after_forward_if_they_are_computed_again(again):
+    model = replace(GPT2, recompute_activations=True, recompute_modules=("layernorm",) if again else ("core_attn",))
+    layer, outputs = TransformerLayer(model, Axis(), 0), []
+    initialize(layer, 1, Axis())
+    for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+        norm.register_forward_hook(lambda module, inputs, y: outputs.append(weakref.ref(y.untyped_storage())))
+    y = layer(torch.randn(12, 2, 32, requires_grad=True))
+    assert [storage() is None for storage in outputs] == [again, again]
+    y.sum().backward()
+    assert len(outputs) == 4 if again else 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-min", "dualpipe"])
+def test_of_the_microbatches_in_flight_some_keep_their_activations(name, monkeypatch):
+    """The others compute their layers a second time; the numbers are the same."""
+    schedule, calls, forward = build(name, 2, 8), [], TransformerLayer.forward
+    monkeypatch.setattr(TransformerLayer, "forward", lambda self, x: (calls.append(self.layer), forward(self, x))[1])
+
+    def run(**settings):
+        calls.clear()
+        return run_threads(lambda mesh: run_step(mesh, replace(GPT2, **settings), schedule), pp=2)
+
+    plain, once = run(), len(calls)
+    partial = run(recompute_granularity="full", num_microbatches_with_partial_activation_checkpoints=1)
+    kept = sum(map(len, share_of_window(schedule, 1))) / sum(map(len, share_of_window(schedule, 99)))
+    assert 0 < kept < 1
+    assert len(calls) == once * (2 - kept)
+    for (losses, gradients), (same, again) in zip(plain, partial, strict=True):
+        assert losses == same
+        assert all(torch.equal(gradients[n][0], again[n][0]) for n in gradients)
+
+
+def test_the_kept_are_the_first_of_every_window():
+    first, *_, last = share_of_window(build("1f1b", 4, 8), 1)
+    assert first == {0, 4}
+    assert last == set(range(8))
+    assert share_of_window(build("gpipe", 2, 4), 3) == ({0, 1, 2},) * 2
+    assert share_of_window(build("gpipe", 2, 4), 0) == (set(),) * 2
+
+
+def test_the_plan_counts_the_kept_with_their_memory_and_the_others_with_their_time():
+    none, full = (pieces(replace(GPT2, recompute_granularity=g), 12) for g in (None, "full"))
+    mixed = replace(full, kept=(none, (0.25, 1.0))).costs((2, 2))
+    a, b = full.costs((2, 2)), none.costs((2, 2))
+    assert mixed.b == (0.75 * a.b[0] + 0.25 * b.b[0], b.b[1])
+    assert mixed.mem_b == (0.75 * a.mem_b[0] + 0.25 * b.mem_b[0], b.mem_b[1])
+    assert (mixed.f, mixed.w, mixed.mem_w) == (a.f, a.w, a.mem_w)
+
+
 def test_what_is_computed_again():
     def of(**settings):
         return units(ModelConfig(**settings), 5)
@@ -102,6 +157,15 @@ def test_what_is_computed_again():
         (
             {"recompute_activations": True, "recompute_granularity": "full"},
             "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out.",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ("mlp",)},
+            "--recompute-modules mlp has no effect without --recompute-granularity selective. Add it.",
+        ),
+        (
+            {"num_microbatches_with_partial_activation_checkpoints": 2},
+            "--num-microbatches-with-partial-activation-checkpoints 2 has no effect where nothing is computed again. "
+            "Add --recompute-granularity full.",
         ),
         (
             {"recompute_num_layers": 2},
