@@ -40,6 +40,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def versions(device: torch.device) -> str:
+    """Of torch and of the libraries that it computes with on this device."""
+    if device.type != "cuda":
+        return f"torch {torch.__version__}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"torch {torch.__version__}, CUDA {cuda}, cuDNN {cudnn}, NCCL {nccl}"
+
+
 def memory_bytes(device: torch.device) -> dict[str, int]:
     """Reserved and allocated device memory under TensorBoard's tag names; empty on a CPU."""
     if device.type != "cuda":

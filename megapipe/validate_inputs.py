@@ -10,6 +10,7 @@ from megapipe.config import Config
 from megapipe.data.blend import parse_data_path, split_ranges
 from megapipe.data.indexed import IndexedDataset
 from megapipe.errors import ScheduleError, UserError
+from megapipe.models.transformer_engine import load
 from megapipe.schedule import Placement
 from megapipe.validate_numbers import flag
 
@@ -91,7 +92,11 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
     if config.train.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         yield "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
     if config.model.transformer_impl == "transformer_engine":
-        yield "--transformer-impl transformer_engine is not in this version yet. Use --transformer-impl local."
+        if on_gpu:
+            yield from ask(load)
+        else:
+            why = "torch sees none" if not has_cuda else "--distributed-backend gloo keeps to the CPU"
+            yield f"--transformer-impl transformer_engine needs a GPU, and {why}. Use --transformer-impl local."
 
 
 def ask(question: Callable[[], object]) -> list[str]:

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "validate_numbers": "config",
     "validate_model": "config validate_numbers",
     "validate_training": "config validate_numbers",
-    "validate_inputs": "config errors schedule data validate_numbers",
+    "validate_inputs": "config errors schedule data models.transformer_engine validate_numbers",
     "validate": "config errors overrides schedule data optim plan validate_inputs "
     "validate_model validate_numbers validate_training",
     "training": "config device documents errors mesh overrides schedule tensor_parallel pipeline_parallel models data "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,8 @@ def _explain(error: Exception) -> str:
     )
 
 
-def choose_layers(config: Config, on_gpu: bool) -> tuple[str, str]:
-    """Which layers --transformer-impl means here: ("local" or "transformer_engine", which and why, for the log).
+def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
+    """Which layers --transformer-impl means here, and the same in words for the log, with the reason.
 
     Raises: ConfigError if Transformer Engine is asked for and not usable.
     """

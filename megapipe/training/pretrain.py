@@ -18,11 +18,12 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.device import be_deterministic, has_cuda, pick_device
+from megapipe.device import be_deterministic, has_cuda, pick_device, versions
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
+from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.overrides import inline
@@ -70,7 +71,9 @@ def pretrain(
         provider = find_provider(config.model.model_provider)
     tokenizer = build_tokenizer(config.data)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
-    config = dataclasses.replace(config, model=dataclasses.replace(inline(config.model), padded_vocab_size=vocab))
+    impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
+    model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
+    config = dataclasses.replace(config, model=model)
     make_plan(config)  # Run takes it from the cache; what it refuses is refused before any process group exists
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
@@ -82,7 +85,7 @@ def pretrain(
     try:
         with Watch(mesh):
             _agree(config, mesh)
-            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started).train()
+            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers).train()
     finally:
         mesh.close()
 
@@ -114,6 +117,7 @@ class Run:
         data: Datasets,
         eod: int,
         started: float,
+        layers: str,
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
         plan = make_plan(config)
@@ -123,7 +127,7 @@ class Run:
         self.say(arguments(config))
         if idle := idle_flags(config):
             self.say(f"WARNING: without effect, as there is no dynamic loss scale without --fp16: {', '.join(idle)}")
-        self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), layers of plain torch (local)")
+        self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
         self.modules = [self._module(provider, span) for span in own]

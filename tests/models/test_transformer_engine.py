@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import te_ranks
@@ -15,7 +14,6 @@ from megapipe.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 
-ROOT = Path(__file__).parents[2]
 WHY_NOT = te_shim.absent()
 with_wheel = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 PLAIN = replace(GPT2, attention_dropout=0.0, hidden_dropout=0.0)
