@@ -85,7 +85,7 @@ class ModelConfig:
     model_provider: str | None = None
     """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "auto"
-    """Layers of plain torch (local) or of Transformer Engine; auto takes the latter if it works, see its own page."""
+    """Layers of plain torch (local) or Transformer Engine's; auto: the latter in bf16 or fp16 on a GPU, if it works."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which scaled-dot-product kernel torch may use."""
     recompute_granularity: Literal["full", "selective"] | None = None

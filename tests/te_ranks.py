@@ -10,11 +10,12 @@ import te_shim
 import torch
 from tiny import run_step
 
+from megapipe.documents import Documents
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.transformer_engine import TEColumnParallelLinear, TERowParallelLinear, load
 from megapipe.schedule import build
 from megapipe.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.rng import initialize
+from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 LOCAL = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -96,6 +97,19 @@ def three_microbatches(make, tp, kind, sequence_parallel, dtype):
     found |= {f"dx{i}": x.grad for i, x in enumerate(inputs)}
     assert layer.weight.grad is None
     return found | {name: param.main_grad for name, param in layer.named_parameters()}
+
+
+def documents(mesh, model):
+    """A layer's output for sequences of several documents, [local, Transformer Engine]."""
+    te_shim.install()
+    x = torch.randn(12, 2, model.hidden, generator=torch.Generator().manual_seed(3))
+    found = []
+    for impl in ("local", "transformer_engine"):
+        layer = TransformerLayer(replace(model, transformer_impl=impl), mesh.tp, 0)
+        initialize(layer, 1, mesh.tp)
+        with torch.no_grad(), Stream(0, 0, Documents(((5, 7), (12,)), isolate=True, restart=True)).active():
+            found.append(layer(x).numpy())
+    return found
 
 
 def without_main_grad(mesh):

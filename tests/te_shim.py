@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import types
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from importlib import metadata
@@ -41,7 +42,8 @@ def install():
     if os.environ.get(WHEEL):
         sys.path.insert(0, os.environ[WHEEL])
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine then looks for no CUDA libraries
-    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}  # what is left is written in torch
+    # What is left of attention is written in torch.
+    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_MASKED_SOFTMAX_FUSION": "0"}
     sys.modules["transformer_engine_torch"] = _native()
     sys.meta_path.append(_Absent())
     _pretend_cuda()
@@ -182,7 +184,8 @@ class _Absent:
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__version__ = "3.0.0"
+        module.__version__ = "3.0.0"  # triton's
+        module.dataclass = dataclass  # pydantic's
         module.__getattr__ = lambda name: _Anything().__getattr__(name)
         return module
 

@@ -21,7 +21,8 @@ def saved_config(folder: Path) -> Config:
     try:
         saved = json.loads((folder / STATE).read_text())["config"]
         return Config(
-            model=_known(ModelConfig, saved["model"]),
+            # Which layers computed it says nothing of the model; here may be no GPU.
+            model=dataclasses.replace(_known(ModelConfig, saved["model"]), transformer_impl="auto"),
             train=_known(TrainConfig, saved["train"]),
             data=_known(DataConfig, saved["data"]),
         )

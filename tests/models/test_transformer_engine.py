@@ -25,6 +25,9 @@ MODELS = {
     "llama, norms of heads, 1p, window": replace(LLAMA, qk_layernorm=True, apply_layernorm_1p=True, window_size="3,0"),
     "recompute all": replace(PLAIN, recompute_granularity="full"),
     "recompute attention": replace(LLAMA, recompute_granularity="selective"),
+    "recompute MLPs and norms": replace(
+        PLAIN, recompute_granularity="selective", recompute_modules=("mlp", "layernorm")
+    ),
     "torch's attention": replace(LLAMA, attention_backend="unfused"),
 }
 
@@ -82,6 +85,12 @@ def test_weight_passes_in_any_order_add_up(pool, tp, kind, sequence_parallel, dt
             rounded = dtype == torch.bfloat16 and name[0] in "yd"  # y0, dx0, below 0.25: on each rank, and summed
             tolerance = {"rtol": 2**-8, "atol": 2**-10} if rounded else {"rtol": 1e-5, "atol": 1e-5}
             torch.testing.assert_close(torch.from_numpy(theirs[name]), expected, **tolerance)
+
+
+@with_wheel
+def test_documents_keep_to_themselves(pool):
+    for local, theirs in pool.run(te_ranks.documents, [(1, 2, 2)], LLAMA):
+        torch.testing.assert_close(torch.from_numpy(theirs), torch.from_numpy(local))
 
 
 @with_wheel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_architecture_comes_from_the_checkpoint(root):
     config = with_checkpoint_args(flags(root))
     assert config.model == replace(LLAMA, attention_backend="unfused", init_method_std=0.1)
     load_checkpoint(root / "iter_0000001", [whole(config.model)], None, config, ProcessMesh.single())
+
+
+def test_a_tool_that_reads_a_checkpoint_needs_no_transformer_engine(tmp_path):
+    saved = replace(SAVED, model=replace(LLAMA, transformer_impl="transformer_engine"))
+    (tmp_path / "state.json").write_text(json.dumps({"config": asdict(saved)}))
+    assert saved_config(tmp_path).model == LLAMA
 
 
 def test_without_the_flag_nothing_changes(root):
