@@ -46,6 +46,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "uniform-2": {"recompute_granularity": "full", "recompute_num_layers": 2},
     "block-1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+    "partial": {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1},
 }
 
 

@@ -18,10 +18,12 @@ FREE = {
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "num_microbatches_with_partial_activation_checkpoints",
     "model_provider",  # the names and shapes of the parameters say it
     "recompute_activations",
     "recompute_granularity",
     "recompute_method",
+    "recompute_modules",
     "recompute_num_layers",
     "padded_vocab_size",  # the embedding's shape says it
     "sequence_parallel",
