@@ -1,7 +1,7 @@
 """Flags become a Config and come back; every wrong one is named in a line of its own."""
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -49,6 +49,8 @@ def _other(kind, default):
     if kind is bool:
         return not default
     if choices := get_args(kind):
+        if get_origin(kind) is tuple and get_origin(choices[0]) is Literal:
+            return get_args(choices[0])[:2]
         return (3, 5) if choices[0] is int else ("a b", "-c") if choices[0] is str else choices[-1]
     return {int: 7, float: -2.5e-05, str: "--dir/with space=x_y"}[kind]
 
