@@ -1,8 +1,9 @@
 """Output head and loss in one operation that never holds the logits of the whole vocabulary.
 
 Forward goes through the vocabulary block by block and keeps one number per token, the logarithm of the softmax
-denominator; backward computes a block's logits again and turns them into gradients at once. Blocks of the vocabulary,
-not of tokens: each row of the weight and of its gradient is then read and written once. tp splits the vocabulary first.
+denominator; backward computes a block's logits again, unless all of them are few enough to keep, and turns them into
+gradients at once. Blocks of the vocabulary, not of tokens: each row of the weight and of its gradient is then read and
+written once. tp splits the vocabulary first.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from megapipe.mesh import Axis
 from megapipe.tensor_parallel.collectives import opening
+from megapipe.tensor_parallel.cross_entropy import exp_
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
 IGNORE = -100
-BLOCK_ELEMENTS = 1 << 22
-"""Logits held at once."""
+BLOCK_ELEMENTS = 1 << 20
+"""Logits held at once in float32: more leave the cache."""
+KEPT_ELEMENTS = 1 << 26
+"""Logits of a microbatch up to which they are kept for backward, 128 MiB of them in bf16."""
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -34,20 +38,24 @@ class _HeadLoss(torch.autograd.Function):
         label_smoothing: float,
         z_loss: float,
         sequence_parallel: bool,
+        differentiated: bool,
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
         rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
         denominator, at_label, total = (torch.zeros_like(highest) for _ in range(3))
+        ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
         for block in _blocks(len(rows), weight.shape[0]):
-            logits = _logits(rows, weight, block)
+            logits = linear(rows, weight[block])
+            if ctx.kept is not None:
+                ctx.kept.append(logits)
             inside, column = _columns(labels, block)
             at_label += logits.gather(1, column).squeeze(1) * inside
             if label_smoothing:
-                total += logits.sum(1)
+                total += logits.sum(1, dtype=total.dtype)
             higher = torch.maximum(highest, logits.amax(1))
             denominator.mul_((highest - higher).exp_())
-            denominator += logits.sub_(higher[:, None]).exp_().sum(1)
+            denominator += exp_(logits - higher[:, None]).sum(1)
             highest = higher
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
@@ -76,8 +84,11 @@ class _HeadLoss(torch.autograd.Function):
         to_label = ((ctx.label_smoothing - 1) * grad)[:, None]
         to_all = (ctx.label_smoothing / (weight.shape[0] * ctx.tp.size) * grad)[:, None]
 
-        def grad_logits(rows: Tensor, block: slice) -> Tensor:
-            dy = _logits(rows, weight, block).sub_(lse[:, None]).exp_().mul_(to_softmax)
+        kept, ctx.kept = ctx.kept, None
+
+        def grad_logits(rows: Tensor, block: slice, logits: Tensor | None) -> Tensor:
+            logits = linear(rows, weight[block]) if logits is None else logits
+            dy = exp_(logits - lse[:, None]).mul_(to_softmax)
             if ctx.label_smoothing:
                 dy.sub_(to_all)
             inside, column = _columns(labels, block)
@@ -85,27 +96,30 @@ class _HeadLoss(torch.autograd.Function):
 
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
-            for block in _blocks(len(rows), weight.shape[0]):
-                add_product(into[block], grad_logits(rows, block), rows)
+            for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
+                dy = grad_logits(rows, block, None) if kept is None else kept[n]
+                add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight, "main_grad", None)
         into = torch.zeros_like(weight, dtype=lse.dtype) if main_grad is None else main_grad
         owner = ctx.weight_grads
         if main_grad is not None and owner is not None and owner.is_deferring and wants_weight:
-            # The W pass computes the logits once more: keeping them is what this operation avoids.
+            # The W pass computes the logits once more, unless they are kept: avoiding that is this operation's point.
             owner.submit(lambda: weight_pass(into))
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
-        for block in _blocks(len(rows), weight.shape[0]) if wants_x or wants_weight else ():
-            dy = grad_logits(rows, block)
+        for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
+            dy = grad_logits(rows, block, None if kept is None else kept[n])
+            if kept is not None:
+                kept[n] = dy
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
             if wants_weight:
                 add_product(into[block], dy, rows)
         reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape) if wants_x else None
         grad_weight = into.to(weight.dtype) if wants_weight and main_grad is None else None
-        return reduced, grad_weight, *(None,) * 6
+        return reduced, grad_weight, *(None,) * 7
 
 
 _head_loss: Callable[..., Tensor] = _HeadLoss.apply
@@ -117,11 +131,6 @@ def _rows(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _logits(rows: Tensor, weight: Tensor, block: slice) -> Tensor:
-    """[n, block], rounded to the type of the rows as a head of its own would, then float32."""
-    return linear(rows, weight[block]).to(_wide(rows))
 
 
 def _blocks(rows: int, width: int) -> Iterator[slice]:
@@ -156,6 +165,8 @@ def vocab_parallel_linear_cross_entropy(
         z_loss: adds z_loss x log(denominator)^2 (Chowdhery et al. 2022, section 5).
         sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
     Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
-        Memory: 4M logits at a time. Time: one matrix product more than without, two under a B/W split.
+        Up to 64M logits are kept for backward, in x's type. Of more than that 1M are held at a time, for one matrix
+        product more, two under a B/W split.
     """
-    return _head_loss(x, weight, target, tp, label_smoothing, z_loss, sequence_parallel)
+    differentiated = torch.is_grad_enabled()
+    return _head_loss(x, weight, target, tp, label_smoothing, z_loss, sequence_parallel, differentiated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,10 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 TOKENS, HIDDEN, VOCAB = 40, 16, 256
 
 
-@pytest.fixture(autouse=True)
-def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[0, TOKENS * VOCAB], ids=["computed again", "kept"])
+def _many_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", 1)  # the least block, 64 of the vocabulary
+    monkeypatch.setattr(fused, "KEPT_ELEMENTS", request.param)
 
 
 def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,7 +105,7 @@ def test_the_weight_gradient_waits_for_its_w_pass():
     torch.testing.assert_close(weight.main_grad, expected)
 
 
-def test_only_a_block_of_logits_is_ever_held(monkeypatch):
+def test_only_a_block_of_logits_is_ever_one_tensor(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", TOKENS * 64)
     largest = 0
 
@@ -118,3 +121,25 @@ def test_only_a_block_of_logits_is_ever_held(monkeypatch):
     with Sizes():
         vocab_parallel_linear_cross_entropy(x, weight, target, Axis()).sum().backward()
     assert largest == TOKENS * 64
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_logits_are_computed_once_if_kept_else_again_in_every_pass(monkeypatch, deferred):
+    products = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        products.append(weight.shape)
+        return F.linear(x, weight)
+
+    monkeypatch.setattr(fused, "linear", counted)
+    x, weight, target, scale = case()
+    weight.main_grad = torch.zeros_like(weight)
+    stage = WeightGrads()
+    with stage.capturing():
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, Axis())
+    with stage.deferring(0) if deferred else nullcontext():
+        losses.backward(scale)
+    if deferred:
+        stage.run(0)
+    kept = fused.KEPT_ELEMENTS > 0
+    assert products.count((64, HIDDEN)) == VOCAB // 64 * (1 if kept else 2 + deferred)
