@@ -36,5 +36,5 @@ _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm,
 
 
 def parts_of(config: ModelConfig) -> Parts:
-    """What --transformer-impl names; `auto` is local where nobody has looked for a GPU (choose_layers does)."""
+    """What --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
     return _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL

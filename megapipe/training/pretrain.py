@@ -117,7 +117,7 @@ class Run:
         data: Datasets,
         eod: int,
         started: float,
-        layers: str,
+        layers: str = "layers of plain torch (local)",
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
         plan = make_plan(config)

@@ -22,7 +22,7 @@ def saved_config(folder: Path) -> Config:
         saved = json.loads((folder / STATE).read_text())["config"]
         return Config(
             # Which layers computed it says nothing of the model; here may be no GPU.
-            model=dataclasses.replace(_known(ModelConfig, saved["model"]), transformer_impl="auto"),
+            model=dataclasses.replace(_known(ModelConfig, saved["model"]), transformer_impl="local"),
             train=_known(TrainConfig, saved["train"]),
             data=_known(DataConfig, saved["data"]),
         )

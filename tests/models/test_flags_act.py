@@ -54,7 +54,7 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
 EQUAL: list[dict[str, Any]] = [
     {"attention_backend": "unfused"},
     {"attention_backend": "flash"},
-    {"transformer_impl": "local"},
+    {"transformer_impl": "auto"},
 ]
 ELSEWHERE = {
     "--make-vocab-size-divisible-by": "test_config.py",

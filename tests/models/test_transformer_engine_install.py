@@ -155,7 +155,7 @@ def test_auto_takes_what_works_and_says_why_not(tmp_path):
 
 def test_auto_is_local_where_it_must_be():
     def chosen(on_gpu, **precision):
-        return choose_layers(Config(model=ModelConfig(), train=TrainConfig(**precision)), on_gpu)
+        return choose_layers(Config(model=ModelConfig(transformer_impl="auto"), train=TrainConfig(**precision)), on_gpu)
 
     assert chosen(False, bf16=True) == ("local", "layers of plain torch (local)")
     assert chosen(True) == (

@@ -1,0 +1,57 @@
+"""What a run is: frozen dataclasses whose fields are Megatron's flags. `cli` turns one into the other.
+
+The docstring under a field is its help. A boolean field is a switch that is off unless given; where Megatron names the
+negative (`--disable-bias-linear`), the field has that name too and a property says the positive.
+Nothing here is ever changed after parsing: what Megatron fills in during validation is a property.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from tyro.conf import Suppress
+
+from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.train import TrainConfig
+
+__all__ = ["CheckpointConfig", "Config", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig", "TrainConfig"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    world_size: Annotated[int, Suppress] = 1
+    """Number of processes, from the launcher; not a flag."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        model_parallel = self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        return self.world_size // model_parallel
+
+    @property
+    def global_batch_size(self) -> int:
+        assert self.train.micro_batch_size is not None
+        return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step and data-parallel rank."""
+        assert self.train.micro_batch_size is not None
+        return self.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def train_iters(self) -> int:
+        if self.train.train_iters is not None:
+            return self.train.train_iters
+        assert self.train.train_samples is not None
+        return self.train.train_samples // self.global_batch_size

@@ -1,0 +1,102 @@
+"""What a run reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Tokens, where they come from and in which order."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
+    split: str | None = None
+    """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
+    data_cache_path: str | None = None
+    """Folder that keeps the sample indices for the next start. Default: they are computed anew."""
+    mock_data: bool = False
+    """Synthetic tokens, no files; with --tokenizer-type NullTokenizer --vocab-size N."""
+    num_workers: int = 2
+    """Background threads that read ahead; 0 reads in the training loop."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token."""
+    reset_position_ids: bool = False
+    """Positions, learned or rotary, start again at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A token attends only to tokens of its own document."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "NullTokenizer"] = "SentencePieceTokenizer"
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = None
+    """File of a SentencePiece model."""
+    vocab_size: int | None = None
+    """Ids of the NullTokenizer; the last one ends a document."""
+    eval_iters: int = 100
+    """Batches per evaluation."""
+    eval_interval: int | None = None
+    """Evaluate every so many steps."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = None
+    """Folder for checkpoints."""
+    save_interval: int | None = None
+    """Save every so many steps."""
+    load: str | None = None
+    """Folder to resume from; without a checkpoint in it the run starts fresh."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop if --load holds no checkpoint."""
+    ckpt_step: int | None = None
+    """Load this iteration instead of the newest."""
+    use_checkpoint_args: bool = False
+    """Take the architecture from the checkpoint, if there is one, instead of the flags."""
+    finetune: bool = False
+    """Load the weights only and start at iteration 0."""
+    no_save_optim: bool = False
+    """Leave the optimizer state out."""
+    no_load_optim: bool = False
+    """Do not load the optimizer state."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """torch distributed checkpoint, stored as safetensors."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Console, TensorBoard, profiler."""
+
+    log_interval: int = 100
+    """Print a line every so many steps."""
+    log_throughput: bool = False
+    """TFLOP/s per device in the line."""
+    log_params_norm: bool = False
+    """Norm of the parameters in the line."""
+    log_num_zeros_in_grad: bool = False
+    """Count of zeros in the gradient in the line."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+    tensorboard_log_interval: int = 1
+    """Write to TensorBoard every so many steps."""
+    tensorboard_queue_size: int = 1000
+    """Events held back before a write."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Validation perplexity in TensorBoard too."""
+    log_world_size_to_tensorboard: bool = False
+    """World size in TensorBoard too."""
+    log_memory_to_tensorboard: bool = False
+    """Device memory in TensorBoard too (GPU only)."""
+    profile: bool = False
+    """Record the steps of the window below; needs --use-pytorch-profiler."""
+    use_pytorch_profiler: bool = False
+    """One Perfetto-readable trace per rank, torch_profile/rank-N.json.gz beside --tensorboard-dir."""
+    profile_step_start: int = 10
+    """First step of the window."""
+    profile_step_end: int = 12
+    """Step at which the window closes."""
+    profile_ranks: tuple[int, ...] = ()
+    """Ranks to profile. Default: all."""

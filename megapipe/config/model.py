@@ -1,0 +1,180 @@
+"""What a model is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import Suppress
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Nothing about layout, data or training."""
+
+    num_layers: int | None = None
+    """Transformer layers. Required."""
+    hidden_size: int | None = None
+    """Model width. Required."""
+    ffn_hidden_size: int | None = None
+    """MLP width; per half with --swiglu. Default: 4 x hidden, with --swiglu 4 x hidden x 2/3 rounded down to 64."""
+    num_attention_heads: int | None = None
+    """Query heads. Required; must divide by the tensor-parallel size."""
+    kv_channels: int | None = None
+    """Size of one head. Default: hidden / heads."""
+    group_query_attention: bool = False
+    """Use grouped-query attention with --num-query-groups key/value heads."""
+    num_query_groups: int = 1
+    """Key/value heads, with --group-query-attention."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table and limit of RoPE. Required; at least --seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
+    use_rope_scaling: bool = False
+    """Llama 3.1's slower rotation of the low frequencies, made for an original length of 8192."""
+    rope_scaling_factor: float = 8.0
+    """How much slower, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2."""
+    window_size: str | None = None
+    """Sliding window LEFT,RIGHT such as 127,0: a token sees itself and LEFT tokens before it; -1 is no limit."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of every norm."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance."""
+    apply_layernorm_1p: bool = False
+    """Norms keep their weight minus 1, so that it starts at 0."""
+    swiglu: bool = False
+    """Gated SiLU in the MLP instead of GELU."""
+    quick_geglu: bool = False
+    """Gated GELU in the MLP, as x sigmoid(1.702 x)."""
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GELU."""
+    disable_bias_linear: bool = False
+    """No bias in any linear layer."""
+    add_qkv_bias: bool = False
+    """Bias on the QKV projection even with --disable-bias-linear (Qwen2)."""
+    qk_layernorm: bool = False
+    """Norm of each query and key head, of --normalization kind (Qwen3)."""
+    untie_embeddings_and_output_weights: bool = False
+    """An output head of its own instead of the word embedding's weight."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream: std / sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial word and position embeddings. Default: --init-method-std."""
+    attention_dropout: float = 0.1
+    """Dropout of attention probabilities."""
+    hidden_dropout: float = 0.1
+    """Dropout of embeddings and of each block's output."""
+    padded_vocab_size: int | None = None
+    """Rows of the embedding. Default: the tokenizer's size rounded up to --make-vocab-size-divisible-by."""
+    make_vocab_size_divisible_by: int = 128
+    """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
+    cross_entropy_loss_fusion: bool = False
+    """Output head and loss in one operation that never holds all logits: far less memory, one product more."""
+    model_provider: str | None = None
+    """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
+    transformer_impl: Literal["local", "transformer_engine", "auto"] = "local"
+    """Layers of plain torch (local) or Transformer Engine's; auto: the latter in bf16 or fp16 on a GPU, if it works."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Which scaled-dot-product kernel torch may use."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm"], ...] = ("core_attn",)
+    """Of selective: attention without its projections, the MLP, the outputs of a layer's norms."""
+    recompute_activations: bool = False
+    """The same as --recompute-granularity selective."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
+    recompute_num_layers: int | None = None
+    """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs."""
+    sequence_parallel: bool = False
+    """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
+    per_layer_overrides: str | None = None
+    """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
+    no_attention: Annotated[bool, Suppress] = False
+    """This layer has no attention. Only as an override."""
+    no_mlp: Annotated[bool, Suppress] = False
+    """This layer has no MLP. Only as an override."""
+
+    # Widths that Megatron derives, valid once the required flags are given.
+    @property
+    def layers(self) -> int:
+        assert self.num_layers is not None
+        return self.num_layers
+
+    @property
+    def hidden(self) -> int:
+        assert self.hidden_size is not None
+        return self.hidden_size
+
+    @property
+    def heads(self) -> int:
+        assert self.num_attention_heads is not None
+        return self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups if self.group_query_attention else self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Two widths of the MLP's first layer, gate and up."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def window(self) -> int | None:
+        """Tokens before itself that a token sees; None for all."""
+        left = -1 if self.window_size is None else int(self.window_size.strip("()").split(",")[0])
+        return None if left < 0 else left
+
+    @property
+    def embedding_std(self) -> float:
+        return self.init_method_std if self.embedding_init_method_std is None else self.embedding_init_method_std
+
+    @property
+    def bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def recompute_selective(self) -> bool:
+        return self.recompute_activations or self.recompute_granularity == "selective"
+
+    @property
+    def recompute_attention(self) -> bool:
+        return self.recompute_selective and "core_attn" in self.recompute_modules
+
+    @property
+    def recompute_mlp(self) -> bool:
+        return self.recompute_selective and "mlp" in self.recompute_modules
+
+    @property
+    def recompute_norms(self) -> bool:
+        return self.recompute_selective and "layernorm" in self.recompute_modules
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    def padded_vocab(self, vocab_size: int) -> int:
+        """Rows of the embedding for a tokenizer of this size."""
+        to = self.make_vocab_size_divisible_by
+        return self.padded_vocab_size or math.ceil(vocab_size / to) * to

@@ -1,0 +1,51 @@
+"""How a model is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread: tensor, pipeline and data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers among them."""
+    pipeline_schedule: str | None = None
+    """Order of the passes: a name or a .json or .csv file. Default: 1f1b, interleaved for several stages on a rank."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of each stage, where a rank holds several."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages of each rank: the same by count."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank, over all its stages; the others share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer where stages are made even."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The output head and loss count as a layer where stages are made even."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
+    memory_limit_gib: float | None = None
+    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
+    no_overlap_p2p_communication: bool = False
+    """Post messages between stages in batches instead of one by one."""
+    use_ring_exchange_p2p: bool = False
+    """Post messages between stages as ring exchanges, each complete as a unit; wins over the flag before."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl with a GPU, gloo without."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective or message may take before the run is stopped."""
+    distributed_timeout_seconds_after_init: float | None = None
+    """The same from the second iteration on. Default: --distributed-timeout-minutes."""
+
+    @property
+    def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
+        """How messages between stages are posted, see pipeline_parallel.transport."""
+        if self.use_ring_exchange_p2p:
+            return "ring"
+        return "batched" if self.no_overlap_p2p_communication else "plain"

@@ -1,0 +1,107 @@
+"""How a model is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, length of the run, precision, optimizer, learning rate."""
+
+    micro_batch_size: int | None = None
+    """Sequences per microbatch and data-parallel rank. Required."""
+    global_batch_size: int | None = None
+    """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
+    seq_length: int | None = None
+    """Tokens per sequence. Required."""
+    train_iters: int | None = None
+    """Steps to train. This or --train-samples is required."""
+    train_samples: int | None = None
+    """Sequences to train on, instead of --train-iters."""
+    exit_interval: int | None = None
+    """Stop after an iteration that is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and stop after this many minutes."""
+    exit_signal_handler: bool = False
+    """Save and stop after the iteration in which any rank gets --exit-signal."""
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """Which signal, with --exit-signal-handler."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    calculate_per_token_loss: bool = False
+    """Divide by the tokens of the whole global batch instead of averaging the microbatches' means."""
+    bf16: bool = False
+    """Compute in bfloat16; gradients, main parameters and optimizer state stay float32."""
+    fp16: bool = False
+    """Compute in float16 with a loss scale; gradients, main parameters and optimizer state stay float32."""
+    loss_scale: float | None = None
+    """Multiply the loss by this before backward, and divide the gradient. Default: with --fp16 dynamic, else 1."""
+    initial_loss_scale: float = 2.0**32
+    """First dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Least dynamic loss scale."""
+    loss_scale_window: float = 1000.0
+    """Steps without overflow after which the dynamic loss scale is doubled."""
+    hysteresis: int = 2
+    """Overflows between two increases at which the dynamic loss scale begins to be halved."""
+    grad_reduce_in_bf16: bool = False
+    """Sum gradients over data-parallel ranks in bfloat16: half the bytes, three digits less. Added up in float32."""
+    compile: bool = False
+    """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
+    deterministic_mode: bool = False
+    """Refuse kernels whose results differ from run to run."""
+    optimizer: Literal["adam"] = "adam"
+    """adam is AdamW with decoupled weight decay."""
+    lr: float | None = None
+    """Peak learning rate. Required."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Curve after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Steps of the curve. Default: --train-iters."""
+    lr_decay_samples: int | None = None
+    """Sequences of the curve, with --train-samples."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay length."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """Sequences of linear warm-up, with --train-samples."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at which the warm-up starts."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Last part of the WSD curve."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the last part of the WSD curve."""
+    lr_wsd_decay_samples: int | None = None
+    """Sequences of the last part of the WSD curve."""
+    weight_decay: float = 0.01
+    """Decoupled; not applied to biases and other one-dimensional parameters."""
+    clip_grad: float = 1.0
+    """Largest L2 norm of the whole gradient; 0 switches clipping off."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    no_check_for_nan_in_loss_and_grad: bool = False
+    """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
+    override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False
+    """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
+    use_checkpoint_opt_param_scheduler: Annotated[bool, arg(name="use-checkpoint-opt_param-scheduler")] = False
+    """On --load take learning-rate and weight-decay settings from the checkpoint."""
+
+    @property
+    def half(self) -> bool:
+        """Weights and activations have 16 bits."""
+        return self.bf16 or self.fp16
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.fp16 and self.loss_scale is None
