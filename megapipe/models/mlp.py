@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.mesh import Axis
+from megapipe.models.gelu import gelu
 from megapipe.models.parts import parts_of
 
 
@@ -48,4 +49,4 @@ class MLP(nn.Module):
             return (F.silu(gate) if self.config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
         if self.config.squared_relu:
             return F.relu(x).square()
-        return F.gelu(x, approximate="tanh")
+        return gelu(x)

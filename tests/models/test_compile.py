@@ -27,7 +27,7 @@ MODELS = {
 
 def gradients(model: ModelConfig, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and all gradients of two microbatches, B and W apart."""
-    gpt = GPTModel(model, LayerSpan(0, model.layers, True, True), Axis())
+    gpt = GPTModel(model, LayerSpan(0, model.layers, True, True), Axis()).double()
     initialize(gpt, 1, Axis())
     buffers = FlatBuffers(dict(gpt.named_parameters()))
     if backend:
@@ -51,8 +51,8 @@ def gradients(model: ModelConfig, backend: str | None) -> tuple[torch.Tensor, to
 def test_losses_and_gradients_equal_those_of_plain_layers(style, backend):
     torch.compiler.reset()
     plain, compiled = gradients(MODELS[style], None), gradients(MODELS[style], backend)
-    torch.testing.assert_close(compiled[0], plain[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(compiled[1], plain[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compiled[0], plain[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compiled[1], plain[1], rtol=1e-10, atol=1e-12)
 
 
 def test_ten_layers_are_compiled_once():
