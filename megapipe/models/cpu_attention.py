@@ -27,7 +27,7 @@ class _CausalAttention(torch.autograd.Function):
             q_rows, k_rows, v_rows = map(_rows, (queries, keys, values))
             space = _space(queries)
             for first, end, rows in _blocks(queries):
-                p = _probabilities(q_rows[:, rows], k_rows[:, :end], end - first, space)
+                p = _probabilities(q_rows[:, rows], k_rows[:, :end].contiguous(), end - first, space)
                 outs[:, first:end] = (p @ v_rows[:, :end]).view_as(outs[:, first:end])
         return out
 
@@ -41,12 +41,14 @@ class _CausalAttention(torch.autograd.Function):
             dk_sum, dv_sum = (torch.zeros_like(k_rows, dtype=wide) for _ in range(2))
             space, second_space = _space(queries), _space(queries)
             for first, end, rows in _blocks(queries):
-                p = _probabilities(q_rows[:, rows], k_rows[:, :end], end - first, space)
-                dv_sum[:, :end] += p.mT @ do_rows[:, rows]
-                dp = torch.bmm(do_rows[:, rows], v_rows[:, :end].mT, out=_part(second_space, p.shape))
+                q_block, do_block = (x[:, rows].contiguous() for x in (q_rows, do_rows))
+                k_seen, v_seen = (x[:, :end].contiguous() for x in (k_rows, v_rows))
+                p = _probabilities(q_block, k_seen, end - first, space)
+                dv_sum[:, :end] += p.mT @ do_block
+                dp = torch.bmm(do_block, v_seen.mT, out=_part(second_space, p.shape))
                 ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
-                dq[:, first:end] = (ds @ k_rows[:, :end]).mul_(scale).view_as(dq[:, first:end])
-                dk_sum[:, :end] += ds.mT @ q_rows[:, rows]
+                dq[:, first:end] = (ds @ k_seen).mul_(scale).view_as(dq[:, first:end])
+                dk_sum[:, :end] += ds.mT @ q_block
             dk.copy_(dk_sum.mul_(scale).view_as(dk))
             dv.copy_(dv_sum.view_as(dv))
         return grads
