@@ -21,7 +21,7 @@ from megapipe.mesh import ProcessMesh, layout_of
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import take_census
 
-_PIECE = 1 << 18
+_PIECE = 1 << 16
 """Elements whose squares are summed at once."""
 
 

@@ -78,7 +78,8 @@ def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     if main_grad is None:
         return rows.sum(0)
-    main_grad.add_(rows.sum(0, dtype=main_grad.dtype))
+    # A CPU would make a float32 copy first; its sum in bf16 is float32 inside and rounded once, as in add_product.
+    main_grad.add_(rows.sum(0, dtype=main_grad.dtype) if rows.is_cuda else rows.sum(0))
     return None
 
 
