@@ -51,6 +51,13 @@ def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():
     assert stages("--num-layers 8", 2) == ("1f1b", (4, 4))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_dualpipe_joins_passes_only_where_there_are_collectives_to_hide(tp):
+    flags = f"--num-layers 4 --pipeline-schedule dualpipe --tensor-model-parallel-size {tp}"
+    schedule = schedule_of(config(f"--pipeline-model-parallel-size 2 {flags}", 2 * tp), 8)
+    assert max(len(step) for row in schedule.ranks for step in row) == tp
+
+
 @pytest.mark.parametrize("layers, most", [(2, 2), (4, 4), (6, 2), (8, 8)])
 def test_the_search_takes_only_as_many_stages_as_the_layers_fill(layers, most):
     name, counts = stages(f"--num-layers {layers} --pipeline-schedule zb-auto", 2)

@@ -28,7 +28,7 @@ from emulated import PEERS, Ours, Runner, Torchs, sharpen_sleep  # noqa: E402
 
 from megapipe.config import ParallelConfig  # noqa: E402
 from megapipe.mesh import CPU, ProcessMesh  # noqa: E402
-from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate  # noqa: E402
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, unpaired  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _step(runner: Runner) -> list[list[float]]:
 
 def _row(job: Job, costs: Costs, steps: list[list[list[float]]], message_kib: int) -> Row:
     schedule, ranks = job.schedule, job.schedule.placement.num_ranks
-    timeline = simulate(schedule, costs)
+    timeline = simulate(unpaired(schedule), costs)  # sleeping passes do not overlap
     times = [max(rank[0] for rank in step) for step in steps]
     busy = [sum(rank[1] for rank in step) / ranks for step in steps]
     cpu = [sum(rank[2] for rank in step) / ranks / schedule.num_microbatches for step in steps]

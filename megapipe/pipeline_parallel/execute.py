@@ -33,9 +33,7 @@ class Stage(Protocol):
 
 
 class OverlappedStage(Protocol):
-    """A stage that runs its forward of one microbatch together with a backward (DualPipe), if it `overlaps`."""
-
-    overlaps: bool
+    """A stage that can run its forward of one microbatch together with a backward, DualPipe's overlapped pair."""
 
     def overlapped_forward_backward(
         self,
@@ -87,7 +85,7 @@ def execute(
 
     Args:
         program: this rank's part of `schedule.lower`.
-        stages: this rank's stages by number.
+        stages: this rank's stages by number; those with pairs in the program are `OverlappedStage`s.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
         position: kept up to date, for `watch`.
@@ -155,15 +153,10 @@ def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
 def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator) -> None:
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
-    elif _is_pair(item, stages):
+    elif len(item) == 2:
         _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand)
     else:
-        for call in item:
-            _run_pass(call, stages[call.item.stage], hand)
-
-
-def _is_pair(item: tuple[Call, ...], stages: Mapping[int, Stage]) -> bool:
-    return len(item) == 2 and getattr(stages[item[0].item.stage], "overlaps", False)
+        _run_pass(item[0], stages[item[0].item.stage], hand)
 
 
 def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
@@ -214,16 +207,12 @@ def _run_labelled(
 ) -> None:
     if isinstance(item, Exchange):
         names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
-    elif len(item) == 1 or _is_pair(item, stages):
+    else:
         for call in item:
             if call.takes and isinstance(held := hand[call.takes], InFlight):
                 with record_function(f"recv {call.takes} <-{call.source}"):
                     hand[call.takes] = held.wait()
         names = [str(call.item) for call in item]
-    else:
-        for call in item:
-            _run_labelled((call,), stages, hand, comm)
-        return
     with ExitStack() as labels:
         for name in names:
             labels.enter_context(record_function(name))

@@ -15,15 +15,26 @@ from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.transport import Transport
-from megapipe.schedule import Placement, Program, Schedule, build, forward_only, lower, share_of_window, verify
+from megapipe.schedule import (
+    Placement,
+    Program,
+    Schedule,
+    build,
+    forward_only,
+    lower,
+    share_of_window,
+    unpaired,
+    verify,
+)
 from megapipe.tensor_parallel.rng import Stream
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 
 
 @lru_cache(maxsize=16)
-def _programs(schedule: Schedule, evaluate: bool) -> tuple[Program, ...]:
+def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[Program, ...]:
     verify(schedule)
+    schedule = schedule if overlap else unpaired(schedule)
     return lower(forward_only(schedule) if evaluate else schedule)
 
 
@@ -54,6 +65,7 @@ def get_forward_backward_func(
     pp_size = pp_size or mesh.pp.size
     assert pp_size == mesh.pp.size, f"pp_size {pp_size}, but the mesh has {mesh.pp.size} pipeline ranks"
     dtype: torch.dtype | None = None
+    overlap: bool | None = None
     opened: set[Placement] = set()
     name = schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b")
 
@@ -105,6 +117,9 @@ def get_forward_backward_func(
             drawn = stream(microbatch)
             return replace(drawn, recomputes=False) if microbatch in kept[stage] else drawn
 
+        nonlocal dtype, overlap
+        if overlap is None:  # of all ranks, whose programs must fit one another
+            overlap = all(mesh.pp.gather_json(all(hasattr(m, "overlapped_forward_backward") for m in modules)))
         paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
         stages = {
             number: PipelineStage(
@@ -117,13 +132,12 @@ def get_forward_backward_func(
                 per_token=calculate_per_token_loss,
                 collect_non_loss_data=collect_non_loss_data,
                 stream=partial(stream_of, number),
-                overlaps=number in paired,
+                overlaps=overlap and number in paired,
             )
             for number, module, iterator in zip(own, modules, iterators, strict=True)
         }
         shared = mesh.tp.size if config.sequence_parallel else 1
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
-        nonlocal dtype
         dtype = dtype or _message_dtype(modules, mesh.pp)
         transport = Transport(mesh.pp, p2p_mode)
         comm = P2PCommunicator(mesh.pp, shape, dtype, transport=transport, variable_seq_lengths=variable_seq_lengths)
@@ -131,7 +145,7 @@ def get_forward_backward_func(
             comm.open_links(table.placement)
             opened.add(table.placement)
         with torch.set_grad_enabled(not forward_only):
-            program = _programs(table, forward_only)[mesh.pp.rank]
+            program = _programs(table, forward_only, overlap)[mesh.pp.rank]
             execute(program, table.placement, stages, comm, on_stage_done=on_stage_done, position=mesh.position)
         for stage in stages.values():
             stage.finish()

@@ -47,7 +47,6 @@ class PipelineStage:
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
     Attributes:
-        overlaps: the same, and the module can; without it a pair is F, then B, each when its input is there.
         results: what loss_func reported for each microbatch.
     """
 
@@ -76,7 +75,6 @@ class PipelineStage:
         self._overlapped: Callable[..., tuple[Tensor, LossFunc]] | None = (
             getattr(module, "overlapped_forward_backward", None) if overlaps else None
         )
-        self.overlaps = self._overlapped is not None
         self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:

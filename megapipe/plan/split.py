@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.layout import AUTO, parse_layout
 from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.schedule import SCHEDULES, Placement, Schedule, build, loop
+from megapipe.schedule import SCHEDULES, Placement, Schedule, build, loop, unpaired
 
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
@@ -38,6 +38,8 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if entry is not None and entry.chunks is None:
         chunks = _chunks(config) or (_filled(config, ranks) if entry.placement == "loop or v" else None)
     schedule = _build(name, ranks, microbatches, chunks)
+    if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
+        schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
         raise ConfigError(problem)
     return schedule

@@ -17,6 +17,7 @@ from megapipe.schedule.passes import (
     loop,
     mirror,
     share_of_window,
+    unpaired,
     vee,
 )
 from megapipe.schedule.recorder import Recorder
@@ -54,6 +55,7 @@ __all__ = [
     "simulate",
     "to_csv",
     "to_json",
+    "unpaired",
     "vee",
     "verify",
     "verify_programs",

@@ -6,7 +6,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -130,6 +130,11 @@ class Schedule:
     def chain_of(self, microbatch: int) -> int:
         """The chain a microbatch runs through: each chain carries an equal run of consecutive microbatches."""
         return microbatch * self.placement.num_chains // self.num_microbatches
+
+
+def unpaired(schedule: Schedule) -> Schedule:
+    """The same order with every F&B pair as F, then B: for models that cannot overlap them."""
+    return replace(schedule, ranks=tuple(tuple((p,) for step in row for p in step) for row in schedule.ranks))
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
