@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "models": "config documents errors mesh overrides tensor_parallel pipeline_parallel.partition",
     "data": "config errors mesh",
     "optim": "config errors mesh",
-    "plan": "config errors overrides schedule pipeline_parallel.partition pipeline_parallel.layout",
+    "plan": "config errors overrides schedule pipeline_parallel.partition pipeline_parallel.layout "
+    "tensor_parallel.fused_cross_entropy",
     "validate_numbers": "config",
     "validate_model": "config validate_numbers",
     "validate_training": "config validate_numbers",

@@ -51,6 +51,14 @@ def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():
     assert stages("--num-layers 8", 2) == ("1f1b", (4, 4))
 
 
+@pytest.mark.parametrize("vocab, holds", [(1 << 16, True), (1 << 17, False)])
+def test_the_plan_counts_the_logits_that_the_fused_loss_keeps(vocab, holds):
+    model = replace(STYLES["gpt2"], padded_vocab_size=vocab)
+    plain, fused = (pieces(replace(model, cross_entropy_loss_fusion=f), 1024).head for f in (False, True))
+    assert fused.b == plain.b * (1 if holds else 2)
+    assert fused.held == (plain.held if holds else plain.held - 4 * 1024 * vocab)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_dualpipe_joins_passes_only_where_there_are_collectives_to_hide(tp):
     flags = f"--num-layers 4 --pipeline-schedule dualpipe --tensor-model-parallel-size {tp}"

@@ -76,7 +76,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
     cross_entropy_loss_fusion: bool = False
-    """Output head and loss in one operation that never holds all logits: far less memory, one product more."""
+    """Output head and loss in one operation; of more than 64M logits it holds 1M at a time, for one product more."""
     model_provider: str | None = None
     """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
     transformer_impl: Literal["local", "transformer_engine", "auto"] = "local"

@@ -15,6 +15,7 @@ from megapipe.config import ModelConfig
 from megapipe.overrides import layer_config
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.schedule import Costs
+from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,11 @@ def pieces(
 def _head(model: ModelConfig, load: _Load) -> Work:
     h, vocab = model.hidden, model.padded_vocab_size or 0
     product, parameters = 2.0 * load.tokens * h * vocab, h * vocab + _norm(model, h)
-    if model.cross_entropy_loss_fusion:  # holds no logits, and makes them a second time
-        return Work(product, 2 * product, product, load.bytes(2 * h, 0), load.bytes(h, 0), parameters)
+    if model.cross_entropy_loss_fusion:  # holds a small microbatch's logits, and makes those of others a second time
+        holds = load.tokens * vocab / load.tp <= KEPT_ELEMENTS
+        logits = vocab if holds else 0
+        again = 0.0 if holds else product
+        return Work(product, product + again, product, load.bytes(2 * h, logits), load.bytes(h, logits), parameters)
     softmax = 4 * load.tokens * vocab / load.tp  # in float32, in place of the logits
     return Work(product, product, product, load.bytes(2 * h, 0) + softmax, load.bytes(h, vocab), parameters)
 
