@@ -35,11 +35,11 @@ class _Gelu(torch.autograd.Function):
             w.copy_(part)
             torch.mul(w, w, out=square)
             torch.mul(square, _CUBIC, out=s).add_(_LINEAR).mul_(w).sigmoid_()
-            torch.mul(w, s, out=part_y)
             if differentiated:  # s + s (1 - s) x d(2u)/dx
                 square.mul_(3 * _CUBIC).add_(_LINEAR).mul_(w)
                 torch.ops.aten.sigmoid_backward(square, s, grad_input=square)
-                torch.add(s, square, out=part_slope)
+                part_slope.copy_(square.add_(s))
+            part_y.copy_(w.mul_(s))
         ctx.save_for_backward(slope)
         return y
 

@@ -45,6 +45,7 @@ class _HeadLoss(torch.autograd.Function):
         highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
         denominator, at_label, total = (torch.zeros_like(highest) for _ in range(3))
         ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
+        space = _space(rows, weight.shape[0])
         for block in _blocks(len(rows), weight.shape[0]):
             logits = linear(rows, weight[block])
             if ctx.kept is not None:
@@ -55,7 +56,7 @@ class _HeadLoss(torch.autograd.Function):
                 total += logits.sum(1, dtype=total.dtype)
             higher = torch.maximum(highest, logits.amax(1))
             denominator.mul_((highest - higher).exp_())
-            denominator += exp_(logits - higher[:, None]).sum(1)
+            denominator += _exp(logits, higher, space).sum(1)
             highest = higher
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
@@ -83,21 +84,21 @@ class _HeadLoss(torch.autograd.Function):
         to_softmax = (grad * (1 + 2 * ctx.z_loss * lse))[:, None]
         to_label = ((ctx.label_smoothing - 1) * grad)[:, None]
         to_all = (ctx.label_smoothing / (weight.shape[0] * ctx.tp.size) * grad)[:, None]
-
         kept, ctx.kept = ctx.kept, None
 
-        def grad_logits(rows: Tensor, block: slice, logits: Tensor | None) -> Tensor:
-            logits = linear(rows, weight[block]) if logits is None else logits
-            dy = exp_(logits - lse[:, None]).mul_(to_softmax)
+        def to_gradient_(logits: Tensor, block: slice, space: Tensor) -> Tensor:
+            dy = _exp(logits, lse, space).mul_(to_softmax)
             if ctx.label_smoothing:
                 dy.sub_(to_all)
             inside, column = _columns(labels, block)
-            return dy.scatter_add_(1, column, to_label * inside[:, None]).to(rows.dtype)
+            return logits.copy_(dy.scatter_add_(1, column, to_label * inside[:, None]))
 
+        @torch.no_grad()
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
+            space = _space(rows, weight.shape[0]) if kept is None else rows
             for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
-                dy = grad_logits(rows, block, None) if kept is None else kept[n]
+                dy = to_gradient_(linear(rows, weight[block]), block, space) if kept is None else kept[n]
                 add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -109,10 +110,9 @@ class _HeadLoss(torch.autograd.Function):
             owner.submit(lambda: weight_pass(into))
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
+        space = _space(rows, weight.shape[0])
         for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
-            dy = grad_logits(rows, block, None if kept is None else kept[n])
-            if kept is not None:
-                kept[n] = dy
+            dy = to_gradient_(linear(rows, weight[block]) if kept is None else kept[n], block, space)
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
             if wants_weight:
@@ -133,8 +133,23 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _exp(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
+    """exp(logits - shift) of logits [n, block] and shift [n], in space and its type."""
+    wide = space[: logits.numel()].view(logits.shape).copy_(logits)
+    return exp_(wide.sub_(shift[:, None]))
+
+
+def _space(rows: Tensor, width: int) -> Tensor:
+    """Room for any block in float32. One for all: a system clears the memory that it hands out."""
+    return rows.new_empty(len(rows) * min(_step(len(rows)), width), dtype=_wide(rows))
+
+
+def _step(rows: int) -> int:
+    return max(BLOCK_ELEMENTS // max(rows, 1), 64)
+
+
 def _blocks(rows: int, width: int) -> Iterator[slice]:
-    step = max(BLOCK_ELEMENTS // max(rows, 1), 64)
+    step = _step(rows)
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
 
