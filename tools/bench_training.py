@@ -25,6 +25,7 @@ from megapipe.cli import parse, stop
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.errors import ConfigError, UserError
 from megapipe.mesh import ProcessMesh
+from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import partition
@@ -139,7 +140,7 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     initialize(module, 1, mesh.tp)
     module = module.bfloat16() if bf16 else module
     if flags.compile:
-        module.decoder.compile()  # type: ignore[operator, union-attr]
+        compile_layers(module)
     sys.path.insert(0, str(ROOT))
     from pretrain_gpt import forward_step
 
