@@ -77,6 +77,11 @@ class FlatBuffers:
         start, shape = self._where[name]
         return flat[start : start + shape.numel()].view(shape)
 
+    def rows(self, name: str) -> slice:
+        """A parameter's rows of a flat tensor viewed as [-1, ALIGN], zeros of its padding included."""
+        start, shape = self._where[name]
+        return slice(start // ALIGN, -(-(start + shape.numel()) // ALIGN))
+
     def zero_grad(self) -> None:
         """Start a step."""
         self.grads.zero_()

@@ -18,11 +18,8 @@ from torch.optim.adamw import adamw
 
 from megapipe.config import TrainConfig
 from megapipe.mesh import ProcessMesh, layout_of
-from megapipe.optim.buffers import FlatBuffers
+from megapipe.optim.buffers import ALIGN, FlatBuffers
 from megapipe.optim.census import take_census
-
-_PIECE = 1 << 16
-"""Elements whose squares are summed at once."""
 
 
 @dataclass(frozen=True)
@@ -192,36 +189,31 @@ class Optimizer:
             buffers.copy_main_to_model()
         self._send_to_twins()
 
-    def _counted(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """This rank's share of the model's parameters, each element on one rank of the pipeline only."""
+    def _counted(self, b: FlatBuffers) -> list[str]:
+        """The parameters in a buffer that count on this rank, so that each element of the model counts on one of a
+        pipeline."""
         first = self.mesh.tp.rank == 0
-        return {
-            name: b.view(flat, name)
-            for b, flat in zip(self.owned, flats, strict=True)
-            for name in b.own
-            if name in self._index and (first or layout_of(self.params[name]).dim is not None)
-        }
+        return [n for n in b.own if n in self._index and (first or layout_of(self.params[n]).dim is not None)]
 
     def _norm(self, flats: Sequence[Tensor]) -> float:
         """Sum the squares of each parameter, then those sums in the global order, in float64.
 
-        On each rank zeros stand for the parameters of others, so the pipeline's all-reduce is exact.
+        On each rank zeros stand for the parameters of others, so the pipeline's all-reduce is exact. Rows of a few
+        elements are summed in the flat tensor's type first: a sum in float64 alone would copy all of it on a CPU.
         """
-        counted = self._counted(flats)
         squares = torch.zeros(len(self._index), dtype=torch.float64, device=self.mesh.device)
-        if counted:
-            # In pieces: on a CPU each is copied in float64, and what fits in the cache costs a tenth.
-            pieces = [torch.split(grad.flatten(), _PIECE) for grad in counted.values()]
-            norms = torch._foreach_norm([piece for parts in pieces for piece in parts], 2, dtype=torch.float64)
-            sums = [part.square().sum() for part in torch.split(torch.stack(norms), [len(parts) for parts in pieces])]
-            squares[[self._index[name] for name in counted]] = torch.stack(sums)
+        for b, flat in zip(self.owned, flats, strict=True):
+            if names := self._counted(b):
+                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square()
+                squares[[self._index[n] for n in names]] = torch.stack([rows[b.rows(n)].sum() for n in names])
         self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares))
         return math.sqrt(squares.sum().item())  # .item() waits for the GPU
 
     def _count_zeros(self) -> int:
         zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        for grad in self._counted([b.grads for b in self.owned]).values():
-            zeros += grad.numel() - grad.count_nonzero()
+        for b in self.owned:
+            for grad in (b.view(b.grads, name) for name in self._counted(b)):
+                zeros += grad.numel() - grad.count_nonzero()
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
 
 
