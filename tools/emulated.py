@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,7 @@ class Layers(nn.Module):
         return _Compute.apply(x, None, self.device, self.share) + _Weight.apply(self.weight, self.device, self.share)  # type: ignore[no-any-return]
 
 
-class Runner:
+class Runner(ABC):
     """One rank of one schedule under one runtime. `step` runs it; `device` and `sent_bytes` say what it did.
 
     Args:
@@ -182,9 +183,9 @@ class Runner:
         self.device = Device(link=costs.comm)
         self.prepare()
 
+    @abstractmethod
     def prepare(self) -> None:
         """What is done once, before the first step."""
-        raise NotImplementedError
 
     def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
         """This rank's stages."""
@@ -202,9 +203,9 @@ class Runner:
         own = place.stages_on(self.mesh.pp.rank)
         return {s: Layers(self.device, share(s), split_by_autograd=split_by_autograd) for s in own}
 
+    @abstractmethod
     def step(self) -> None:
         """All passes of one step."""
-        raise NotImplementedError
 
 
 class _EmulatedLinks(Transport):

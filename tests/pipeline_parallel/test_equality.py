@@ -88,7 +88,7 @@ LAYOUTS = [(4, 1, 1), (2, 1, 2), (2, 2, 1)]  # pp, dp, tp
 def test_processes_train_what_one_process_trains(pool, schedule, layout):
     pp, dp, tp = layout
     number = list(SCHEDULES).index(schedule)
-    recompute = ("none", "full", "modules", "partial")[number // 3 % 4]
+    recompute = ("none", "full", "selective", "modules", "partial")[number // 3 % 5]
     case = case_of(schedule, pp, 8, tp=tp, dp=dp, tied=number % 2 == 0, recompute=recompute)
     assert differences(case, pool.run(train, [layout], case)) == []
 
