@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from megapipe.config import ParallelConfig
 from megapipe.device import backend_of
 from megapipe.errors import ConfigError
 from megapipe.position import Position
+from megapipe.shared_memory import Exchange, SharedMemory
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,10 +38,10 @@ class Pending:
     """The result of a collective that may still be under way: read it after `wait` only."""
 
     tensor: Tensor
-    work: dist.Work | None = None
+    work: dist.Work | Exchange | None = None
 
     def wait(self) -> Tensor:
-        """The result, once it is here."""
+        """The result, once it is here. To be called once."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -55,6 +56,7 @@ class Axis:
         ranks: global rank at each position.
         group: communicator; None where size is 1.
         device: where its tensors live.
+        shared: a faster way between CPU ranks of one host, where there is one.
     """
 
     rank: int = 0
@@ -62,6 +64,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     device: torch.device = CPU
+    shared: SharedMemory | None = None
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine x over the axis in place and return it. op: sum, max or min."""
@@ -79,19 +82,27 @@ class Axis:
         """`all_reduce` that runs while its caller goes on; so are the two below. x must not change before the end."""
         if self.size == 1:
             return Pending(x)
-        return Pending(x, dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True))
+        exchange = self._exchange(x, lambda parts: _add(parts, x)) if op == "sum" else None
+        op_of_torch = getattr(dist.ReduceOp, op.upper())
+        return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
     def start_all_gather(self, x: Tensor) -> Pending:
         if self.size == 1:
             return Pending(x)
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        return Pending(out, _all_gather(out, x.contiguous(), group=self.group, async_op=True))
+        exchange = self._exchange(x, lambda parts: torch.cat(list(parts), out=out))
+        return Pending(out, exchange or _all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         if self.size == 1:
             return Pending(x)
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        return Pending(out, _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
+        rows = x.shape[0] // self.size
+        mine, out = slice(self.rank * rows, (self.rank + 1) * rows), x.new_empty(rows, *x.shape[1:])
+        exchange = self._exchange(x, lambda parts: _add([part[mine] for part in parts], out))
+        return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
+
+    def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Exchange | None:
+        return None if self.shared is None else self.shared.start(x, read)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Overwrite x with the one at position `source`."""
@@ -113,6 +124,13 @@ class Axis:
         padded[: data.numel()] = data
         rows = self.all_gather(padded).view(self.size, -1).cpu()
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+def _add(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Their sum in this order, the same bits on every rank."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
 @dataclass(frozen=True)
@@ -236,8 +254,11 @@ def build_mesh(
         return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
 
     pipelines = along(0)
+    tp = axis("tp", along(2))
+    if tp.group is not None and device == CPU:
+        tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json))
     return ProcessMesh(
-        tp=axis("tp", along(2)),
+        tp=tp,
         dp=axis("dp", along(1)),
         pp=axis("pp", pipelines),
         world=axis("world", [grid.flatten().tolist()]),

@@ -1,15 +1,18 @@
-"""Tokens per CPU-second of a training step, beside nanoGPT with torch.compile and fused AdamW in the same run.
+"""Tokens per CPU-second of a training step, beside the same over tensor-parallel ranks and beside nanoGPT with
+torch.compile and fused AdamW, in the same run.
 
-git clone https://github.com/karpathy/nanoGPT; python tools/bench_training.py --nanogpt nanoGPT
+git clone https://github.com/karpathy/nanoGPT; python tools/bench_training.py --nanogpt nanoGPT --tp 2
 
-Each contender is a process of its own with one thread; rounds alternate, so a busy machine hits both alike. CPU time,
-not wall time: forward, backward and optimizer of one process, warm-up steps left out.
+Each contender has processes of its own with one thread; rounds alternate, so a busy machine hits all alike. CPU time of
+all its ranks, not wall time: forward, backward and optimizer, warm-up steps left out. With --tp 2 comes "ours x 2": two
+runs of one process each at once, which share caches and memory as two ranks do.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,8 +26,9 @@ import torch
 
 from megapipe.cli import parse, stop
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.device import keep_freed_memory
 from megapipe.errors import ConfigError, UserError
-from megapipe.mesh import ProcessMesh
+from megapipe.mesh import CPU, ProcessMesh
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
@@ -52,6 +56,15 @@ SIZES = {"20m": Size(8, 384, 6, 16384, 512, 4), "124m": Size(12, 768, 12, 50304,
 
 
 @dataclass(frozen=True)
+class Contender:
+    """A row of the table: that many runs at once, each over that many tensor-parallel ranks."""
+
+    name: str
+    tp: int = 1
+    runs: int = 1
+
+
+@dataclass(frozen=True)
 class Flags:
     """Flags of this tool."""
 
@@ -61,6 +74,10 @@ class Flags:
     """Which models: 20m (sequence 512, batch 4), 124m (sequence 1024, batch 1)."""
     precision: tuple[str, ...] = ("fp32", "bf16")
     """fp32, bf16. nanoGPT's bf16 holds its weights in bf16, ours keeps float32 main weights and gradients."""
+    tp: tuple[int, ...] = ()
+    """Ours over that many tensor-parallel ranks too."""
+    sequence_parallel: bool = False
+    """Those with --sequence-parallel."""
     rounds: int = 3
     """How often each contender is measured; the table shows medians."""
     steps: int = 6
@@ -68,7 +85,7 @@ class Flags:
     compile: bool = False
     """Ours with --compile too."""
     child: Literal["", "ours", "nanogpt"] = ""
-    """Internal: be one contender and print seconds per step."""
+    """Internal: be one process of a contender and print its seconds per step."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,32 +99,45 @@ def main(argv: Sequence[str]) -> None:
         step = (ours if flags.child == "ours" else nanogpt)(flags, SIZES[flags.size[0]], flags.precision[0] == "bf16")
         print(json.dumps(measure(step, flags.steps)))
         return
-    print("size  precision  contender   tokens/CPU-second   ours / nanoGPT")
+    contenders = [Contender("ours")]
+    contenders += [c for n in flags.tp for c in (Contender(f"ours x {n}", runs=n), Contender(f"tp {n}", tp=n))]
+    contenders += [Contender("nanogpt")] if flags.nanogpt else []
+    print("size  precision  contender   tokens/CPU-second   ours / it")
     for size in flags.size:
         for precision in flags.precision:
-            rows: dict[str, list[float]] = {}
-            for _ in range(flags.rounds):
-                for name in ("ours", *(["nanogpt"] if flags.nanogpt else [])):
-                    rows.setdefault(name, []).append(_run(flags, name, size, precision))
-            ratio = ""
-            if flags.nanogpt:
-                ratios = [a / b for a, b in zip(rows["ours"], rows["nanogpt"], strict=True)]
+            rounds = [[_run(flags, c, size, precision) for c in contenders] for _ in range(flags.rounds)]
+            for contender, *values in zip(contenders, *rounds, strict=True):
+                ratios = [first[0] / value for first, value in zip(rounds, values, strict=True)]
                 ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            for name, values in rows.items():
-                print(f"{size:5s} {precision:10s} {name:11s} {statistics.median(values):17.0f}   {ratio}", flush=True)
-                ratio = ""
+                rate = statistics.median(values)
+                print(f"{size:5s} {precision:10s} {contender.name:11s} {rate:17.0f}   {ratio}", flush=True)
 
 
-def _run(flags: Flags, name: str, size: str, precision: str) -> float:
-    """Tokens per CPU-second of one contender in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, "--size", size, "--precision", precision]
-    command += ["--steps", str(flags.steps)] + (["--nanogpt", flags.nanogpt] if flags.nanogpt else [])
+def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float:
+    """Tokens per CPU-second of one contender in processes of its own."""
+    tp, runs = contender.tp, contender.runs
+    command = [sys.executable, __file__, "--child", "nanogpt" if contender.name == "nanogpt" else "ours"]
+    command += ["--size", size, "--precision", precision, "--steps", str(flags.steps)]
+    command += ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
     command += ["--compile"] if flags.compile else []
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return SIZES[size].seq * SIZES[size].batch / float(json.loads(done.stdout.splitlines()[-1]))
+    command += ["--sequence-parallel"] if flags.sequence_parallel and tp > 1 else []
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(tp)}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    processes = [
+        subprocess.Popen(command, env=env | {"RANK": str(n)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for n in range(tp * runs)
+    ]
+    outputs = [process.communicate() for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("\n".join(err for _, err in outputs))
+    seconds = sum(float(json.loads(out.splitlines()[-1])) for out, _ in outputs)
+    return runs * SIZES[size].seq * SIZES[size].batch / seconds
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def measure(step: Callable[[], object], steps: int) -> float:
@@ -122,7 +152,9 @@ def measure(step: Callable[[], object], steps: int) -> float:
 
 
 def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
-    """One step of megapipe: one process, one microbatch."""
+    """One step of megapipe, one microbatch, split over as many tensor-parallel ranks as WORLD_SIZE says."""
+    keep_freed_memory()
+    tp = int(os.environ["WORLD_SIZE"])
     model = ModelConfig(
         num_layers=size.layers,
         hidden_size=size.hidden,
@@ -132,10 +164,12 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         cross_entropy_loss_fusion=True,
+        sequence_parallel=flags.sequence_parallel,
     )
     train = TrainConfig(micro_batch_size=size.batch, seq_length=size.seq, train_iters=1, lr=1e-4, bf16=bf16)
-    config = Config(model=model, parallel=ParallelConfig(), train=train)
-    mesh, schedule = ProcessMesh.single(), build("1f1b", 1, 1)
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    config = Config(model=model, parallel=parallel, train=train, world_size=tp)
+    mesh, schedule = ProcessMesh.create(parallel, CPU), build("1f1b", 1, 1)
     module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp)
     initialize(module, 1, mesh.tp)
     module = module.bfloat16() if bf16 else module
@@ -146,7 +180,7 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
 
     pipeline = Pipeline(config, schedule, [module], forward_step, mesh, 0)
     optimizer = Optimizer([module], train, mesh)
-    data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1))
+    data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1))
     return lambda: train_step(pipeline, optimizer, data, 0, 1e-4)
 
 

@@ -16,10 +16,14 @@ from megapipe.mesh import Axis, Pending
 
 
 class Edge(NamedTuple):
-    """forward: of the tensor. backward: of its gradient. Both may work in place on what they are given."""
+    """forward: of the tensor. backward: of its gradient. Both may work in place on what they are given.
+
+    first: is this rank's the first of the summands, which takes what is to be added once?
+    """
 
     forward: Callable[[Tensor], Pending] = Pending
     backward: Callable[[Tensor], Pending] = Pending
+    first: bool = True
 
 
 INSIDE = Edge()
@@ -40,8 +44,8 @@ def closing(tp: Axis, sequence_parallel: bool) -> Edge:
     if tp.size == 1:
         return INSIDE
     if sequence_parallel:
-        return Edge(tp.start_reduce_scatter, tp.start_all_gather)
-    return Edge(tp.start_all_reduce)
+        return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0)
+    return Edge(tp.start_all_reduce, first=tp.rank == 0)
 
 
 class _GatherLast(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Column: each rank computes its slice of the output. Row: each rank takes its slice of the input and the partial outputs
 are summed. Weight gradients go straight into the weight's `main_grad` and can be put off to a W pass.
 
-A row layer's input is always the slice that a column layer made, and its bias is added in place, so there is no
+A row layer's input is always the slice that a column layer made, and its bias is added in its product, so there is no
 `input_is_parallel` and no `skip_bias_add`.
 """
 
@@ -24,7 +24,7 @@ from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_pro
 
 
 class _Linear(torch.autograd.Function):
-    """closes(opens(x) W^T) + b.
+    """closes(opens(x) W^T + b), b in one of the summands.
 
     Kept for backward is what lies outside of the edges, the smaller side: under sequence parallelism x before its
     all-gather and, until the W pass, the output's gradient before its own. Each is gathered again when it is used: one
@@ -36,11 +36,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.opens, ctx.closes = bias, opens, closes
         ctx.weight_grads = current_weight_grads()
-        whole = opens.forward(x).wait()
-        if closes is INSIDE:
-            return linear(whole, weight, bias)
-        y = wait(closes.forward(linear(whole, weight)))
-        return y if bias is None else y.add_(bias)
+        # A product adds a bias at no cost, which one of the summands then brings along.
+        return wait(closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

@@ -18,7 +18,7 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.device import be_deterministic, has_cuda, pick_device, versions
+from megapipe.device import be_deterministic, has_cuda, keep_freed_memory, pick_device, versions
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.mesh import ProcessMesh
 from megapipe.models.layer import compile_layers
@@ -81,6 +81,8 @@ def pretrain(
     if config.train.deterministic_mode:
         be_deterministic()
     device = pick_device(config.parallel)
+    if device.type == "cpu":
+        keep_freed_memory()
     mesh = ProcessMesh.create(config.parallel, device)
     try:
         with Watch(mesh):
