@@ -7,6 +7,7 @@ backward are q, k and v, which the model holds anyway; the probabilities are com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ class _CausalAttention(torch.autograd.Function):
                 q_block, do_block = (x[:, rows].contiguous() for x in (q_rows, do_rows))
                 k_seen, v_seen = (x[:, :end].contiguous() for x in (k_rows, v_rows))
                 p = _probabilities(q_block, k_seen, end - first, space)
-                dv_sum[:, :end] += p.mT @ do_block
+                dv_sum[:, :end].add_(p.mT @ do_block)
                 dp = torch.bmm(do_block, v_seen.mT, out=_part(second_space, p.shape))
                 ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
                 dq[:, first:end] = (ds @ k_seen).mul_(scale).view_as(dq[:, first:end])
-                dk_sum[:, :end] += ds.mT @ q_block
+                dk_sum[:, :end].add_(ds.mT @ q_block)
             dk.copy_(dk_sum.mul_(scale).view_as(dk))
             dv.copy_(dv_sum.view_as(dv))
         return grads
@@ -113,9 +114,15 @@ def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
     """Of the rows q [n, tokens g, d], whose tokens are the last ones of the keys k [n, end, d]."""
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
     torch.baddbmm(scores, q, k.mT, beta=0, alpha=_scale(q), out=scores)
-    later = torch.full((tokens, tokens), float("-inf"), dtype=q.dtype).triu_(1)
-    scores[:, :, -tokens:] += later.repeat_interleave(q.shape[1] // tokens, dim=0)
+    scores[:, :, -tokens:].add_(_mask(tokens, q.shape[1] // tokens, q.dtype))  # += would copy the sum onto itself
     return torch.softmax(scores, -1, out=scores)
+
+
+@cache
+def _mask(tokens: int, per_token: int, dtype: torch.dtype) -> Tensor:
+    """[tokens per_token, tokens]: minus infinity where a key is later than the query."""
+    later = torch.full((tokens, tokens), float("-inf"), dtype=dtype).triu_(1)
+    return later.repeat_interleave(per_token, dim=0)
 
 
 def _scale(q: Tensor) -> float:
