@@ -99,6 +99,10 @@ def main(argv: Sequence[str]) -> None:
         step = (ours if flags.child == "ours" else nanogpt)(flags, SIZES[flags.size[0]], flags.precision[0] == "bf16")
         print(json.dumps(measure(step, flags.steps)))
         return
+    if odd := [n for n in flags.tp if n < 2 or any(SIZES[size].heads % n for size in flags.size)]:
+        raise ConfigError(f"--tp {odd[0]} must be 2 or more and divide the attention heads: 6 in 20m, 12 in 124m")
+    if flags.sequence_parallel and not flags.tp:
+        raise ConfigError("--sequence-parallel splits over tensor-parallel ranks; name how many: --tp 2")
     contenders = [Contender("ours")]
     contenders += [c for n in flags.tp for c in (Contender(f"ours x {n}", runs=n), Contender(f"tp {n}", tp=n))]
     contenders += [Contender("nanogpt")] if flags.nanogpt else []
