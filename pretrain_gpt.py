@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.cli import parse, stop
 from megapipe.config import Config
 from megapipe.data.loader import Batch
 from megapipe.errors import UserError
+from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
 from megapipe.training.pretrain import pretrain
 

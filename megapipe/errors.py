@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megapipe.schedule import ScheduleError
-
 __all__ = ["CheckpointError", "ConfigError", "DataError", "ScheduleError", "TrainingError", "UserError"]
 
 
@@ -32,6 +30,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class ScheduleError(UserError, ValueError):
+    """A schedule that cannot be built, read or run."""
 
 
 class TrainingError(UserError):

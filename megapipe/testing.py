@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from megapipe.config import Config, ModelConfig
 from megapipe.data.loader import Batch, make_batch
+from megapipe.distributed.layout import Layout, layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.mesh import Layout, ProcessMesh, layout_of
 from megapipe.models.provider import Provider, stage_provider
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.partition import nearly_even, spans

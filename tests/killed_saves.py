@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megapipe.config import Config, TrainConfig
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.checkpoint import load_checkpoint, save_checkpoint

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megapipe.mesh import CPU, build_mesh
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import build_mesh
 
 WORLD = 4
 

@@ -11,7 +11,7 @@ from tiny import STYLES
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizer import build_tokenizer
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.pretrain import Run

@@ -10,7 +10,7 @@ import te_shim
 import torch
 from tiny import run_step
 
-from megapipe.documents import Documents
+from megapipe.distributed.tokens import Documents
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.transformer_engine import TEColumnParallelLinear, TERowParallelLinear, load
 from megapipe.schedule import build

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import ProcessMesh, layout_of
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.mesh import Layout, ProcessMesh, set_layout
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint

@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 
-from megapipe.cli import parse, stop
+from megapipe.distributed.axis import Axis
 from megapipe.errors import UserError
-from megapipe.mesh import Axis
+from megapipe.flags.parse import parse, stop
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear

@@ -27,7 +27,8 @@ import torch  # noqa: E402
 from emulated import PEERS, Ours, Runner, Torchs, sharpen_sleep  # noqa: E402
 
 from megapipe.config import ParallelConfig  # noqa: E402
-from megapipe.mesh import CPU, ProcessMesh  # noqa: E402
+from megapipe.distributed.axis import CPU  # noqa: E402
+from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, unpaired  # noqa: E402
 
 

@@ -24,11 +24,12 @@ from typing import Any, Literal
 
 import torch
 
-from megapipe.cli import parse, stop
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.device import keep_freed_memory
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.device import keep_freed_memory
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, UserError
-from megapipe.mesh import CPU, ProcessMesh
+from megapipe.flags.parse import parse, stop
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer

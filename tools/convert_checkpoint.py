@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
-from megapipe.cli import parse, stop, to_flags
 from megapipe.config import CheckpointConfig
 from megapipe.convert import Converted, compare_logits, export_checkpoint, import_checkpoint
 from megapipe.errors import CheckpointError, ConfigError, UserError
+from megapipe.flags.parse import parse, stop, to_flags
 from megapipe.training.checkpoint import find_checkpoint
 
 TOLERANCE = 1e-4

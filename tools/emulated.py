@@ -19,7 +19,7 @@ import torch.distributed.pipelining as peers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import PipelineStage

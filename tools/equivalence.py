@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.mesh import ProcessMesh, layout_of
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer

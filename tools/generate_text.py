@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megapipe.cli import parse, stop
 from megapipe.config import CheckpointConfig, Config
 from megapipe.data.tokenizer import build_tokenizer
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError, UserError
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize

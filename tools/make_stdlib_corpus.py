@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapipe.cli import parse, stop
 from megapipe.data.files import complete_file
 from megapipe.errors import ConfigError, DataError, UserError
+from megapipe.flags.parse import parse, stop
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapipe.cli import parse, stop
 from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.training.traces import merge, pipelines, predict, read, summarise
+from megapipe.flags.parse import parse, stop
+from megapipe.schedule.views.traces import merge, pipelines, predict, read, summarise
 
 
 @dataclass(frozen=True)

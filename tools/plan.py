@@ -15,19 +15,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before anything is installed
 
-from megapipe.cli import parse, stop  # noqa: E402
+from megapipe.checks.run import validate  # noqa: E402
 from megapipe.config import Config  # noqa: E402
 from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
-from megapipe.device import has_cuda, pick_device  # noqa: E402
+from megapipe.distributed.device import has_cuda, pick_device  # noqa: E402
 from megapipe.errors import ScheduleError, UserError  # noqa: E402
+from megapipe.flags.parse import parse, stop  # noqa: E402
+from megapipe.models.overrides import inline  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.overrides import inline  # noqa: E402
 from megapipe.pipeline_parallel.layout import layout_string  # noqa: E402
 from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
 from megapipe.plan import GIB, Plan, balanced_by_cost, changes, make_plan, table  # noqa: E402
 from megapipe.schedule import Costs  # noqa: E402
 from megapipe.training.measure import measure  # noqa: E402
-from megapipe.validate import validate  # noqa: E402
 
 
 def main() -> int:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megapipe.cli import parse, stop
 from megapipe.config import DataConfig
 from megapipe.data.files import is_current
 from megapipe.data.preprocess import Encoding, Written, preprocess
 from megapipe.errors import ConfigError, UserError
+from megapipe.flags.parse import parse, stop
 
 _NOT_HERE = {
     "--split-sentences": "one document becomes one sequence",

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, verify  # noqa: E402
-from megapipe.schedule.auto import search, zb_auto  # noqa: E402
-from megapipe.schedule.compare import Row, advise, compare, measure, to_table  # noqa: E402
-from megapipe.schedule.draw import short, to_svg  # noqa: E402
-from megapipe.schedule.perfetto import to_perfetto  # noqa: E402
-from megapipe.schedule.terminal import to_terminal  # noqa: E402
+from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
+from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
+from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
+from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
+from megapipe.schedule.views.terminal import to_terminal  # noqa: E402
 
 PICTURES: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
 PICTURES["naive"]["microbatches"] = 3

@@ -18,10 +18,10 @@ from typing import Literal
 
 import sentencepiece
 
-from megapipe.cli import parse, stop
 from megapipe.data.files import complete_file, is_current
 from megapipe.data.text import raw_documents, texts
 from megapipe.errors import ConfigError, DataError, UserError
+from megapipe.flags.parse import parse, stop
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.cli import parse, stop
 from megapipe.data.blend import split_ranges
 from megapipe.data.indexed import IndexedDataset
 from megapipe.errors import ConfigError, DataError, UserError
+from megapipe.flags.parse import parse, stop
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from megapipe.config import ModelConfig
 from megapipe.convert.mapping import BUFFERS, HEAD, Rule
 from megapipe.convert.tensors import SavedTensors, load_full
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
 from megapipe.errors import CheckpointError
-from megapipe.mesh import Axis, layout_of
 from megapipe.models.gpt import GPTModel
 from megapipe.pipeline_parallel.partition import LayerSpan
 

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
 from megapipe.errors import CheckpointError
-from megapipe.mesh import Axis, layout_of
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
-from megapipe.documents import Documents, restarting_positions
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.tokens import Documents, restarting_positions
 from megapipe.models.cpu_attention import causal_attention
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute

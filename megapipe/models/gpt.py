@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units

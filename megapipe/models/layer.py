@@ -8,12 +8,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
+from megapipe.models.overrides import layer_config
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, without_result
-from megapipe.overrides import layer_config
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.gelu import gelu
 from megapipe.models.parts import parts_of
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import Layout, set_layout
+from megapipe.distributed.layout import Layout, set_layout
 
 
 class Norm(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.norm import Norm
 from megapipe.models.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear, attention_kernel
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -18,8 +18,8 @@ from types import ModuleType
 from torch import nn
 
 from megapipe.config import ModelConfig
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.pipeline_parallel.partition import LayerSpan
 

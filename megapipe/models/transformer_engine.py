@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, ModelConfig
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis
 from megapipe.models.norm import Norm
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, bias_grad

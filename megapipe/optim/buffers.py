@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from megapipe.mesh import CPU, Axis, layout_of
+from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.layout import layout_of
 
 ALIGN = 64
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.mesh import ProcessMesh, layout_of
 
 
 class Row(NamedTuple):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from megapipe.config import TrainConfig
-from megapipe.mesh import ProcessMesh, layout_of
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import ALIGN, FlatBuffers
 from megapipe.optim.census import take_census
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Message
 

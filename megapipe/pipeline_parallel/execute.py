@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from megapipe.distributed.position import Position
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.transport import InFlight
-from megapipe.position import Position
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
 
 

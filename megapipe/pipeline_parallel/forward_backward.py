@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage

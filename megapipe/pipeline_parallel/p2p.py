@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.device import synchronize
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import synchronize
 from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Transport
 from megapipe.schedule import Kind, Message, Pass, Placement
 

@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from megapipe.mesh import CPU, ProcessMesh, build_mesh
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh, build_mesh
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 
 
 class P2PMode(StrEnum):

@@ -21,8 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
-from megapipe.mesh import ProcessMesh
 from megapipe.pipeline_parallel.diagnosis import TERMINATED, Report, first_mismatch, report_of
 
 T = TypeVar("T")

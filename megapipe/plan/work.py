@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from megapipe.config import ModelConfig
-from megapipe.overrides import layer_config
+from megapipe.models.overrides import layer_config
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.schedule import Costs
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS

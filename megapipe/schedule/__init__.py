@@ -1,8 +1,10 @@
 """Pipeline schedules as data. Pure Python: works without torch."""
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, Entry, build
-from megapipe.schedule.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
+from megapipe.schedule.generators.recorder import Recorder
 from megapipe.schedule.lower import forward_only, lower
 from megapipe.schedule.passes import (
     Exchange,
@@ -12,7 +14,6 @@ from megapipe.schedule.passes import (
     Placement,
     Program,
     Schedule,
-    ScheduleError,
     Step,
     loop,
     mirror,
@@ -20,7 +21,6 @@ from megapipe.schedule.passes import (
     unpaired,
     vee,
 )
-from megapipe.schedule.recorder import Recorder
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.text import from_csv, from_json, load, to_csv, to_json
 from megapipe.schedule.verify import verify, verify_programs

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from megapipe.schedule.blocks import v_half, v_min
-from megapipe.schedule.classic import gpipe, naive, one_f_one_b
+from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.dualpipe import dualpipe, dualpipe_v
-from megapipe.schedule.interleaved import interleaved, interleaved_zb
-from megapipe.schedule.passes import Schedule, ScheduleError
+from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
+from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
+from megapipe.schedule.generators.interleaved import interleaved, interleaved_zb
+from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
+from megapipe.schedule.passes import Schedule
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
-from megapipe.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _zb_auto(
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
     # Only who searches pays for loading the search.
-    from megapipe.schedule.auto import zb_auto
+    from megapipe.schedule.search.auto import zb_auto
 
     return zb_auto(
         ranks,

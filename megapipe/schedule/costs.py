@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from megapipe.schedule.passes import Kind, Pass, Placement, ScheduleError, Step
+from megapipe.errors import ScheduleError
+from megapipe.schedule.passes import Kind, Pass, Placement, Step
 
 PerStage = float | tuple[float, ...]
 

@@ -11,10 +11,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or run. The message lists every problem found."""
-
-
 class Kind(StrEnum):
     """What a pass computes: F forward, B input gradient, W weight gradient, BW both (as autograd does)."""
 

@@ -12,8 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Kind, Pass, Schedule, ScheduleError, Step
+from megapipe.schedule.passes import Kind, Pass, Schedule, Step
 
 __all__ = ["Clock", "Costs", "Timeline", "run_clock", "simulate"]
 

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, ScheduleError, Step
+from megapipe.errors import ScheduleError
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step
 from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}

@@ -10,9 +10,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.lower import lower_timed
-from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule, ScheduleError
+from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule
 from megapipe.schedule.simulate import Clock, memory_curves, run_clock
 
 

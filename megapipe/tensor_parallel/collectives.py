@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis, Pending
+from megapipe.distributed.axis import Axis, Pending
 
 
 class Edge(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import Edge, closing
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_
 from megapipe.tensor_parallel.products import linear

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.mesh import Axis, Layout, set_layout
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.meanwhile import wait

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from megapipe.mesh import Pending
+from megapipe.distributed.axis import Pending
 
 _work: ContextVar[Callable[[], None] | None] = ContextVar("meanwhile", default=None)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megapipe.documents import Documents
-from megapipe.mesh import Axis, layout_of
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.tokens import Documents
 from megapipe.tensor_parallel.eager import eager
 
 

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 from megapipe.config import CheckpointConfig, Config
+from megapipe.distributed.layout import Layout, layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.mesh import Layout, ProcessMesh, layout_of
 from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit

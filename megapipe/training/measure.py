@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, ModelConfig
-from megapipe.device import synchronize
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import synchronize
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis
+from megapipe.models.overrides import layer_config
 from megapipe.models.provider import StageProvider
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.overrides import layer_config
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.plan import Pieces, Work
 from megapipe.tensor_parallel.rng import initialize

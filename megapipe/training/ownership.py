@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from megapipe.config import ModelConfig
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis, ProcessMesh, layout_of
 from megapipe.models.provider import StageProvider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.schedule import Placement

@@ -13,20 +13,22 @@ from datetime import datetime
 import torch
 from torch import nn
 
+from megapipe.checks.run import validate
+from megapipe.checks.training import idle_flags
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.device import be_deterministic, has_cuda, keep_freed_memory, pick_device, versions
+from megapipe.distributed.device import be_deterministic, has_cuda, keep_freed_memory, pick_device, versions
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, TrainingError
-from megapipe.mesh import ProcessMesh
 from megapipe.models.layer import compile_layers
+from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
-from megapipe.overrides import inline
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
@@ -41,8 +43,6 @@ from megapipe.training.report import Reporter
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.signals import ExitSignal
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
-from megapipe.validate import validate
-from megapipe.validate_training import idle_flags
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from datetime import datetime
 
 from megapipe.config import Config
-from megapipe.device import memory_bytes, synchronize
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.device import memory_bytes, synchronize
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.schedule import Placement

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megapipe.config import Config
 from megapipe.data.loader import Batch, make_batch
-from megapipe.documents import Documents, find_documents
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Documents, find_documents
 from megapipe.errors import TrainingError
-from megapipe.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import ForwardStep

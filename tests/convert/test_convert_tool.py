@@ -15,11 +15,11 @@ import torch
 from random_models import refused, saved, theirs, transformers
 from safetensors.torch import load_file, save_file
 
-from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.convert import export_checkpoint, import_checkpoint
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizer import build_tokenizer
+from megapipe.flags.parse import parse
 from megapipe.training import commit
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 from tiny import GPT2
 
 from megapipe.config import ModelConfig
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tiny import GPT2, LLAMA, SEQ, VOCAB
 
 from megapipe.config import ModelConfig
-from megapipe.documents import Documents, find_documents, restarting_positions
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.tokens import Documents, find_documents, restarting_positions
 from megapipe.models.attention import SelfAttention
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers

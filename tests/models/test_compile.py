@@ -8,15 +8,15 @@ import pytest
 import torch
 from tiny import GPT2, LLAMA
 
+from megapipe.checks.inputs import machine_problems
 from megapipe.config import Config, ModelConfig, TrainConfig
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
-from megapipe.validate_inputs import machine_problems
 
 MODELS = {
     "gpt2": replace(GPT2, num_layers=2),
@@ -69,7 +69,7 @@ def test_ten_layers_are_compiled_once():
 def test_without_a_compiler_the_flag_is_refused(monkeypatch):
     config = Config(train=TrainConfig(compile=True))
     assert not list(machine_problems(config, has_cuda=False))
-    monkeypatch.setattr("megapipe.validate_inputs.which", lambda name: None)
+    monkeypatch.setattr("megapipe.checks.inputs.which", lambda name: None)
     assert list(machine_problems(config, has_cuda=False)) == [
         "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
     ]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import GPT2, LLAMA, SEQ, VOCAB
 
-from megapipe.cli import flags_of
 from megapipe.config import Config, ModelConfig
-from megapipe.flag_rules import ACCEPTED, reason
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
+from megapipe.flags.parse import flags_of
+from megapipe.flags.rules import ACCEPTED, reason
 from megapipe.models.gpt import GPTModel
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tiny import GPT2, LLAMA, SEQ, VOCAB
 
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.gpt import GPTModel
 from megapipe.models.mlp import MLP

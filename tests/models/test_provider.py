@@ -14,8 +14,9 @@ import torch
 from tiny import GPT2, LLAMA
 from torch import nn
 
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis, Layout, set_layout
 from megapipe.models.gpt import GPTModel
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan

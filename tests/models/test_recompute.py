@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny import GPT2, STYLES, run_step, tokens
 
+from megapipe.checks.run import validate
 from megapipe.config import Config, ModelConfig
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.recompute import recompute, units
@@ -20,7 +21,6 @@ from megapipe.schedule import build, share_of_window
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
-from megapipe.validate import validate
 
 KINDS = {
     "selective": {"recompute_granularity": "selective"},

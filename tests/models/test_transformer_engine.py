@@ -10,7 +10,7 @@ import torch
 from rank_pool import WORLD, Pool
 from tiny import GPT2, LLAMA, run_step
 
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 

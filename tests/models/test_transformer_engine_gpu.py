@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import GPT2, LLAMA
 
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.mesh import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.models.transformer_engine import load
 from megapipe.optim.buffers import FlatBuffers

@@ -168,7 +168,7 @@ def test_local_never_imports_it(tmp_path):
     code = """
 from dataclasses import replace
 from tiny import GPT2
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.models.layer import TransformerLayer
 for impl in ("local", "auto"):
     TransformerLayer(replace(GPT2, transformer_impl=impl), Axis(), 0)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.mesh import Layout, ProcessMesh, set_layout
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from megapipe.mesh import Axis
+from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import PipelineStage

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import GPT2, forward_step, tokens
 
-from megapipe.mesh import Axis, Pending
+from megapipe.distributed.axis import Axis, Pending
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.partition import LayerSpan

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ParallelConfig
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel import p2p
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.threads import run_threads

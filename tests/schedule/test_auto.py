@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from megapipe.schedule import ScheduleError, loop, vee
-from megapipe.schedule.auto import lower_bound, search, zb_auto
-from megapipe.schedule.blocks import v_half, v_min
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.interleaved import interleaved_zb
+from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.interleaved import interleaved_zb
+from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
+from megapipe.schedule.search.auto import lower_bound, search, zb_auto
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
-from megapipe.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 UNEVEN = Costs(
     f=(5.0, 6.0, 4.0, 5.0, 5.0, 7.0, 4.0, 5.0), b=(6.0, 7.0, 5.0, 6.0, 6.0, 8.0, 5.0, 5.0), w=(4.0,) * 8, comm=0.3
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, text) -> None:
 
 
 def test_the_bench_prints_its_table() -> None:
-    command = [sys.executable, "-m", "megapipe.schedule.auto", "--effort", "0.02"]
+    command = [sys.executable, "-m", "megapipe.schedule.search.auto", "--effort", "0.02"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 9
     assert lines[0].endswith("peer   ours  known  bound closed seconds")

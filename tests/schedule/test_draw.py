@@ -13,9 +13,9 @@ from itertools import combinations
 import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
-from megapipe.schedule.draw import COLOURS, shades, to_svg
-from megapipe.schedule.perfetto import to_perfetto
-from megapipe.schedule.terminal import to_terminal
+from megapipe.schedule.views.draw import COLOURS, shades, to_svg
+from megapipe.schedule.views.perfetto import to_perfetto
+from megapipe.schedule.views.terminal import to_terminal
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(10, 11, 8, comm=1)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule import SCHEDULES, Costs, build
-from megapipe.schedule.compare import Refusal, Row, advise, compare, measure, to_table
 from megapipe.schedule.text import from_csv, from_json
+from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import megapipe.tensor_parallel.fused_cross_entropy as fused
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megapipe.mesh import Axis, ProcessMesh
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel import (
     ColumnParallelLinear,

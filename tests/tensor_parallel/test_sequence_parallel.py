@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import GPT2, LLAMA, run_step
 
-from megapipe.mesh import Axis, Pending, ProcessMesh
+from megapipe.distributed.axis import Axis, Pending
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.tensor_parallel import ColumnParallelLinear

@@ -10,7 +10,7 @@ from tiny import STYLES, VOCAB
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.data.loader import make_batch
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.partition import partition
 from megapipe.pipeline_parallel.threads import run_threads

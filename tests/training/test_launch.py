@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megapipe.training.traces import order_of, read
+from megapipe.schedule.views.traces import order_of, read
 
 ROOT = Path(__file__).parents[2]
 MODEL = (

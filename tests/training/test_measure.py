@@ -7,8 +7,8 @@ import torch
 from tiny import STYLES
 
 from megapipe.config import Config, ParallelConfig, TrainConfig
+from megapipe.distributed.axis import CPU
 from megapipe.errors import ConfigError
-from megapipe.mesh import CPU
 from megapipe.models.provider import gpt_provider
 from megapipe.plan import pieces
 from megapipe.training.measure import measure

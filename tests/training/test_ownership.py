@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 from tiny import LAYERS, STYLES
 
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.partition import LayerSpan, partition
 from megapipe.pipeline_parallel.threads import run_threads

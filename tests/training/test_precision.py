@@ -12,7 +12,7 @@ from short_run import alone, config, run_of, split
 from tiny import STYLES
 
 from megapipe.config import CheckpointConfig, Config
-from megapipe.mesh import ProcessMesh
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.lr import learning_rate
 from megapipe.pipeline_parallel.threads import run_threads
 

@@ -10,8 +10,9 @@ import pytest
 from tiny import LLAMA
 
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.mesh import Axis, ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize

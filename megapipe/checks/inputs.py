@@ -1,0 +1,124 @@
+"""Problems outside the flags themselves: files, folders, the launcher, the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from shutil import which
+
+from megapipe.checks.numbers import flag
+from megapipe.config import Config
+from megapipe.data.blend import parse_data_path, split_ranges
+from megapipe.data.indexed import IndexedDataset
+from megapipe.errors import ScheduleError, UserError
+from megapipe.models.transformer_engine import load
+from megapipe.schedule import Placement
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    """Token files and the split. What a file must hold is the data package's to say."""
+    data = config.data
+    if data.mock_data and data.data_path:
+        yield "--mock-data makes tokens, --data-path reads them. Leave one out."
+    if data.split is not None:
+        split = data.split
+        yield from ask(lambda: split_ranges(split, 1))
+    if data.mock_data:
+        return
+    try:
+        prefixes, _ = parse_data_path(data.data_path)
+    except UserError as error:
+        yield from error.problems
+        return
+    for prefix in prefixes:
+        yield from ask(lambda: IndexedDataset(prefix))  # noqa: B023
+
+
+def tokenizer_problems(config: Config) -> Iterator[str]:
+    """Flags of one kind of tokenizer given with another; the tokenizer itself is built by the caller."""
+    data = config.data
+    if data.tokenizer_type == "NullTokenizer":
+        if data.tokenizer_model:
+            yield f"--tokenizer-type NullTokenizer reads no --tokenizer-model {data.tokenizer_model}. Leave one out."
+    elif data.vocab_size is not None:
+        yield f"--vocab-size {data.vocab_size} is for --tokenizer-type NullTokenizer. Leave it out."
+
+
+def checkpoint_problems(config: Config) -> Iterator[str]:
+    """Flags of saving and loading that need each other, and the folder to load."""
+    c = config.checkpoint
+    if c.save and c.save_interval is None:
+        yield f"--save {c.save} needs --save-interval, for example --save-interval 1000"
+    if c.save_interval is not None and not c.save:
+        yield f"--save-interval {c.save_interval} needs --save, for example --save checkpoints"
+    # A script that says --save X --load X resumes if it can; its first run finds nothing.
+    if c.load and not os.path.isdir(c.load) and c.load != c.save:
+        yield f"--load {c.load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
+    if not c.load:
+        given = {name: getattr(c, name) for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim")}
+        yield from (f"{flag(name)} needs --load" for name, on in given.items() if on)
+        if c.ckpt_step is not None:
+            yield f"--ckpt-step {c.ckpt_step} needs --load"
+
+
+def profile_problems(config: Config) -> Iterator[str]:
+    """A profile of nothing, or of ranks that do not exist."""
+    log = config.log
+    if not log.profile:
+        return
+    if not log.use_pytorch_profiler:
+        yield "--profile records nothing without --use-pytorch-profiler. Add it."
+    if log.profile_step_end <= log.profile_step_start:
+        yield (
+            f"--profile-step-start {log.profile_step_start} to --profile-step-end {log.profile_step_end} is an empty "
+            f"window. Use --profile-step-end {log.profile_step_start + 2}."
+        )
+    if outside := [r for r in log.profile_ranks if not 0 <= r < config.world_size]:
+        yield f"--profile-ranks {' '.join(map(str, outside))}: ranks are 0 to {config.world_size - 1}"
+
+
+def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
+    """What this machine or this version cannot do."""
+    attention = config.model.attention_backend
+    on_gpu = has_cuda and config.parallel.distributed_backend != "gloo"
+    if config.parallel.distributed_backend == "nccl" and not has_cuda:
+        yield "--distributed-backend nccl needs a GPU, and torch sees none. Use --distributed-backend gloo."
+    if attention == "fused" and not on_gpu:
+        yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
+    if attention == "flash" and on_gpu and not config.train.half:
+        yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
+    if attention == "flash" and on_gpu and config.model.window_size:
+        yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."
+    if config.train.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        yield "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
+    if config.model.transformer_impl == "transformer_engine":
+        if on_gpu:
+            yield from ask(load)
+        else:
+            why = "torch sees none" if not has_cuda else "--distributed-backend gloo keeps to the CPU"
+            yield f"--transformer-impl transformer_engine needs a GPU, and {why}. Use --transformer-impl local."
+
+
+def ask(question: Callable[[], object]) -> list[str]:
+    """The problems that another module finds."""
+    try:
+        question()
+    except UserError as error:
+        return list(error.problems)
+    except ScheduleError as error:
+        return [str(error)]
+    return []
+
+
+def twin_problems(name: str, place: Placement) -> Iterator[str]:
+    """A schedule from a file may have chains that training cannot keep equal."""
+    if place.num_chains > 2:
+        yield f"--pipeline-schedule {name}: the model is there {place.num_chains} times; at most two chains train."
+    for stage in range(place.chain if place.num_chains == 2 else 0):
+        rank, twin = place.rank_of[stage], place.rank_of[stage + place.chain]
+        if rank == twin or rank + twin != place.num_ranks - 1:
+            yield (
+                f"--pipeline-schedule {name}: stage {stage} is on rank {rank}, its replica {stage + place.chain} on "
+                f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
+            )
+            return

@@ -1,0 +1,50 @@
+"""Kinds of a model's parts: of which there can be one, and settings of a part that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megapipe.checks.numbers import flag
+from megapipe.config import ModelConfig
+
+_WINDOW = re.compile(r"\(?(\d+|-1), *(0|-1)\)?")
+
+
+def variant_problems(model: ModelConfig) -> Iterator[str]:
+    """Activations that exclude each other, rotary settings without rotary positions, a window that is none."""
+    chosen = [flag(name) for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(model, name)]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} are different activations of one MLP. Leave {' or '.join(chosen)} out."
+    if model.position_embedding_type != "rope":
+        given = [flag(name) for name in ("rotary_interleaved", "use_rope_scaling") if getattr(model, name)]
+        yield from (f"{name} has no effect without --position-embedding-type rope. Add it." for name in given)
+    if model.rope_scaling_factor != ModelConfig.rope_scaling_factor and not model.use_rope_scaling:
+        yield f"--rope-scaling-factor {model.rope_scaling_factor:g} has no effect without --use-rope-scaling. Add it."
+    if model.window_size is not None and not _WINDOW.fullmatch(model.window_size):
+        yield (
+            f"--window-size {model.window_size}: two numbers LEFT,RIGHT, and a causal model has RIGHT 0. "
+            "Use --window-size 127,0 for a window of 128 tokens."
+        )
+
+
+def recompute_problems(model: ModelConfig) -> Iterator[str]:
+    """Two answers to what is recomputed, or how without what."""
+    modules = model.recompute_modules
+    if modules != ModelConfig.recompute_modules and not model.recompute_selective:
+        yield (
+            f"--recompute-modules {' '.join(modules)} has no effect without --recompute-granularity selective. Add it."
+        )
+    partial = model.num_microbatches_with_partial_activation_checkpoints
+    if partial is not None and not (model.recompute_selective or model.recompute_granularity):
+        yield (
+            f"--num-microbatches-with-partial-activation-checkpoints {partial} has no effect where nothing is computed "
+            "again. Add --recompute-granularity full."
+        )
+    if model.recompute_granularity == "full":
+        if model.recompute_activations:
+            yield "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out."
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if (value := getattr(model, name)) is not None:
+            yield f"{flag(name)} {value} has no effect without --recompute-granularity full. Add it."

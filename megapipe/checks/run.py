@@ -1,0 +1,296 @@
+"""Everything that is wrong with a configuration, at once, before any process group exists.
+
+Each function below looks at one matter and yields complete texts; where another module already knows the rule (what a
+schedule can mean, how layers divide, what a data file must hold) it is asked, not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megapipe.checks.inputs import (
+    ask,
+    checkpoint_problems,
+    data_problems,
+    machine_problems,
+    profile_problems,
+    tokenizer_problems,
+    twin_problems,
+)
+from megapipe.checks.model import recompute_problems, variant_problems
+from megapipe.checks.numbers import check_numbers, flag
+from megapipe.checks.training import training_problems
+from megapipe.config import Config
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.errors import ConfigError, UserError
+from megapipe.models.overrides import layer_config
+from megapipe.optim.lr import LRSchedule
+from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
+from megapipe.schedule import SCHEDULES, build
+
+Problems = Iterator[str]
+
+
+def validate(config: Config, *, has_cuda: bool) -> None:
+    """Refuse a run that cannot be what its flags say. Changes nothing, starts nothing, reads files but no tokens.
+
+    Args:
+        config: with `world_size` from the launcher.
+        has_cuda: can torch use a GPU here?
+    Raises: ConfigError with every problem.
+    """
+    sound, problems = check_numbers(config)
+    problems += _model(sound)
+    problems += variant_problems(sound.model)
+    problems += _overrides(sound)
+    problems += recompute_problems(sound.model)
+    problems += _length(sound)
+    problems += _layout(sound)
+    problems += _learning_rate(sound)
+    problems += training_problems(sound)
+    problems += data_problems(sound)
+    problems += _vocabulary(sound)
+    problems += checkpoint_problems(sound)
+    problems += profile_problems(sound)
+    problems += machine_problems(sound, has_cuda)
+    if problems:
+        raise ConfigError(problems)
+
+
+def validate_vocab(config: Config, vocab_size: int) -> None:
+    """Refuse an embedding too small for the tokenizer or that does not divide by the tensor-parallel size.
+
+    Raises: ConfigError.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    rows = model.padded_vocab(vocab_size)
+    if rows < vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {rows} is less than the {vocab_size} ids of the tokenizer. "
+            f"Use --padded-vocab-size {_up(vocab_size, 128 * tp)}, or leave it out."
+        )
+    if rows % tp:
+        to = model.make_vocab_size_divisible_by
+        given = f"--padded-vocab-size {rows}" if model.padded_vocab_size else f"a vocabulary padded to {rows} rows"
+        remedy = f"--padded-vocab-size {_up(rows, tp)}" if model.padded_vocab_size else ""
+        raise ConfigError(
+            f"{given} does not divide by --tensor-model-parallel-size {tp}: {_division(rows, tp)}. "
+            f"Use {remedy or f'--make-vocab-size-divisible-by {_up(to, tp)}'}."
+        )
+
+
+def _model(config: Config) -> Problems:
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    hidden, heads, positions = m.hidden_size, m.num_attention_heads, m.max_position_embeddings
+    if hidden and heads and m.kv_channels is None and hidden % heads:
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: {_division(hidden, heads)}. "
+            f"Use --hidden-size {_near(hidden, heads)}, or give the size of a head with --kv-channels."
+        )
+    elif hidden and heads and m.position_embedding_type == "rope" and int(m.head_dim * m.rotary_percent) % 2:
+        yield (
+            f"--position-embedding-type rope turns pairs, but --rotary-percent {m.rotary_percent} of a head of "
+            f"{m.head_dim} is {int(m.head_dim * m.rotary_percent)}, an odd number."
+        )
+    if not m.group_query_attention and m.num_query_groups != 1:
+        yield f"--num-query-groups {m.num_query_groups} has no effect without --group-query-attention. Add it."
+    elif m.group_query_attention and heads and heads % m.num_query_groups:
+        yield (
+            f"--num-attention-heads {heads} does not divide by --num-query-groups {m.num_query_groups}: "
+            f"{_division(heads, m.num_query_groups)}. Use --num-query-groups {_or(_divisors(heads))}."
+        )
+    widths = _widths(config)
+    if widths.get("--ffn-hidden-size") == 0:
+        yield f"--swiglu makes an MLP of width 0 from --hidden-size {hidden}. Give --ffn-hidden-size."
+    for name, width in widths.items():
+        if width % tp:
+            yield (
+                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {_division(width, tp)}. "
+                f"Use --tensor-model-parallel-size {_or(_tensor_sizes(config))}."
+            )
+    if positions and config.train.seq_length and config.train.seq_length > positions:
+        yield (
+            f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "
+            f"Use --max-position-embeddings {config.train.seq_length}."
+        )
+
+
+def _overrides(config: Config) -> Problems:
+    """Each layer that differs must be sound by itself; alike ones are named by the first."""
+    model = config.model
+    if model.per_layer_overrides is None or model.num_layers is None:
+        return
+    if unreadable := ask(lambda: layer_config(model, 0)):
+        yield from unreadable
+        return
+    said = {*check_numbers(config)[1], *_model(config), *variant_problems(model)}
+    for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
+        layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
+        sound, problems = check_numbers(replace(config, model=changed))
+        for line in [*problems, *_model(sound), *variant_problems(sound.model)]:
+            if line not in said:
+                yield f"--per-layer-overrides, layer {layer}: {line}"
+
+
+def _length(config: Config) -> Problems:
+    t = config.train
+    if t.train_iters is None and t.train_samples is None:
+        yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
+    elif t.train_iters is not None and t.train_samples is not None:
+        yield f"--train-iters {t.train_iters} and --train-samples {t.train_samples}: one of them is the length."
+        return
+    mine, other = ("iters", "samples") if t.train_samples is None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if value := getattr(t, f"{name}_{other}"):
+            yield (
+                f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts {mine}. "
+                f"Use {flag(f'{name}_{mine}')}, or --train-{other}."
+            )
+    if t.lr_warmup_fraction is not None and (steps := getattr(t, f"lr_warmup_{mine}")):
+        yield (
+            f"--lr-warmup-fraction {t.lr_warmup_fraction} and {flag(f'lr_warmup_{mine}')} {steps} both give the "
+            "warm-up. Leave one out."
+        )
+
+
+def _layout(config: Config) -> Problems:
+    """World size, batch, schedule, layers: each needs the one before."""
+    par, t = config.parallel, config.train
+    tp, pp, world = par.tensor_model_parallel_size, par.pipeline_model_parallel_size, config.world_size
+    ranks = tp * pp
+    microbatches = None
+    if world % ranks:
+        yield (
+            f"{world} processes are not --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"data-parallel ranks: {_division(world, ranks)}.\n"
+            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}" + _layouts(config)
+        )
+    elif t.micro_batch_size:
+        share = t.micro_batch_size * config.data_parallel_size
+        batch = config.global_batch_size
+        if batch % share:
+            yield (
+                f"--global-batch-size {batch} does not divide by --micro-batch-size {t.micro_batch_size} x "
+                f"{config.data_parallel_size} data-parallel ranks = {share}: {_division(batch, share)}.\n"
+                f"      Use --global-batch-size {_near(batch, share)}."
+            )
+        else:
+            microbatches = config.num_microbatches
+        if t.train_samples is not None and t.train_samples < batch:
+            yield f"--train-samples {t.train_samples} is less than one batch of {batch} (--global-batch-size)."
+    yield from _stages(config, microbatches)
+
+
+def _stages(config: Config, microbatches: int | None) -> Problems:
+    if unclear := ask(lambda: check_flags(config)):
+        given = config.parallel.pipeline_schedule or "1f1b"
+        if given.lower() not in SCHEDULES and not _is_file(given):
+            yield from ask(lambda: build(given, 1, 1))
+        yield from unclear
+        return
+    name = schedule_name(config)
+    if microbatches is None and _is_file(name):
+        return  # a file is made for one number of microbatches
+    # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
+    usual = 4 * config.parallel.pipeline_model_parallel_size
+    refused = ask(lambda: schedule_of(config, microbatches or usual))
+    for text in refused:
+        yield (
+            text
+            if text.startswith("--")
+            else f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
+        )
+    if not refused:
+        yield from twin_problems(name, schedule_of(config, microbatches or usual).placement)
+    if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
+        count = usual if refused else microbatches or usual
+        found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
+        yield from (text for text in found if text not in refused)
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule.lower().endswith((".json", ".csv"))
+
+
+def _microbatches(config: Config, microbatches: int | None) -> str:
+    """Where the number comes from that a schedule may not work with."""
+    if microbatches is None or schedule_name(config).lower() not in SCHEDULES:
+        return ""
+    return (
+        f"\n      {microbatches} microbatches = --global-batch-size {config.global_batch_size} / "
+        f"(--micro-batch-size {config.train.micro_batch_size} x {config.data_parallel_size} data-parallel ranks), "
+        f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size}"
+    )
+
+
+def _learning_rate(config: Config) -> Problems:
+    t = config.train
+    for low, name in ((t.min_lr, "--min-lr"), (t.lr_warmup_init, "--lr-warmup-init")):
+        if t.lr is not None and low > t.lr:
+            yield f"{name} {low:g} is above --lr {t.lr:g}. Use {name} {t.lr / 10:g}."
+    if t.override_opt_param_scheduler and t.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--override-opt_param-scheduler takes the settings from the command line, "
+            "--use-checkpoint-opt_param-scheduler from the checkpoint. Leave one out."
+        )
+    # The curve needs a batch, a length, and the length one way to count.
+    fits = t.micro_batch_size and config.data_parallel_size
+    if t.lr is not None and fits and (t.train_iters is None) != (t.train_samples is None):
+        yield from ask(lambda: LRSchedule.of(config))
+
+
+def _vocabulary(config: Config) -> Problems:
+    yield from tokenizer_problems(config)
+    try:
+        validate_vocab(config, build_tokenizer(config.data).vocab_size)
+    except UserError as error:
+        yield from error.problems
+
+
+def _division(value: int, by: int) -> str:
+    return f"{value} = {by} x {value // by} + {value % by}"
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _near(value: int, multiple_of: int) -> str:
+    """The multiples on both sides, those above 0."""
+    low = value // multiple_of * multiple_of
+    return f"{low} or {low + multiple_of}" if low else str(multiple_of)
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def _or(choices: list[int]) -> str:
+    *most, last = choices
+    return f"{', '.join(map(str, most))} or {last}" if most else str(last)
+
+
+def _widths(config: Config) -> dict[str, int]:
+    """What tensor-parallel ranks share, by the flag that sets it."""
+    m = config.model
+    widths = {
+        "--num-attention-heads": m.num_attention_heads,
+        "--num-query-groups": m.num_query_groups if m.group_query_attention else None,
+        "--ffn-hidden-size": m.ffn if m.ffn_hidden_size or m.hidden_size else None,
+    }
+    return {name: width for name, width in widths.items() if width is not None}
+
+
+def _tensor_sizes(config: Config) -> list[int]:
+    """Tensor-parallel sizes that fit the widths and, if any do, the number of processes; 1 always fits the widths."""
+    fits = [d for d in _divisors(config.world_size) if all(w % d == 0 for w in _widths(config).values())]
+    return [d for d in fits if config.world_size % (d * config.parallel.pipeline_model_parallel_size) == 0] or fits
+
+
+def _layouts(config: Config) -> str:
+    """Tensor x pipeline sizes that these processes and this model allow, largest first."""
+    world, layers = config.world_size, config.model.num_layers or 0
+    sizes = [(t, p) for t in _tensor_sizes(config) for p in _divisors(world // t) if layers % p == 0]
+    sizes.sort(key=lambda size: (-size[0] * size[1], size))
+    return ", or use tensor x pipeline " + ", ".join(f"{t} x {p}" for t, p in sizes[:6]) + "."

@@ -1,0 +1,38 @@
+"""Flags of precision, of sequence parallelism and of leaving a run that need or exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.checks.numbers import flag
+from megapipe.config import Config, TrainConfig
+
+_DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def training_problems(config: Config) -> Iterator[str]:
+    """What would be without effect or contradicts itself."""
+    t, s, tp = config.train, config.train.seq_length, config.parallel.tensor_model_parallel_size
+    if config.model.sequence_parallel and s and s % tp:
+        yield (
+            f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}, which does not "
+            f"divide it. Use --seq-length {s + -s % tp}, or leave --sequence-parallel out."
+        )
+    if t.bf16 and t.fp16:
+        yield "--bf16 and --fp16 are two types for the same weights. Leave one out."
+    if t.grad_reduce_in_bf16 and not t.bf16:
+        yield "--grad-reduce-in-bf16 has no effect without --bf16. Add it, or leave --grad-reduce-in-bf16 out."
+    if t.dynamic_loss_scale and t.initial_loss_scale < t.min_loss_scale:
+        yield (
+            f"--initial-loss-scale {t.initial_loss_scale:g} is below --min-loss-scale {t.min_loss_scale:g}. "
+            f"Use --initial-loss-scale {t.min_loss_scale:g}."
+        )
+    if not t.exit_signal_handler and t.exit_signal != TrainConfig.exit_signal:
+        yield f"--exit-signal {t.exit_signal} has no effect without --exit-signal-handler. Add it."
+
+
+def idle_flags(config: Config) -> list[str]:
+    """Flags that were given and change nothing, though they contradict nothing: scripts carry them from run to run."""
+    t = config.train
+    given = [name for name in _DYNAMIC if getattr(t, name) != getattr(TrainConfig, name)]
+    return [] if t.dynamic_loss_scale else [flag(name) for name in given]

@@ -1,0 +1,120 @@
+"""One axis of the mesh as a rank sees it, with its collectives; what is pending is waited for by who reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.distributed.shared_memory import Exchange, SharedMemory
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The result of a collective that may still be under way: read it after `wait` only."""
+
+    tensor: Tensor
+    work: dist.Work | Exchange | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is here. To be called once."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as a rank sees it. Size 1 needs no group and its collectives are the identity.
+
+    Attributes:
+        rank: position on the axis, 0..size-1.
+        ranks: global rank at each position.
+        group: communicator; None where size is 1.
+        device: where its tensors live.
+        shared: a faster way between CPU ranks of one host, where there is one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+    device: torch.device = CPU
+    shared: SharedMemory | None = None
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Combine x over the axis in place and return it. op: sum, max or min."""
+        return self.start_all_reduce(x, op).wait()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] on each rank -> [size * n, ...], in rank order."""
+        return self.start_all_gather(x).wait()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size * n, ...] on each rank -> the sum's own slice [n, ...]."""
+        return self.start_reduce_scatter(x).wait()
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        """`all_reduce` that runs while its caller goes on; so are the two below. x must not change before the end."""
+        if self.size == 1:
+            return Pending(x)
+        exchange = self._exchange(x, lambda parts: _add(parts, x)) if op == "sum" else None
+        op_of_torch = getattr(dist.ReduceOp, op.upper())
+        return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(x)
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        exchange = self._exchange(x, lambda parts: torch.cat(list(parts), out=out))
+        return Pending(out, exchange or _all_gather(out, x.contiguous(), group=self.group, async_op=True))
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(x)
+        rows = x.shape[0] // self.size
+        mine, out = slice(self.rank * rows, (self.rank + 1) * rows), x.new_empty(rows, *x.shape[1:])
+        exchange = self._exchange(x, lambda parts: _add([part[mine] for part in parts], out))
+        return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
+
+    def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Exchange | None:
+        return None if self.shared is None else self.shared.start(x, read)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Overwrite x with the one at position `source`."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis is here."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. JSON, so that nothing is unpickled."""
+        if self.size == 1:
+            return [value]
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.all_gather(torch.tensor([data.numel()], device=self.device)).tolist()
+        padded = data.new_zeros(max(sizes))
+        padded[: data.numel()] = data
+        rows = self.all_gather(padded).view(self.size, -1).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+def _add(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Their sum in this order, the same bits on every rank."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)

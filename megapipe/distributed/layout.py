@@ -1,0 +1,44 @@
+"""How a parameter lies over the tensor-parallel ranks, and what it is called in the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter lies over the tensor-parallel axis, and what it is called in the whole model.
+
+    Attributes:
+        full: shape in which the parameter is saved, the same under every layout. The local tensor, viewed as `full`
+            with size full[dim] / t in dimension `dim`, is this rank's slice.
+        dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
+        tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
+        mean, std: the initial weight is mean + std x N(0, 1).
+        sum_over_tp: whole on every rank, but each sees a part of what it is used on (its heads, or its share of a
+            sequence-parallel sequence), so that the gradients must be summed over tp.
+    """
+
+    full: tuple[int, ...]
+    dim: int | None = None
+    tied_to: str | None = None
+    mean: float = 0.0
+    std: float = 0.0
+    sum_over_tp: bool = False
+
+    def local(self, tp_size: int) -> tuple[int, ...]:
+        """`full` with this layout's dimension divided over tp."""
+        return tuple(n // tp_size if d == self.dim else n for d, n in enumerate(self.full))
+
+
+def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """Write down how a parameter is split; returns it."""
+    setattr(param, "mesh_layout", layout)  # noqa: B010
+    return param
+
+
+def layout_of(param: nn.Parameter) -> Layout:
+    """How a parameter is split; one that says nothing is whole on every rank."""
+    return getattr(param, "mesh_layout", Layout(tuple(param.shape)))

@@ -1,0 +1,161 @@
+"""Who a process is and with whom it talks: tensor, data and pipeline axes over one world of ranks.
+
+Read once from torch's device mesh into plain frozen objects; nothing else in the package asks torch.distributed who it
+is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.device import backend_of
+from megapipe.distributed.position import Position
+from megapipe.distributed.shared_memory import SharedMemory
+from megapipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """The axes of one process.
+
+    Attributes:
+        ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
+            placement; size 1 for all others and where both are the same rank.
+        twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
+            1 for the middle rank of an odd pipeline.
+        device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
+            and for ranks that are threads.
+        position: where this rank is in its work.
+        store: what the launcher's processes share besides the groups; None where device_mesh is.
+    """
+
+    tp: Axis = Axis()
+    dp: Axis = Axis()
+    pp: Axis = Axis()
+    world: Axis = Axis()
+    ends: Axis = Axis()
+    twins: Axis = Axis()
+    device: torch.device = CPU
+    device_mesh: DeviceMesh | None = None
+    position: Position = field(default_factory=Position, compare=False)
+    store: PrefixStore | None = field(default=None, compare=False)
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> ProcessMesh:
+        """One process, no groups."""
+        return ProcessMesh(device=device or CPU)
+
+    @staticmethod
+    def create(parallel: ParallelConfig, device: torch.device) -> ProcessMesh:
+        """The mesh of this process as torchrun started it; `single` when it is alone.
+
+        Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
+        Raises: ConfigError if the ranks do not meet in time.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return ProcessMesh.single(device)
+        try:
+            return ProcessMesh._meet(parallel, device, world_size)
+        except RuntimeError as error:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            minutes = parallel.distributed_timeout_minutes
+            raise ConfigError(
+                f"rank {os.environ.get('RANK')} did not meet all {world_size} ranks at {address}:{port} "
+                f"(--distributed-timeout-minutes {minutes:g}): {str(error).splitlines()[0]}\n"
+                f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, "
+                f"or wait longer: --distributed-timeout-minutes {max(10, 2 * minutes):g}"
+            ) from error
+
+    @staticmethod
+    def _meet(parallel: ParallelConfig, device: torch.device, world_size: int) -> ProcessMesh:
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
+        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            backend_of(device),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        shape = (pp, world_size // (tp * pp), tp)
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+
+        def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if name in ("tp", "dp", "pp"):
+                return device_mesh.get_group(name) if rank in ranks else None
+            return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
+
+        mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh), store=store)
+        mesh.set_timeout(timeout.total_seconds())
+        return mesh
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a message or collective may take from now on.
+
+        Gloo's messages keep the time of their group's making, half an hour in a device mesh: `watch` ends those.
+        """
+        self.position.limit_s = seconds
+        # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
+        timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
+        for axis in (self.tp, self.dp, self.pp, self.world, self.ends, self.twins):
+            if axis.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self.device_mesh is not None:
+            dist.destroy_process_group()
+
+
+def build_mesh(
+    shape: tuple[int, int, int],
+    rank: int,
+    device: torch.device,
+    make_group: Callable[[str, tuple[int, ...]], dist.ProcessGroup | None],
+    device_mesh: DeviceMesh | None = None,
+) -> ProcessMesh:
+    """The mesh of one rank of a (pp, dp, tp) grid; `make_group` is called for every group of the grid, in one order."""
+    grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
+
+    def axis(name: str, sets: Iterable[Iterable[int]]) -> Axis:
+        mine = Axis(ranks=(rank,), device=device)
+        for ranks in map(tuple, sets):
+            if len(ranks) > 1:
+                group = make_group(name, ranks)
+                if rank in ranks:
+                    mine = Axis(ranks.index(rank), len(ranks), ranks, group, device)
+        return mine
+
+    def along(dim: int) -> list[list[int]]:
+        return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+
+    pipelines = along(0)
+    tp = axis("tp", along(2))
+    if tp.group is not None and device == CPU:
+        tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json))
+    return ProcessMesh(
+        tp=tp,
+        dp=axis("dp", along(1)),
+        pp=axis("pp", pipelines),
+        world=axis("world", [grid.flatten().tolist()]),
+        ends=axis("ends", [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]),
+        twins=axis("twins", [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]),
+        device=device,
+        device_mesh=device_mesh,
+    )

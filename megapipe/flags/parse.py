@@ -1,0 +1,208 @@
+"""Flags to configuration and back. tyro reads the values; names, counts and error texts are checked here first.
+
+tyro alone would also take `--micro_batch_size`, stop at the first error and frame it in a box. Megatron takes each name
+as it is spelled, and a user with three wrong flags wants to read three lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator, Sequence, Set
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError, UserError
+from megapipe.flags.rules import ACCEPTED, KNOWN, accepted_problem, refusal
+
+T = TypeVar("T")
+_STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
+    """Read flags into a configuration; a flag given twice counts the second time. `--help` prints and exits.
+
+    Args:
+        cls: a dataclass whose fields are flags, or one of such dataclasses. With `Config` also Megatron's other flags
+            are known and answered.
+        argv: flags and values; default sys.argv[1:].
+    Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse would.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in argv or "-h" in argv:
+        tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
+    flags = flags_of(cls)
+    given, others, problems = _split(argv, flags)
+    known = KNOWN if issubclass(cls, Config) else frozenset()
+    problems += [line for name, values in others if (line := _other(name, values, flags, known))]
+    problems += [line for name, values in given.items() if (line := flags[name].count_problem(values))]
+    try:
+        if not problems:
+            return _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
+    except SystemExit:
+        pass  # tyro stops at the first value it cannot read; each is tried alone below
+    problems += [line for name, values in given.items() if (line := flags[name].value_problem(values))]
+    raise ConfigError(problems)
+
+
+def to_flags(config: object) -> list[str]:
+    """The flags that differ from the defaults, such that parse(type(config), to_flags(config)) == config."""
+    tokens: list[str] = []
+    for flag in flags_of(type(config)).values():
+        value = getattr(getattr(config, flag.section) if flag.section else config, flag.field)
+        if value != flag.default:
+            values = value if flag.count == "many" else () if flag.count == "none" else (value,)
+            tokens += flag.spell([str(v) for v in values])
+    return tokens
+
+
+def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
+    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with status 2; 130 after Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write(f"{program()}: interrupted\n" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+        sys.exit(130)
+    # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed the same text.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
+    sys.stderr.write(f"{program()}: error: {error}\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def program() -> str:
+    """Name of the script, as errors and help print it."""
+    return Path(sys.argv[0]).name or "megapipe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag and the field it sets."""
+
+    name: str
+    owner: type
+    section: str
+    field: str
+    kind: Any
+    default: Any
+
+    @property
+    def count(self) -> Literal["none", "one", "many"]:
+        """How many values the flag takes: a switch takes none."""
+        if self.kind is bool:
+            return "none"
+        return "many" if get_origin(self.kind) is tuple else "one"
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words."""
+        kind = get_args(self.kind)[0] if self.count == "many" else self.kind
+        if get_origin(kind) is Literal:
+            *most, last = get_args(kind)
+            return f"{', '.join(most)} or {last}" if most else f"only {last}"
+        words = {int: "an integer", float: "a number", str: "a text"}
+        return words[kind]
+
+    def spell(self, values: Sequence[str]) -> list[str]:
+        """Tokens of a command line; `=` where a value would look like a flag."""
+        if self.count == "one" and values[0].startswith("-"):
+            return [f"{self.name}={values[0]}"]
+        return [self.name, *values]
+
+    def count_problem(self, values: Sequence[str]) -> str | None:
+        """What is wrong with how many values there are."""
+        text = " ".join(values)
+        if self.count == "none":
+            return f"{self.name} is a switch and takes no value, got {text}" if values else None
+        if not values:
+            return f"{self.name} needs a value: {self.allowed}"
+        if self.count == "one" and len(values) > 1:
+            return f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")'
+        return None
+
+    def value_problem(self, values: Sequence[str]) -> str | None:
+        """What is wrong with the values themselves, if there are as many as there should be."""
+        if self.count_problem(values):
+            return None
+        try:
+            _tyro(self.owner, self.spell(values))
+        except SystemExit:
+            return f"{self.name} {' '.join(values)}: expected {self.allowed}"
+        return None
+
+
+def flags_of(cls: type) -> dict[str, Flag]:
+    """Every flag of a configuration class, by name."""
+    return {flag.name: flag for flag in _flags(cls, "")}
+
+
+def _flags(cls: type, section: str) -> Iterator[Flag]:
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        kind, *notes = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
+        )
+        if tyro.conf.Suppress in notes:
+            continue
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            assert not section, "two levels: a configuration and its sections"
+            yield from _flags(kind, field.name)
+            continue
+        named = next((note.name for note in notes if getattr(note, "name", None)), field.name.replace("_", "-"))
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
+        yield Flag(f"--{named}", cls, section, field.name, _without_none(kind), default)
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(k for k in get_args(kind) if k is not types.NoneType)
+    return kind
+
+
+def _split(
+    argv: Sequence[str], flags: dict[str, Flag]
+) -> tuple[dict[str, list[str]], list[tuple[str, list[str]]], list[str]]:
+    """The values typed after each flag we have and after each we have not, and a line for every stray value."""
+    # Megatron takes --override-opt_param-scheduler and --override-opt-param-scheduler, and no other second spelling.
+    ours = {spelling: name for name in flags for spelling in (name, name.replace("_", "-"))}
+    given: dict[str, list[str]] = {}
+    others: list[tuple[str, list[str]]] = []
+    stray: list[str] = []
+    values: list[str] | None = None
+    for token in argv:
+        name, equals, value = token.partition("=")
+        if name.startswith("--"):
+            values = [value] if equals else []
+            if name in ours:
+                given[ours[name]] = values
+            else:
+                others.append((name, values))
+        elif values is None:
+            stray.append(f"unexpected {token}: values follow a flag")
+        else:
+            values.append(token)
+    return given, others, stray
+
+
+def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
+    """The line about a flag that is no field; None if it asks for what is always so."""
+    if name in known:
+        return accepted_problem(name, values) if name in ACCEPTED else refusal(name)
+    near = difflib.get_close_matches(name, {*ours, *known}, n=1, cutoff=0.75)
+    return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _tyro(cls: type[T], tokens: Sequence[str]) -> T:
+    # tyro frames some errors on stderr even with console_outputs=False; ours say the same in a line.
+    with contextlib.redirect_stderr(io.StringIO()):
+        return tyro.cli(cls, args=list(tokens), config=_STYLE, prog=program(), console_outputs=False)

@@ -1,0 +1,189 @@
+"""Simulated annealing of a schedule's orders, with two moves.
+
+*Push* looks at one chain of passes that makes the schedule as long as it is, and moves a pass of it, or one that stands
+in its way, by a few places. *Shift* moves a pattern in time: one kind of pass, of a range of ranks and microbatches,
+starts sooner or later, and every rank runs its passes in the order of their new times. A push cannot leave a valley
+that several ranks must cross together; a shift can.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp
+from random import Random
+
+from megapipe.schedule.search.problem import (
+    Orders,
+    Problem,
+    backward_sooner,
+    clock,
+    fill_weights,
+    fits_rank,
+    length,
+    weights_sooner,
+)
+
+KIND_SETS = ((0,), (1,), (1, 2), (2,), (0, 1))
+PATIENCE = (0.0, 0.3, 0.6, 1.0)
+SHIFTS = 0.6  # the rest of the moves are pushes
+
+
+@dataclass(frozen=True)
+class Found:
+    """Orders of all ranks, the end of every pass, and the objective."""
+
+    orders: Orders
+    end: list[float]
+    length: float
+
+
+@dataclass(frozen=True)
+class Cooling:
+    """How an annealing goes.
+
+    Attributes:
+        steps: moves to try.
+        hot, cold: first and last temperature, in units of the longest pass.
+        spread: weight of the mean over ranks beside the objective, which is a maximum over ranks.
+    """
+
+    steps: int
+    hot: float
+    cold: float
+    spread: float
+
+
+def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goal: float) -> Found:
+    """The best orders met on the way; stops at the goal. Same inputs and random state, same result."""
+    best = start
+    orders, end = start.orders, start.end
+    cost = length(problem, orders, end, cooling.spread)
+    path: list[tuple[int, int]] = []
+    for step in range(cooling.steps):
+        if best.length <= goal:
+            break
+        if random.random() < SHIFTS:
+            moved = _shift(problem, orders, end, random)
+        else:
+            path = path or list(_critical(problem, orders, end, random))
+            moved = _push(problem, orders, path, random)
+        if moved is None:
+            continue
+        new_cost = length(problem, *moved, cooling.spread)
+        heat = problem.unit * cooling.hot * (cooling.cold / cooling.hot) ** (step / cooling.steps)
+        if new_cost <= cost or random.random() < exp((cost - new_cost) / heat):
+            (orders, end), cost, path = moved, new_cost, []
+            now = length(problem, orders, end)
+            if now < best.length * (1 - 1e-12):
+                best = Found(orders, end, now)
+    return best
+
+
+def _critical(problem: Problem, orders: Orders, end: list[float], random: Random) -> Iterator[tuple[int, int]]:
+    """(rank, place) of the passes that start the moment the pass before them on the rank ends, back from the last."""
+    duration, source = problem.duration, problem.source
+    rank = random.randrange(len(orders))
+    if random.random() < 0.9:
+        rank = max(range(len(orders)), key=lambda r: length(problem, [orders[r]], end))
+    i = len(orders[rank]) - 1
+    while i >= 0:
+        order = orders[rank]
+        x = order[i]
+        if i and end[order[i - 1]] >= (end[x] - duration[x]) * (1 - 1e-12):
+            yield rank, i
+            i -= 1
+            continue
+        x = source[x]
+        if x == problem.nothing:
+            return
+        rank = problem.rank[x]
+        i = bisect_left(orders[rank], end[x], key=end.__getitem__)
+        while orders[rank][i] != x:
+            i += 1
+
+
+def _push(
+    problem: Problem, orders: Orders, path: list[tuple[int, int]], random: Random
+) -> tuple[Orders, list[float]] | None:
+    """A pass of the path goes some places forward, or the one before it some places back."""
+    if not path:
+        return None
+    rank, i = random.choice(path)
+    order, m = orders[rank], problem.microbatches
+    places = 1
+    while places < 12 and random.random() < 0.5:
+        places += 1
+    kind = random.random()
+    if kind < 0.5:
+        first, last = max(0, i - places), i
+        part = [order[last], *order[first:last]]
+    else:
+        # Now and then far: a W that waits can go anywhere.
+        first = i - 1
+        last = min(len(order) - 1, first + (1 + random.randrange(3 * m) if kind > 0.85 else places))
+        part = [*order[first + 1 : last + 1], order[first]]
+    part = _in_order(part, m)
+    if part == order[first : last + 1]:
+        return None
+    inside, before = set(part), set[int]()
+    for x in part:
+        if x // m % 3 and x - m in inside and x - m not in before:
+            return None
+        before.add(x)
+    moved = [*order[:first], *part, *order[last + 1 :]]
+    if not fits_rank(problem, moved, rank):
+        return None
+    result = [*orders[:rank], moved, *orders[rank + 1 :]]
+    end = clock(problem, result)
+    return None if end is None else (result, end)
+
+
+def _shift(problem: Problem, orders: Orders, end: list[float], random: Random) -> tuple[Orders, list[float]] | None:
+    """Some kinds of passes, of a range of ranks and microbatches, get other times; W move along or are refilled."""
+    p, m, place = len(orders), problem.microbatches, problem.placement
+    ranks = sorted((random.randrange(p), random.choice((0, p - 1, random.randrange(p)))))
+    batches = sorted((random.randrange(m), random.choice((0, m - 1, m - 1, random.randrange(m)))))
+    chunks = place.num_stages // p
+    chunk = random.randrange(chunks) if random.random() < 0.7 else -1
+    kinds = random.choice(KIND_SETS)
+    by = random.gauss(0.0, 2.0) * problem.unit
+    chosen = [c % 3 in kinds and chunk in (-1, c // 3 // p) for c in range(3 * place.num_stages)]
+    refill = random.random() < 0.4
+    duration = problem.duration
+    moved = list(orders)
+    for rank in range(ranks[0], ranks[1] + 1):
+        times = {}
+        for x in orders[rank]:
+            c, i = divmod(x, m)
+            if refill and c % 3 == 2:
+                continue
+            times[x] = end[x] - duration[x] + (by if chosen[c] and batches[0] <= i <= batches[1] else 0.0)
+        order = _in_order(sorted(times, key=times.__getitem__), m)
+        fitting = backward_sooner(problem, order, rank) if refill else weights_sooner(problem, order, rank)
+        if fitting is None:
+            return None
+        moved[rank] = fitting
+    if refill:
+        for rank in (*range(ranks[0]), *range(ranks[1] + 1, p)):
+            moved[rank] = [x for x in orders[rank] if x // m % 3 != 2]
+        return fill_weights(problem, moved, random.choice(PATIENCE))
+    after = clock(problem, moved)
+    return None if after is None else (moved, after)
+
+
+def _in_order(part: list[int], m: int) -> list[int]:
+    """The same classes at the same places, the microbatches of each class in their order."""
+    classes = [x // m for x in part]
+    if len(set(classes)) == len(classes):
+        return part
+    following: dict[int, int] = {}
+    for x, c in zip(part, classes, strict=True):
+        if x < following.get(c, x + 1):
+            following[c] = x
+    result = []
+    for c in classes:
+        result.append(following[c])
+        following[c] += 1
+    return result

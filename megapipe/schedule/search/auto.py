@@ -1,0 +1,287 @@
+"""zb-auto: a schedule searched for the costs, the memory and the placement at hand.
+
+The papers' patterns and building blocks of our own are candidates; annealing improves the best of them until the lower
+bound is met or the effort is spent. `python -m megapipe.schedule.search.auto` shows the gain where a better schedule
+than any fixed pattern is known to exist.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from random import Random
+from time import process_time
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Placement, Schedule, loop, vee
+from megapipe.schedule.search.anneal import Cooling, Found, anneal
+from megapipe.schedule.search.bound import lower_bound
+from megapipe.schedule.search.problem import Problem, decode, one_by_one, problem
+from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
+from megapipe.schedule.simulate import simulate
+
+__all__ = ["Report", "lower_bound", "search", "zb_auto"]
+
+# Passes that a second of effort may place in the search. Counted, not timed: the result is the same on every machine.
+_PASSES_PER_SECOND = 4_000_000
+
+# How many go on, their share of the effort after the starts are found, and the temperature at the start.
+_ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
+# The share that finds starts: more where few microbatches stand for many, as all of them are slow to anneal.
+_START, _LONG_START = 0.2, 0.5
+# Cooling.spread in turns: in a loop the ranks must gain together.
+_SPREADS, _LOOP_SPREADS = (0.3, 4.0, 0.05, 1.0), (4.0, 1.0, 4.0, 0.3)
+# Steps of one annealing; more are better spent on heating again.
+_LONG = 16_000
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. Times and memory are in the units of the costs.
+
+    Attributes:
+        bound: no schedule of this placement, memory and objective can be faster.
+        distance: objective / bound - 1.
+    """
+
+    schedule: Schedule
+    makespan: float
+    period: float
+    peak: float
+    bound: float
+    distance: float
+
+    def __str__(self) -> str:
+        place = self.schedule.placement
+        chunks = place.num_stages // place.num_ranks
+        shape = "v" if chunks == 2 and place == vee(place.num_ranks) else f"loop of {chunks} chunk(s)"
+        return (
+            f"{shape}: makespan {self.makespan:g}, period {self.period:g}, peak memory {self.peak:g}, "
+            f"lower bound {self.bound:g}, distance {self.distance:.1%}"
+        )
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    placement: str | None = None,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    memory: float | tuple[float, ...] | None = None,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Schedule:
+    """The best schedule that the search finds. Never worse than ZB-H1, ZB-H2, ZB-V, V-Half, V-Min and interleaved
+    zero-bubble with 2 and 4 chunks where those fit the memory and the placement; arguments as in `search`."""
+    return search(
+        ranks,
+        microbatches,
+        placement=placement,
+        chunks=chunks,
+        costs=costs,
+        memory=memory,
+        objective=objective,
+        effort=effort,
+        progress=progress,
+    ).schedule
+
+
+def search(
+    ranks: int,
+    microbatches: int,
+    *,
+    placement: str | None = None,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    memory: float | tuple[float, ...] | None = None,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """Search schedules with a split backward. The same arguments give the same schedule.
+
+    Args:
+        placement: "loop", "v", or None for the better.
+        chunks: stages per rank: any number for a loop, 2 for a V; None for the best of 1, 2 and 4.
+        costs: per device share, or by stage; costs by stage leave only placements with as many stages.
+        memory: most activation a rank may hold, in the unit of the costs, for all ranks or for each; None: as 1F1B, p.
+        objective: "makespan" (a barrier ends the iteration) or "period" (longest span of a rank; no barrier).
+        effort: about the seconds to spend on one core; 40 finds what 4 may miss.
+        progress: called with the share of the effort spent.
+    Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
+    """
+    period = objective == "period"
+    places = _placements(ranks, microbatches, placement, chunks, costs, objective)
+    problems = [problem(place, microbatches, costs, _limits(place, costs, memory), period) for place in places]
+    best = _contest(_possible(problems), costs, effort, progress or (lambda share: None))
+    schedule = decode(best.problem, best.found.orders, "zb-auto")
+    timeline = simulate(schedule, costs)
+    distance = best.found.length / best.bound - 1 if best.bound else 0.0
+    return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), best.bound, distance)
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    """A schedule in the contest, the bound of its placement, and `spread` of the annealings to come, in turns."""
+
+    problem: Problem
+    bound: float
+    found: Found
+    spreads: tuple[float, ...]
+
+    def improved(self, seconds: float, hot: float, random: Random) -> _Entrant:
+        """Annealed, and reheated from the best if there is time."""
+        steps = int(seconds * _PASSES_PER_SECOND / self.problem.num_passes)
+        rounds = max(1, steps // _LONG)
+        found = self.found
+        for i in range(rounds):
+            heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)])
+            found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
+        return replace(self, found=found)
+
+
+def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Callable[[float], None]) -> _Entrant:
+    """Anneal many starts for a short time, the best of them longer, the very best longest."""
+    random = Random(0)
+    spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
+    entrants = _entrants(problems, costs, starts * seconds, random)
+    progress(spent)
+    for keep, part, hot in _ROUNDS:
+        best = min(x.found.length for x in entrants)
+        entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
+        entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
+        each = part * (1.0 - starts) / len(entrants)
+        for i, x in enumerate(entrants):
+            entrants[i] = x.improved(each * seconds, hot, random)
+            spent += each
+            progress(spent)
+    progress(1.0)
+    return min(entrants, key=lambda x: x.found.length)
+
+
+def _entrants(problems: list[Problem], costs: Costs, seconds: float, random: Random) -> list[_Entrant]:
+    """Of each placement the best pattern and, if that is not optimal, other starts."""
+    result = []
+    for x in problems:
+        objective = "period" if x.period else "makespan"
+        bound = lower_bound(x.placement, x.microbatches, costs, x.memory, objective)
+        starts = patterns(x)[:1]
+        if starts[0].length > bound * (1 + 1e-9):
+            starts += _starts(x, costs, seconds / len(problems), random)
+        spreads = _LOOP_SPREADS if _is_dealt(x.placement) else _SPREADS
+        turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
+        result += [_Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
+    return result
+
+
+def _starts(full: Problem, costs: Costs, seconds: float, random: Random) -> list[Found]:
+    """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
+    few = _few(full)
+    if full.microbatches >= 2 * few:
+        small = problem(full.placement, few, costs, full.memory, full.period)
+        return unroll(full, small, _contest([small], costs, seconds, lambda share: None).found)[:2]
+    tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
+    dealt = deals(full, tries // 6, random) if _is_dealt(full.placement) else []
+    islands = max(1, min(16 - len(dealt), tries // 200))
+    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
+
+
+def _is_dealt(place: Placement) -> bool:
+    """Is it a loop of several chunks?"""
+    chunks = place.num_stages // place.num_ranks
+    return chunks > 1 and place == loop(place.num_ranks, chunks)
+
+
+def _few(full: Problem) -> int:
+    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
+    return 3 * full.placement.num_ranks
+
+
+def _placements(
+    ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs, objective: str
+) -> list[Placement]:
+    """Those to try."""
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+    if placement not in (None, "loop", "v"):
+        raise ScheduleError(f'zb-auto has the placements "loop" and "v", not "{placement}".')
+    if objective not in ("makespan", "period"):
+        raise ScheduleError(f'zb-auto has the objectives "makespan" and "period", not "{objective}".')
+    if chunks is not None and (chunks < 1 or (placement == "v" and chunks != 2)):
+        raise ScheduleError(f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2.")
+    places = [vee(ranks)] if placement != "loop" and chunks in (None, 2) else []
+    if placement != "v":
+        places += [loop(ranks, v) for v in ((1, 2, 4) if chunks is None else (chunks,))]
+    by_stage = [x for x in (costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w) if isinstance(x, tuple)]
+    return [p for p in places if all(len(x) == p.chain for x in by_stage)] or places
+
+
+def _limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """The limit of each rank."""
+    if isinstance(memory, tuple):
+        if len(memory) != place.num_ranks:
+            raise ScheduleError(
+                f"zb-auto takes one memory limit or one for each of {place.num_ranks} ranks, not {len(memory)}."
+            )
+        return memory
+    if memory is None:
+        mem_b, _ = costs.memory(place)
+        memory = place.num_ranks * max(sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks))
+    return (memory,) * place.num_ranks
+
+
+def _possible(problems: list[Problem]) -> list[Problem]:
+    """Those whose ranks can hold one microbatch."""
+    found, lacking = [], []
+    for x in problems:
+        least = [max(accumulate(x.holds[y] for y in order)) for order in one_by_one(x)]
+        short = [r for r, need in enumerate(least) if need > x.memory[r] * (1 + 1e-9)]
+        if short:
+            lacking.append((max(least[r] for r in short), short[0], x.memory[short[0]]))
+        else:
+            found.append(x)
+    if not found:
+        need, rank, limit = min(lacking)
+        raise ScheduleError(
+            f"zb-auto cannot run in memory {limit:g}: "
+            f"rank {rank} needs {need:g} for one microbatch. Use --memory {need:g}."
+        )
+    return found
+
+
+# Placement, chunks, p, m, (F, B, W), memory; makespan of the best peer, and the best that minutes of annealing found.
+_KNOWN = (
+    ("v", 2, 4, 8, (10.0, 14.0, 7.0), 3, 298.0, 290.5),
+    ("v", 2, 4, 8, (10.0, 14.0, 7.0), 2, 375.0, 345.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 6, 608.0, 589.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 5, 641.0, 622.5),
+    ("v", 2, 8, 16, (10.0, 14.0, 7.0), 4, 758.0, 695.0),
+    ("v", 2, 8, 16, (10.0, 11.0, 8.0), 4, 631.0, 613.0),
+    ("loop", 2, 8, 16, (10.0, 11.0, 8.0), 8, 509.5, 502.5),
+    ("loop", 2, 4, 8, (10.0, 14.0, 7.0), 4, 273.5, 270.0),
+)
+
+
+def main() -> None:
+    """Print how far the search gets from the best peer to the best known schedule. Takes minutes."""
+    parser = ArgumentParser(description=main.__doc__)
+    parser.add_argument("--effort", type=float, default=40.0, help="about the seconds for each line (default: 40)")
+    effort = parser.parse_args().effort
+    print(f"{'placement':9} {'p':>2} {'m':>3} {'F/B/W':>8} {'memory':>6}", end=" ")
+    print(f"{'peer':>6} {'ours':>6} {'known':>6} {'bound':>6} {'closed':>6} {'seconds':>7}")
+    for place, chunks, p, m, (f, b, w), memory, peer, known in _KNOWN:
+        began = process_time()
+        ours = search(p, m, placement=place, chunks=chunks, costs=Costs(f, b, w), memory=memory, effort=effort)
+        seconds, closed = process_time() - began, (peer - ours.makespan) / (peer - known)
+        print(f"{place + ' ' + str(chunks):9} {p:2} {m:3} {f'{f:g}/{b:g}/{w:g}':>8} {memory:6}", end=" ")
+        print(f"{peer:6} {ours.makespan:6} {known:6} {ours.bound:6} {closed:6.0%} {seconds:7.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

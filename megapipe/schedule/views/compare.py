@@ -1,0 +1,248 @@
+"""All schedules side by side for given ranks, microbatches, costs and memory, and which of them to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.catalogue import SCHEDULES, build
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.search.auto import zb_auto
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.views.draw import short
+
+_SEARCH = 50
+"""How many times as long a search takes as a fixed schedule, for the progress bar."""
+
+_Make = Callable[[Callable[[float], None]], Schedule]
+"""Makes a schedule, given whom to tell the share of the work that is done."""
+
+_TIE, _WORTH = 0.005, 0.02
+"""Makespans this close count as equal; a saving below this is not worth another schedule."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one schedule does. Times in the unit of the costs, memory and parameters in device shares.
+
+    Attributes:
+        makespan: from the first start to the last end on any rank: an iteration with a barrier at the optimizer.
+        period: longest span of one rank: an iteration without one.
+        bubble: most a rank waits within its span, the papers' bubble.
+        busiest: time the rank with the most work computes. No order of the same stages can be shorter.
+        idle: share of all ranks' time until the makespan in which they do not compute.
+        peak: most activation any rank holds; parameters: most of any rank; sent: most tensors any rank sends.
+        fits: is the peak within the memory limit?
+    """
+
+    label: str
+    makespan: float
+    period: float
+    bubble: float
+    busiest: float
+    idle: float
+    peak: float
+    parameters: float
+    sent: int
+    fits: bool = True
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the period: (p-1)/(m+p-1) for 1F1B, as the papers state it."""
+        return self.bubble / self.period if self.period else 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A schedule that these numbers do not allow, and why."""
+
+    label: str
+    reason: str
+
+
+def compare(
+    ranks: int,
+    microbatches: int,
+    costs: Costs = UNIT,
+    memory: float | None = None,
+    *,
+    effort: float = 4.0,
+    progress: Callable[[float, str], None] = lambda share, doing: None,
+) -> list[Row | Refusal]:
+    """One row for each schedule of the catalogue, several for those that leave a choice.
+
+    Fixed schedules over the memory limit get a row that does not fit; zb-auto keeps to the limit, or to
+    p if there is none.
+
+    Args:
+        effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
+        progress: called with the share that is done and what is next.
+    """
+    makers = _makers(ranks, microbatches, costs, memory, effort)
+    weight = {label: _SEARCH if label.startswith("zb-auto") else 1 for label in makers}
+    rows: list[Row | Refusal] = []
+    done = 0
+    for label, make in makers.items():
+
+        def report(share: float, done: int = done, label: str = label) -> None:
+            progress((done + share * weight[label]) / sum(weight.values()), label)
+
+        report(0.0)
+        try:
+            rows.append(measure(make(report), costs, label, memory))
+        except ScheduleError as error:
+            rows.append(Refusal(label, str(error)))
+        done += weight[label]
+    progress(1.0, "")
+    return rows
+
+
+def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None) -> Row:
+    """Simulate one schedule and take down its numbers."""
+    time = simulate(schedule, costs)
+    total = time.makespan * len(schedule.ranks)
+    return Row(
+        label or schedule.name,
+        makespan=time.makespan,
+        period=time.period,
+        bubble=time.bubble,
+        busiest=max(time.busy),
+        idle=sum(time.idle) / total if total else 0.0,
+        peak=max(time.peak),
+        parameters=max(time.parameters),
+        sent=max(time.sent),
+        fits=memory is None or max(time.peak) <= memory + 1e-9,
+    )
+
+
+def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UNIT) -> list[str]:
+    """Which schedule to take and why, in sentences; also when none of them helps. `rows` are those of `compare`."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak)
+        return [
+            f"No schedule fits: {least.label} needs least, {short(least.peak)}. Make a microbatch leave less behind: a "
+            "smaller --micro-batch-size, recomputation, more tensor parallelism."
+        ]
+    best = _best(fitting, "makespan")
+    plain = next(row for row in rows if row.label == "1f1b")
+    if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
+        closest = f"; {best.label} would take {short(best.makespan)}" if best.makespan < plain.makespan else ""
+        advice = [
+            f"Stay with 1f1b (makespan {short(plain.makespan)}): none that fits saves {_WORTH:.0%} of it{closest}."
+        ]
+        best = plain
+    else:
+        over = "" if plain.fits else f", which needs {short(plain.peak)}"
+        advice = [
+            f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than 1f1b "
+            f"({short(plain.makespan)}{over}); peak {short(best.peak)}, {short(best.parameters)} x the parameters, "
+            f"{best.sent} tensors sent per rank."
+        ]
+    advice += _uneven(best)
+    steady = _best(fitting, "period")
+    if steady.period < best.period * (1 - _WORTH):
+        advice.append(
+            f"Where iterations follow each other without a barrier (post-validation), take {steady.label}: period "
+            f"{short(steady.period)} against {short(best.period)} of {best.label}."
+        )
+    if not costs.comm and best.sent > plain.sent:
+        advice.append(
+            f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many as 1f1b: compare "
+            "again with your latency as the fourth number of --costs."
+        )
+    return advice + _pairs(rows, best, ranks, microbatches, costs)
+
+
+def to_table(rows: Sequence[Row | Refusal]) -> str:
+    """Rows as text, those that fit first, the shortest makespan on top."""
+    measured = sorted((row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan))
+    reference = next((row.makespan for row in measured if row.label == "1f1b"), 0.0)
+    cells = [("schedule", "makespan", "vs 1f1b", "period", "bubble", "bubble %", "peak", "parameters", "sent", "")]
+    cells += [
+        (
+            row.label,
+            short(row.makespan),
+            f"{100 * (row.makespan / reference - 1):+.1f} %" if reference else "",
+            short(row.period),
+            short(row.bubble),
+            f"{100 * row.bubble_share:.1f}",
+            short(row.peak),
+            short(row.parameters),
+            str(row.sent),
+            "" if row.fits else "over the limit",
+        )
+        for row in measured
+    ]
+    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells]
+    lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _makers(ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float) -> dict[str, _Make]:
+    """What makes each schedule of the comparison, by label."""
+
+    def fixed(name: str, chunks: int | None = None) -> _Make:
+        return lambda report: build(name, ranks, microbatches, chunks=chunks)
+
+    def searched(objective: str) -> _Make:
+        return lambda report: zb_auto(
+            ranks, microbatches, costs=costs, memory=memory, objective=objective, effort=effort, progress=report
+        )
+
+    makers: dict[str, _Make] = {}
+    for name, entry in SCHEDULES.items():
+        if name == "zb-auto":
+            continue
+        if entry.chunks is None:
+            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
+        else:
+            makers[name] = fixed(name)
+    return makers | {"zb-auto": searched("makespan"), "zb-auto period": searched("period")}
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+
+
+def _best(rows: Sequence[Row], what: str) -> Row:
+    """The shortest; of those as good as equal the one with the fewest parameters, then memory, then messages."""
+    least = min(getattr(row, what) for row in rows)
+    close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]
+    return min(close, key=lambda row: (row.parameters, row.peak, row.sent, row.makespan))
+
+
+def _change(value: float, reference: float) -> str:
+    return f"{abs(1 - value / reference):.1%} {'less' if value <= reference else 'more'}"
+
+
+def _uneven(best: Row) -> list[str]:
+    """Does one rank have so much work that no order of the passes helps?"""
+    mean = best.makespan * (1 - best.idle)
+    if best.busiest <= 1.05 * mean:
+        return []
+    return [
+        f"The stages are uneven: the busiest rank works {short(best.busiest)}, the mean rank {short(mean)}. No "
+        "schedule changes that; another split of the layers does."
+    ]
+
+
+def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
+    """How cheap DualPipeV's overlapped pairs must be to reach the best row, in percent of their passes apart."""
+    row = next((row for row in rows if row.label == "dualpipe-v" and row.fits), None)
+    if row is None or row.makespan <= best.makespan or costs.fb is not None:
+        return []
+    if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
+        return []
+    schedule = build("dualpipe-v", ranks, microbatches)
+    for percent in range(99, 59, -1):
+        paired = replace(costs, fb=(costs.f + costs.b + costs.w) * percent / 100)
+        if simulate(schedule, paired).makespan <= best.makespan:
+            return [
+                f"dualpipe-v is as fast as {best.label} only if a forward and a backward run together take at most "
+                f"{percent} % of their time apart, which depends on your kernels; the table counts 100 %."
+            ]
+    return []

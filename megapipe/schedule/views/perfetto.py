@@ -1,0 +1,83 @@
+"""A schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.views.draw import chunks
+
+_MICROSECONDS = 1000.0
+"""Of one unit of cost: it reads as a millisecond."""
+
+Event = dict[str, object]
+
+
+def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
+    """A trace of a simulated schedule: a track per rank, an arrow per message, a counter of activation per rank.
+
+    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of the same time.
+
+    Returns: JSON in Chrome's trace event format, events "M", "X", "s"/"f" and "C".
+    Raises: ScheduleError if the schedule cannot proceed.
+    """
+    time = simulate(schedule, costs)
+    events = [*_tracks(schedule), *_slices(schedule, time), *_arrows(schedule, time), *_counters(time)]
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def _tracks(schedule: Schedule) -> Iterator[Event]:
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
+    for rank in range(len(schedule.ranks)):
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
+    chunk = chunks(schedule.placement)
+    for rank, row in enumerate(schedule.ranks):
+        for item in (item for step in row for item in step):
+            yield {
+                **_at(rank, time.start[item]),
+                "ph": "X",
+                "dur": (time.end[item] - time.start[item]) * _MICROSECONDS,
+                "name": f"{item.kind.value}{item.microbatch}",
+                "cat": item.kind.value,
+                "args": {
+                    "pass": str(item),
+                    "stage": item.stage,
+                    "microbatch": item.microbatch,
+                    "chunk": chunk[item.stage],
+                },
+            }
+
+
+def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
+    """From each pass whose result another rank takes to the pass that takes it."""
+    place = schedule.placement
+    takes = {(item.stage, item.microbatch, item.kind.is_backward): item for item in time.start if item.kind != "W"}
+    for number, item in enumerate(time.start):
+        consumer = place.consumer(item)
+        src = place.rank_of[item.stage]
+        if consumer is None or place.rank_of[consumer] == src:
+            continue
+        taker = takes[consumer, item.microbatch, item.kind.is_backward]
+        # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
+        leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
+        common = {"name": "message", "cat": "message", "id": number}
+        yield {**_at(src, leaves), **common, "ph": "s"}
+        yield {**_at(place.rank_of[consumer], time.start[taker]), **common, "ph": "f", "bp": "e"}
+
+
+def _counters(time: Timeline) -> Iterator[Event]:
+    for rank, curve in enumerate(time.curves):
+        for at, held in dict(curve).items():
+            yield {**_at(rank, at), "ph": "C", "name": f"activation of rank {rank}", "args": {"held": held}}
+
+
+def _at(rank: int, moment: float) -> Event:
+    return {"pid": 0, "tid": rank, "ts": moment * _MICROSECONDS}

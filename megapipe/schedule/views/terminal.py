@@ -1,0 +1,91 @@
+"""A schedule as lines of text, one per rank: coloured for a terminal, or plain ASCII for anything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.passes import Kind, Pass, Schedule, Step
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.views.draw import MEANING, chunks, is_dark, shades
+
+_MOST_PER_PASS = 4
+"""Columns of the shortest pass; more would only spread a small schedule out."""
+_CUBE = (0, 95, 135, 175, 215, 255)
+"""Levels of red, green and blue in the 6 x 6 x 6 colours that every colour terminal has."""
+
+
+def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, colour: bool = False) -> str:
+    """Draw a schedule in lines of at most `width` characters (but at least one column of time).
+
+    A cell says its pass and microbatch where they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a
+    rank's later chunks (in DualPipe: of the other direction) are in lower case. Idle time is dots, or blank in colour.
+
+    Raises: ScheduleError if the schedule cannot proceed.
+    """
+    time = simulate(schedule, costs)
+    margin = len(f"rank {len(schedule.ranks) - 1}")
+    columns = _columns(time, width - margin - 3)
+    scale = columns / time.makespan if time.makespan else 0.0
+    pen = _Pen(chunks(schedule.placement), shades(schedule.placement) if colour else {})
+    lines = []
+    for rank, row in enumerate(schedule.ranks):
+        text, at = "", 0
+        for step in row:
+            first, last = round(time.start[step[0]] * scale), round(time.end[step[0]] * scale)
+            text += pen.idle * (first - at) + pen.step(step, last - first)
+            at = last
+        lines.append(f"{f'rank {rank}':>{margin}} |{text}{pen.idle * (columns - at)}|")
+    return "\n".join([*lines, _key(schedule, pen)])
+
+
+def _columns(time: Timeline, most: int) -> int:
+    """Whole columns for the shortest pass if there is room, else all there is."""
+    lengths = [time.end[item] - time.start[item] for item in time.start]
+    shortest = min((length for length in lengths if length > 0), default=0.0)
+    each = min(_MOST_PER_PASS, int(most * shortest / time.makespan + 1e-9)) if shortest else 0
+    return min(most, round(each * time.makespan / shortest)) if each else max(1, most)
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """Writes cells: `chunk` of each stage, and `fill`, the colour of each kind and stage, empty for plain ASCII."""
+
+    chunk: list[int]
+    fill: dict[tuple[Kind, int], str]
+
+    @property
+    def idle(self) -> str:
+        return " " if self.fill else "."
+
+    def step(self, step: Step, columns: int) -> str:
+        """A step in so many columns. A pair shares them: its forward, an ampersand, its backward."""
+        if len(step) == 1:
+            return self.cell(step[0], columns)
+        half = (columns + 1) // 2
+        return self.cell(step[0], half, "&"[:half]) + self.cell(step[1], columns - half)
+
+    def cell(self, item: Pass, columns: int, link: str = "") -> str:
+        kind = item.kind.value.lower() if self.chunk[item.stage] else item.kind.value
+        names = [f"{kind}{item.microbatch}", *([str(item.microbatch)] if self.fill else [kind, kind[0]]), ""]
+        room = columns - len(link)
+        return self.tint(next(name for name in names if len(name) <= room).ljust(room) + link, item)
+
+    def tint(self, text: str, item: Pass) -> str:
+        if not self.fill or not text:
+            return text
+        background = self.fill[item.kind, item.stage]
+        levels = [int(background[i : i + 2], 16) for i in (1, 3, 5)]
+        red, green, blue = (min(range(6), key=lambda n: abs(_CUBE[n] - level)) for level in levels)
+        letters = 231 if is_dark(background) else 16
+        return f"\033[38;5;{letters};48;5;{16 + 36 * red + 6 * green + blue}m{text}\033[0m"
+
+
+def _key(schedule: Schedule, pen: _Pen) -> str:
+    place = schedule.placement
+    kinds = {item.kind for row in schedule.ranks for step in row for item in step}
+    words = [f"{pen.tint(kind.value, Pass(kind, 0, 0))} {MEANING[kind]}" for kind in Kind if kind in kinds]
+    words.append("blank: idle" if pen.fill else ". idle")
+    if max(pen.chunk):
+        words.append("lower case: the other direction" if place.num_chains > 1 else "lower case: later chunks")
+    return "; ".join(words)

@@ -1,0 +1,356 @@
+"""What Megatron derives from flags, and every sentence a user reads when flags cannot be true together."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.checks.numbers import RANGES, REQUIRED
+from megapipe.checks.run import validate, validate_vocab
+from megapipe.config import Config, ModelConfig
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.schedule import Kind, Pass, Placement, Schedule, build, to_json
+
+SOUND = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 20 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000"
+)
+
+
+def config(flags: str = "", world_size: int = 1) -> Config:
+    return replace(parse(Config, f"{SOUND} {flags}".split()), world_size=world_size)
+
+
+def problems(flags: str, world_size: int = 1, has_cuda: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config(flags, world_size), has_cuda=has_cuda)
+    return list(caught.value.problems)
+
+
+def problem(flags: str, world_size: int = 1, has_cuda: bool = False) -> str:
+    (only,) = problems(flags, world_size, has_cuda)
+    return only
+
+
+def without(*names: str) -> Config:
+    flags = SOUND.split(" --")
+    kept = [f for f in flags if f.removeprefix("--").split()[0] not in names]
+    return parse(Config, " --".join(kept).split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("", 1),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --global-batch-size 32", 16),
+        ("--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4", 4),
+        ("--save runs/new --save-interval 5 --load runs/new", 1),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-warmup-iters 3 --min-lr 1e-4", 1),
+        ("--eval-iters 0 --eval-interval 5 --split 969,30,1", 1),
+    ],
+)
+def test_a_sound_configuration_passes(flags, world_size):
+    validate(config(flags, world_size), has_cuda=False)
+
+
+# What Megatron derives (megatron/training/arguments.py, validate_args).
+
+
+def test_ffn_is_four_times_hidden_and_two_thirds_of_it_rounded_down_to_64_with_swiglu():
+    assert ModelConfig(hidden_size=768).ffn == 3072
+    assert ModelConfig(hidden_size=4096, swiglu=True).ffn == 10880
+
+
+def test_padded_vocabulary_does_not_depend_on_tensor_parallel_size():
+    assert ModelConfig().padded_vocab(50257) == 50304
+    assert ModelConfig(padded_vocab_size=50432).padded_vocab(50257) == 50432
+
+
+def test_microbatches_are_the_quotient_of_the_batch():
+    c = config("--pipeline-model-parallel-size 2 --global-batch-size 24", world_size=4)
+    assert (c.data_parallel_size, c.global_batch_size, c.num_microbatches) == (2, 24, 6)
+    assert config(world_size=4).global_batch_size == 8
+
+
+# Single values.
+
+
+def test_every_missing_flag_is_named_with_an_example():
+    with pytest.raises(ConfigError) as caught:
+        validate(without("lr", "micro-batch-size", "train-iters"), has_cuda=False)
+    assert caught.value.problems == (
+        "--micro-batch-size is missing, for example --micro-batch-size 4",
+        "--lr is missing, for example --lr 3e-4",
+        "--train-iters (or --train-samples) is missing, for example --train-iters 1000",
+    )
+
+
+def test_an_empty_configuration_is_a_list_of_what_is_missing():
+    with pytest.raises(ConfigError) as caught:
+        validate(Config(), has_cuda=False)
+    assert len(caught.value.problems) == len(REQUIRED) + 3  # length of the run, data, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--attention-dropout 1", "--attention-dropout 1.0 must be at least 0 and below 1"),
+        ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5 must be at least 0 and below 1"),
+        ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
+        ("--lr nan", "--lr nan must be above 0"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
+        ("--rotary-percent 0", "--rotary-percent 0.0 must be above 0 and at most 1"),
+    ],
+)
+def test_a_value_out_of_range(flags, text):
+    assert problem(flags) == text
+
+
+def test_ranges_name_fields_that_exist():
+    named = {name for section in vars(Config()).values() if section != 1 for name in vars(section)}
+    assert named >= set(RANGES) | set(REQUIRED)
+
+
+# Model and layout.
+
+
+def test_layers_that_do_not_fill_the_stages():
+    assert problem("--num-layers 30 --pipeline-model-parallel-size 4", 4) == (
+        "--num-layers 30 does not fill 4 stages: 30 = 4 x 7 + 2.\n"
+        "      Use --num-layers 28 or 32,\n"
+        "      or --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split,\n"
+        "      or --decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7,\n"
+        "      or --pipeline-model-parallel-layout auto."
+    )
+
+
+def test_heads_that_do_not_divide_by_tensor_ranks():
+    assert problem("--num-attention-heads 4 --tensor-model-parallel-size 8", 8) == (
+        "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 8: 4 = 8 x 0 + 4. "
+        "Use --tensor-model-parallel-size 1, 2 or 4."
+    )
+
+
+def test_query_groups_and_ffn_that_do_not_divide_by_tensor_ranks():
+    flags = "--group-query-attention --num-query-groups 2 --ffn-hidden-size 102 --tensor-model-parallel-size 4"
+    assert problems(flags, 4) == [
+        "--num-query-groups 2 does not divide by --tensor-model-parallel-size 4: 2 = 4 x 0 + 2. "
+        "Use --tensor-model-parallel-size 1 or 2.",
+        "--ffn-hidden-size 102 does not divide by --tensor-model-parallel-size 4: 102 = 4 x 25 + 2. "
+        "Use --tensor-model-parallel-size 1 or 2.",
+    ]
+
+
+def test_heads_that_do_not_divide_by_query_groups():
+    assert problem("--group-query-attention --num-query-groups 3") == (
+        "--num-attention-heads 8 does not divide by --num-query-groups 3: 8 = 3 x 2 + 2. "
+        "Use --num-query-groups 1, 2, 4 or 8."
+    )
+
+
+def test_query_groups_without_their_switch():
+    assert problem("--num-query-groups 4") == (
+        "--num-query-groups 4 has no effect without --group-query-attention. Add it."
+    )
+
+
+def test_hidden_that_does_not_divide_by_heads():
+    assert problem("--hidden-size 100") == (
+        "--hidden-size 100 does not divide by --num-attention-heads 8: 100 = 8 x 12 + 4. "
+        "Use --hidden-size 96 or 104, or give the size of a head with --kv-channels."
+    )
+
+
+def test_rotary_positions_need_an_even_part_of_the_head():
+    assert problem("--position-embedding-type rope --kv-channels 7").startswith(
+        "--position-embedding-type rope turns pairs, but --rotary-percent 1.0 of a head of 7 is 7, an odd number."
+    )
+
+
+def test_sequence_longer_than_positions():
+    assert problem("--seq-length 64") == (
+        "--seq-length 64 is above --max-position-embeddings 32. Use --max-position-embeddings 64."
+    )
+
+
+def test_world_size_that_is_no_multiple_lists_what_would_fit():
+    assert problem("--tensor-model-parallel-size 4", 6) == (
+        "6 processes are not --tensor-model-parallel-size 4 x --pipeline-model-parallel-size 1 x data-parallel ranks: "
+        "6 = 4 x 1 + 2.\n      Start a multiple of 4, such as torchrun --nproc-per-node 4, or use tensor x pipeline "
+        "1 x 2, 2 x 1, 1 x 1."
+    )
+
+
+def test_batch_that_does_not_divide():
+    assert problem("--global-batch-size 10", 2) == (
+        "--global-batch-size 10 does not divide by --micro-batch-size 2 x 2 data-parallel ranks = 4: 10 = 4 x 2 + 2.\n"
+        "      Use --global-batch-size 8 or 12."
+    )
+
+
+def test_unknown_schedule_gets_a_suggestion():
+    assert problem("--pipeline-schedule 1f1") == "--pipeline-schedule 1f1: unknown schedule 1f1; did you mean 1f1b?"
+
+
+def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():
+    text = problem("--pipeline-schedule dualpipe --pipeline-model-parallel-size 4 --global-batch-size 12", 4)
+    assert text.startswith("--pipeline-schedule dualpipe: dualpipe on 4 ranks needs an even number of at least 8")
+    assert "6 microbatches = --global-batch-size 12 / (--micro-batch-size 2 x 1 data-parallel ranks)" in text
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "sentence"),
+    [
+        (
+            [0, 1, 0, 1],
+            "stage 0 is on rank 0, its replica 2 on 0. Gradients are summed between mirrored ranks, 0 and 1",
+        ),
+        ([0, 0, 1, 1, 1, 1, 0, 0], "the model is there 4 times; at most two chains train."),
+    ],
+)
+def test_a_file_with_chains_that_cannot_train_is_refused(tmp_path, rank_of, sentence):
+    place = Placement(tuple(rank_of), 2)
+    rows = [[], []]
+    for number in range(4):
+        chain = number * place.num_chains // 4
+        for kind in (Kind.F, Kind.BW):
+            for stage in (2 * chain, 2 * chain + 1)[:: 1 if kind is Kind.F else -1]:
+                rows[rank_of[stage]].append((Pass(kind, stage, number),))
+    file = tmp_path / "chains.json"
+    file.write_text(to_json(Schedule("chains", place, 4, tuple(map(tuple, rows)))))
+    flags = f"--pipeline-schedule {file} --pipeline-model-parallel-size 2 --global-batch-size 8"
+    assert sentence in problem(flags, 2)
+
+
+def test_a_schedule_from_a_file_is_checked_as_it_is(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(to_json(build("1f1b", 2, 3)))
+    flags = f"--pipeline-schedule {file} --pipeline-model-parallel-size 2 --global-batch-size"
+    validate(config(f"{flags} 6", 2), has_cuda=False)
+    assert problem(f"{flags} 6 --num-layers 7", 2).startswith("--num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
+    assert "is made for 2 ranks and 3 microbatches, not 2 and 4." in problem(f"{flags} 8", 2)
+    assert "no/such.csv" in problem("--pipeline-schedule no/such.csv")
+
+
+def test_layers_and_batch_are_named_together():
+    both = problems("--num-layers 7 --pipeline-model-parallel-size 2 --global-batch-size 3", 2)
+    assert [text.split()[0] for text in both] == ["--global-batch-size", "--num-layers"]
+
+
+# Length and learning rate.
+
+
+def test_iterations_and_samples_do_not_mix():
+    assert problems("--lr-decay-samples 40 --lr-warmup-fraction 0.1 --lr-warmup-iters 2") == [
+        "--lr-decay-samples 40 counts samples, but --train-iters counts iters. "
+        "Use --lr-decay-iters, or --train-samples.",
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2 both give the warm-up. Leave one out.",
+    ]
+    assert problem("--train-samples 40") == "--train-iters 20 and --train-samples 40: one of them is the length."
+
+
+def test_fewer_samples_than_a_batch():
+    with pytest.raises(ConfigError, match="--train-samples 1 is less than one batch of 2"):
+        validate(
+            replace(without("train-iters"), train=replace(config().train, train_iters=None, train_samples=1)),
+            has_cuda=False,
+        )
+
+
+def test_learning_rate_limits():
+    assert problems("--min-lr 1 --lr-warmup-init 2") == [
+        "--min-lr 1 is above --lr 0.001. Use --min-lr 0.0001.",
+        "--lr-warmup-init 2 is above --lr 0.001. Use --lr-warmup-init 0.0001.",
+    ]
+
+
+def test_a_curve_that_cannot_be():
+    assert problem("--lr-warmup-iters 20").startswith("the learning rate warms up for 40 samples but decays until")
+    assert problem("--lr-decay-style WSD").startswith("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+
+
+def test_the_command_line_or_the_checkpoint_decides():
+    assert "Leave one out." in problem("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler")
+
+
+# Data, tokenizer, checkpoint, profile, machine.
+
+
+def test_mock_data_and_files_exclude_each_other():
+    assert problem("--data-path a") == "--mock-data makes tokens, --data-path reads them. Leave one out."
+
+
+def test_no_data_and_missing_files():
+    def of(*data_path):
+        c = without("mock-data")
+        with pytest.raises(ConfigError) as caught:
+            validate(replace(c, data=replace(c.data, data_path=data_path)), has_cuda=False)
+        return caught.value.problems
+
+    assert of()[0].startswith("--data-path is missing.")
+    first, second = of("1", "no/where", "2", "no/such")
+    assert first.startswith("--data-path no/where: no file no/where.idx and no/where.bin.")
+    assert second.startswith("--data-path no/such: no file")
+
+
+def test_a_truncated_token_file_is_found_before_the_run(tmp_path):
+    prefix = str(tmp_path / "text")
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00")
+    (tmp_path / "text.bin").write_bytes(b"")
+    c = without("mock-data")
+    with pytest.raises(ConfigError, match="damaged or incomplete"):
+        validate(replace(c, data=replace(c.data, data_path=(prefix,))), has_cuda=False)
+
+
+def test_tokenizer_flags_go_with_their_kind(tmp_path):
+    text = problem("--tokenizer-model t.model")
+    assert text == "--tokenizer-type NullTokenizer reads no --tokenizer-model t.model. Leave one out."
+    two = problems("--tokenizer-type SentencePieceTokenizer")
+    assert two[0] == "--vocab-size 1000 is for --tokenizer-type NullTokenizer. Leave it out."
+    assert two[1].startswith("--tokenizer-model is missing.")
+    (tmp_path / "t.model").write_text("this is no model")
+    assert "is not a complete SentencePiece model" in "\n".join(
+        problems(f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path / 't.model'}")
+    )
+
+
+def test_padded_vocabulary():
+    assert problem("--padded-vocab-size 999").startswith("--padded-vocab-size 999 is less than the 1000 ids")
+    assert problem("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", 2) == (
+        "a vocabulary padded to 1001 rows does not divide by --tensor-model-parallel-size 2: 1001 = 2 x 500 + 1. "
+        "Use --make-vocab-size-divisible-by 8."
+    )
+    validate_vocab(config("--tensor-model-parallel-size 8"), 50257)
+
+
+def test_save_and_its_interval_need_each_other():
+    assert problem("--save a") == "--save a needs --save-interval, for example --save-interval 1000"
+    assert problem("--save-interval 5") == "--save-interval 5 needs --save, for example --save checkpoints"
+
+
+def test_load_of_a_folder_that_is_not_there():
+    assert problem("--load no/where") == (
+        "--load no/where: no such folder. To start fresh leave --load out, or let it name the folder of --save."
+    )
+
+
+def test_what_needs_load():
+    assert problems("--finetune --ckpt-step 5") == ["--finetune needs --load", "--ckpt-step 5 needs --load"]
+
+
+def test_profiling_nothing():
+    assert problems("--profile --profile-step-start 5 --profile-step-end 5 --profile-ranks 0 3") == [
+        "--profile records nothing without --use-pytorch-profiler. Add it.",
+        "--profile-step-start 5 to --profile-step-end 5 is an empty window. Use --profile-step-end 7.",
+        "--profile-ranks 3: ranks are 0 to 0",
+    ]
+
+
+def test_what_the_machine_cannot_do():
+    assert problem("--distributed-backend nccl") == (
+        "--distributed-backend nccl needs a GPU, and torch sees none. Use --distributed-backend gloo."
+    )
+    assert problem("--attention-backend fused").startswith("--attention-backend fused has no kernel for CPUs.")
+    assert problem("--attention-backend flash", has_cuda=True).endswith("--attention-backend auto, or --bf16.")
+    validate(config("--attention-backend flash --bf16"), has_cuda=True)
+    assert problem("--transformer-impl transformer_engine").endswith("Use --transformer-impl local.")

@@ -1,0 +1,69 @@
+"""Flags of precision, sequence parallelism and leaving a run: the sentences a user reads, and what the flags cause."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapipe.checks.training import idle_flags, training_problems
+from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+
+
+def problems(**train: object) -> list[str]:
+    return list(training_problems(Config(train=TrainConfig(**train))))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 are two types for the same weights. Leave one out."),
+        (
+            {"grad_reduce_in_bf16": True},
+            "--grad-reduce-in-bf16 has no effect without --bf16. Add it, or leave --grad-reduce-in-bf16 out.",
+        ),
+        (
+            {"fp16": True, "initial_loss_scale": 2.0, "min_loss_scale": 8.0},
+            "--initial-loss-scale 2 is below --min-loss-scale 8. Use --initial-loss-scale 8.",
+        ),
+        (
+            {"exit_signal": "SIGINT"},
+            "--exit-signal SIGINT has no effect without --exit-signal-handler. Add it.",
+        ),
+    ],
+)
+def test_flags_that_contradict_or_need_each_other(flags, sentence):
+    assert problems(**flags) == [sentence]
+
+
+def test_a_sequence_must_divide_over_the_ranks_that_share_it():
+    config = Config(
+        model=ModelConfig(sequence_parallel=True),
+        parallel=ParallelConfig(tensor_model_parallel_size=4),
+        train=TrainConfig(seq_length=18),
+    )
+    assert list(training_problems(config)) == [
+        "--sequence-parallel splits --seq-length 18 over --tensor-model-parallel-size 4, which does not divide it. "
+        "Use --seq-length 20, or leave --sequence-parallel out."
+    ]
+    assert not list(training_problems(replace(config, train=TrainConfig(seq_length=20))))
+
+
+def test_flags_of_a_loss_scale_that_is_not_there_are_named():
+    carried = TrainConfig(bf16=True, initial_loss_scale=65536.0, hysteresis=1)
+    assert idle_flags(Config(train=carried)) == ["--initial-loss-scale", "--hysteresis"]
+    assert not idle_flags(Config(train=replace(carried, bf16=False, fp16=True)))
+
+
+def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat():
+    code = (
+        "import torch; from megapipe.distributed.device import be_deterministic; be_deterministic();"
+        "torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert "does not have a deterministic implementation" in done.stderr

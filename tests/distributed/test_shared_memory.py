@@ -1,0 +1,157 @@
+"""Collectives of CPU ranks on one host go through shared memory, and give what gloo gives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.distributed import shared_memory
+from megapipe.pipeline_parallel.threads import run_threads
+
+LARGE = 64  # rows of 128 elements: more than SMALLEST in every type
+
+
+def tensors(rank, dtype, rows=LARGE):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(rows, 128, generator=generator).mul(100).to(dtype)
+
+
+def collectives(mesh, dtype, rows=LARGE):
+    """Of both ways: what came out, and how many exchanges went through shared memory."""
+    tp, gloo = mesh.tp, replace(mesh.tp, shared=None)
+    x = tensors(tp.rank, dtype, rows)
+    results = [
+        (axis.all_reduce(x.clone()), axis.all_gather(x), axis.reduce_scatter(x), axis.all_reduce(x.clone(), "max"))
+        for axis in (tp, gloo)
+    ]
+    return *results, tp.shared._started
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_two_ranks_get_the_bits_that_gloo_gives(dtype):
+    for ours, gloos, exchanges in run_threads(lambda mesh: collectives(mesh, dtype), tp=2):
+        assert exchanges == 3  # a maximum goes through gloo
+        for mine, theirs in zip(ours, gloos, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_ranks_all_get_the_sum_in_rank_order(dtype):
+    parts = [tensors(rank, dtype) for rank in range(4)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    for rank, (ours, _, _) in enumerate(run_threads(lambda mesh: collectives(mesh, dtype), tp=4)):
+        assert torch.equal(ours[0], expected)
+        assert torch.equal(ours[1], torch.cat(parts))
+        assert torch.equal(ours[2], expected.chunk(4)[rank])
+
+
+def test_small_tensors_go_through_gloo():
+    ranks = run_threads(lambda mesh: collectives(mesh, torch.float32, rows=4), tp=2)
+    assert [exchanges for _, _, exchanges in ranks] == [0, 0]
+
+
+def test_a_view_is_summed_where_it_lies():
+    def body(mesh):
+        x = tensors(mesh.tp.rank, torch.float32)
+        mesh.tp.all_reduce(x.t())
+        return x
+
+    expected = sum(tensors(rank, torch.float32) for rank in range(2))
+    assert all(torch.equal(x, expected) for x in run_threads(body, tp=2))
+
+
+def test_exchanges_under_way_at_once_do_not_mix_in_any_order_of_their_ends():
+    def body(mesh):
+        rank = mesh.tp.rank
+        given = [tensors(10 * n + rank, torch.float32, LARGE + 32 * n) for n in range(5)]
+        pending = [mesh.tp.start_all_reduce(x) for x in given]
+        for n in (3, 0, 4, 1, 2):
+            pending[n].wait()
+        return given
+
+    for given in run_threads(body, tp=2):
+        for n, x in enumerate(given):
+            rows = LARGE + 32 * n
+            assert torch.equal(x, tensors(10 * n, torch.float32, rows) + tensors(10 * n + 1, torch.float32, rows))
+
+
+def test_one_after_the_other_they_take_two_segments_in_turn():
+    def body(mesh):
+        total = torch.zeros(())
+        for n in range(50):
+            if n % 7 == mesh.tp.rank:
+                time.sleep(0.002)  # neither rank is always the first
+            total += mesh.tp.all_reduce(torch.full((LARGE, 128), float(n + mesh.tp.rank))).mean()
+        return total.item(), len(mesh.tp.shared._slots)
+
+    assert run_threads(body, tp=2) == [(sum(2 * n + 1 for n in range(50)), 2)] * 2
+
+
+def test_if_one_rank_cannot_open_the_pipes_of_another_all_stay_with_gloo(monkeypatch):
+    """As in two containers. Only the first try of one rank fails: the other has all that it asked for."""
+    real, tries = shared_memory._open, itertools.count()
+    monkeypatch.setattr(shared_memory, "_open", lambda *where: real(*where) if next(tries) else None)
+    for ours, gloos, exchanges in run_threads(lambda mesh: collectives(mesh, torch.float32), tp=2):
+        assert exchanges == 0
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, gloos, strict=True))
+
+
+def test_what_lies_elsewhere_under_the_same_path_is_not_opened():
+    """As on two hosts whose processes have the same numbers."""
+    inbox, outbox = os.pipe()
+    path, *identity = shared_memory._where(outbox)
+    for n in range(len(identity)):
+        other = [*identity]
+        other[n] = "another"
+        assert shared_memory._open([path, *other], os.O_WRONLY) is None
+    os.close(shared_memory._open([path, *identity], os.O_WRONLY))
+    os.close(inbox)
+    os.close(outbox)
+
+
+RANK = """
+import sys, torch
+from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+
+mesh = ProcessMesh.create(ParallelConfig(tensor_model_parallel_size=2), CPU)
+x = torch.ones(64, 128)
+mesh.tp.all_reduce(mesh.tp.all_reduce(x))
+print(x[0, 0].item(), len(mesh.tp.shared._slots), flush=True)
+if mesh.tp.rank == 0:
+    mesh.tp.all_reduce(x)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_waits_for_a_killed_one_gets_an_error_at_once():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env=env | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.stdout.readline() for rank in ranks] == ["4.0 2\n"] * 2
+    ranks[1].send_signal(signal.SIGKILL)
+    _, errors = ranks[0].communicate(timeout=30)
+    assert "DistNetworkError: rank 1 of the tensor-parallel group has closed its pipe" in errors
+    ranks[1].communicate()

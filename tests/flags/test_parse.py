@@ -1,0 +1,122 @@
+"""Flags become a Config and come back; every wrong one is named in a line of its own."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import flags_of, parse, stop, to_flags
+
+
+def problems(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, argv)
+    return caught.value.problems
+
+
+def test_no_flags_give_the_defaults():
+    assert parse(Config, []) == Config()
+
+
+def test_values_reach_their_fields():
+    config = parse(Config, ["--num-layers", "12", "--lr", "3e-4", "--bf16", "--normalization", "RMSNorm"])
+    assert (config.model.num_layers, config.train.lr, config.train.bf16) == (12, 3e-4, True)
+    assert config.model.normalization == "RMSNorm"
+
+
+def test_a_flag_given_twice_counts_the_second_time():
+    assert parse(Config, ["--num-layers", "2", "--num-layers", "3"]).model.num_layers == 3
+
+
+def test_values_with_spaces_equal_signs_and_dashes():
+    config = parse(Config, ["--split", "969, 30, 1", "--lr=1e-3", "--min-lr", "-1", "--save=--odd_name"])
+    assert (config.data.split, config.train.lr) == ("969, 30, 1", 1e-3)
+    assert (config.train.min_lr, config.checkpoint.save) == (-1, "--odd_name")
+
+
+def test_data_path_takes_many_values():
+    assert parse(Config, ["--data-path", "0.3", "a", "0.7", "b", "--bf16"]).data.data_path == ("0.3", "a", "0.7", "b")
+
+
+@pytest.mark.parametrize("name", ["--override-opt_param-scheduler", "--override-opt-param-scheduler"])
+def test_megatrons_two_spellings_of_the_scheduler_switch(name):
+    assert parse(Config, [name]).train.override_opt_param_scheduler
+
+
+def _other(kind, default):
+    if kind is bool:
+        return not default
+    if choices := get_args(kind):
+        if get_origin(kind) is tuple and get_origin(choices[0]) is Literal:
+            return get_args(choices[0])[:2]
+        return (3, 5) if choices[0] is int else ("a b", "-c") if choices[0] is str else choices[-1]
+    return {int: 7, float: -2.5e-05, str: "--dir/with space=x_y"}[kind]
+
+
+def test_every_flag_survives_the_round_trip():
+    sections = {}
+    for flag in flags_of(Config).values():
+        sections.setdefault(flag.section, {})[flag.field] = _other(flag.kind, flag.default)
+    config = Config(**{name: replace(getattr(Config(), name), **values) for name, values in sections.items()})
+    config = replace(config, data=replace(config.data, data_path=("a b", "c")))
+    assert parse(Config, to_flags(config)) == config
+    assert to_flags(Config()) == []
+
+
+def test_a_typo_gets_a_suggestion():
+    assert problems("--tensor-model-paralel-size", "2") == (
+        "unknown flag --tensor-model-paralel-size; did you mean --tensor-model-parallel-size?",
+    )
+
+
+def test_underscores_are_a_typo_as_in_megatron():
+    assert problems("--micro_batch_size", "2") == ("unknown flag --micro_batch_size; did you mean --micro-batch-size?",)
+
+
+def test_all_problems_are_named_at_once():
+    assert problems("--qqqqqqq", "--num-layers", "x", "--lr", "--swiglu", "true", "--split", "9,", "1") == (
+        "unknown flag --qqqqqqq",
+        "--lr needs a value: a number",
+        "--swiglu is a switch and takes no value, got true",
+        '--split takes one value, got 2: 9, 1 (quote it: --split "9, 1")',
+        "--num-layers x: expected an integer",
+    )
+
+
+def test_a_choice_names_what_is_allowed():
+    assert problems("--normalization", "BatchNorm") == ("--normalization BatchNorm: expected LayerNorm or RMSNorm",)
+
+
+def test_a_value_without_a_flag():
+    assert problems("train") == ("unexpected train: values follow a flag",)
+
+
+def test_a_tool_with_flags_of_its_own_answers_for_those_alone():
+    @dataclass(frozen=True)
+    class Flags:
+        workers: int = 1
+        """Processes."""
+
+    assert parse(Flags, ["--workers", "3"]) == Flags(3)
+    assert to_flags(Flags(3)) == ["--workers", "3"]
+    with pytest.raises(ConfigError, match=r"^unknown flag --seed$"):
+        parse(Flags, ["--seed", "3"])
+
+
+def test_stop_prints_one_line_and_exits_with_2(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/some/where/pretrain_gpt.py"])
+    with pytest.raises(SystemExit) as exited:
+        stop(ConfigError("unknown flag --foo"))
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == "pretrain_gpt.py: error: unknown flag --foo\n"
+
+
+def test_help_shows_the_docstring_under_a_field(capsys):
+    with pytest.raises(SystemExit) as exited:
+        parse(Config, ["--help"])
+    assert exited.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--micro-batch-size" in printed
+    assert "Sequences per microbatch and data-parallel rank." in printed

@@ -1,0 +1,319 @@
+"""From flags to stages and what they cost: refusals, formulas against built models, the search against all splits."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import STYLES
+from torch.utils.flop_counter import FlopCounterMode
+
+from megapipe.checks.run import validate
+from megapipe.config import Config, ModelConfig
+from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even
+from megapipe.plan import Pieces, Work, changes, counts_of, make_plan, pieces, schedule_of, table
+from megapipe.plan.auto import Judge, balanced, search
+from megapipe.schedule import build, simulate
+
+SMALL = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --train-iters 1 --lr 1e-3 "
+)
+
+
+def config(flags: str, processes: int = 1, microbatches: int = 8) -> Config:
+    parsed = parse(Config, f"{SMALL} --global-batch-size {microbatches} {flags}".split())
+    return replace(parsed, model=replace(parsed.model, padded_vocab_size=128), world_size=processes)
+
+
+def problems(flags: str, processes: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(config(flags, processes), has_cuda=False)
+    return "\n".join(caught.value.problems)
+
+
+def stages(flags: str, ranks: int) -> tuple[str, tuple[int, ...]]:
+    """Name of the schedule and layers of each stage that flags lead to."""
+    given = config(f"--pipeline-model-parallel-size {ranks} {flags}", ranks)
+    validate(given, has_cuda=False)
+    plan = make_plan(given)
+    return plan.schedule.name, plan.counts
+
+
+def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():
+    by_layers = stages("--num-layers 8 --num-layers-per-virtual-pipeline-stage 1", 2)
+    assert by_layers == stages("--num-layers 8 --num-virtual-stages-per-pipeline-rank 4", 2)
+    assert by_layers == ("interleaved", (1,) * 8)
+    assert stages("--num-layers 8", 2) == ("1f1b", (4, 4))
+
+
+@pytest.mark.parametrize("vocab, holds", [(1 << 16, True), (1 << 17, False)])
+def test_the_plan_counts_the_logits_that_the_fused_loss_keeps(vocab, holds):
+    model = replace(STYLES["gpt2"], padded_vocab_size=vocab)
+    plain, fused = (pieces(replace(model, cross_entropy_loss_fusion=f), 1024).head for f in (False, True))
+    assert fused.b == plain.b * (1 if holds else 2)
+    assert fused.held == (plain.held if holds else plain.held - 4 * 1024 * vocab)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_dualpipe_joins_passes_only_where_there_are_collectives_to_hide(tp):
+    flags = f"--num-layers 4 --pipeline-schedule dualpipe --tensor-model-parallel-size {tp}"
+    schedule = schedule_of(config(f"--pipeline-model-parallel-size 2 {flags}", 2 * tp), 8)
+    assert max(len(step) for row in schedule.ranks for step in row) == tp
+
+
+@pytest.mark.parametrize("layers, most", [(2, 2), (4, 4), (6, 2), (8, 8)])
+def test_the_search_takes_only_as_many_stages_as_the_layers_fill(layers, most):
+    name, counts = stages(f"--num-layers {layers} --pipeline-schedule zb-auto", 2)
+    assert name == "zb-auto"
+    assert len(counts) <= most
+    assert len(set(counts)) == 1
+
+
+def test_a_layout_says_how_many_stages_a_rank_has():
+    assert stages("--num-layers 10 --pipeline-model-parallel-layout Ett|(ttt|)*2,ttL", 4) == ("1f1b", (2, 3, 3, 2))
+    assert stages("--num-layers 10 --pipeline-model-parallel-layout Ett|(ttt|)*2,ttL", 2)[0] == "interleaved"
+    layout = "--num-layers 3 --pipeline-model-parallel-layout E|tt|t|L --pipeline-schedule"
+    assert stages(f"{layout} zb-v", 2) == ("zb-v", (0, 2, 1, 0))
+    assert stages("--num-layers 3 --pipeline-model-parallel-layout Et|ttL --pipeline-schedule dualpipe", 2)[1] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--num-layers 80 --num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers 80 does not fill stages of --num-layers-per-virtual-pipeline-stage 2 on 16 ranks: "
+            "80 = 32 x 2 + 16.\n      Use --num-layers 64, or --num-layers 96, or "
+            "--num-layers-per-virtual-pipeline-stage 1, or --num-layers-per-virtual-pipeline-stage 5.",
+        ),
+        (
+            "--num-layers 3 --pipeline-model-parallel-layout Et|ttL",
+            "lists 2 stages, which --pipeline-model-parallel-size 16 does not divide. List 16 stages; a stage may be",
+        ),
+        (
+            "--num-layers 3 --pipeline-model-parallel-layout Et|(|)*14,tL",
+            "lists 2 layers, but --num-layers is 3. Make them equal.",
+        ),
+        (
+            "--num-layers 32 --pipeline-model-parallel-layout E(t|)*31tL --pipeline-schedule 1f1b",
+            "lists 32 stages, but 1f1b on 16 ranks cuts the model in 16. List 16 stages, or use --pipeline-schedule "
+            "interleaved.",
+        ),
+        (
+            "--num-layers 32 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule zb-v",
+            "--num-virtual-stages-per-pipeline-rank 3, but zb-v has 2 on each rank. Leave it out, or use",
+        ),
+        (
+            "--num-layers 32 --num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule zb-v",
+            "--num-layers-per-virtual-pipeline-stage 2 makes 16 stages, but zb-v on 16 ranks cuts the model in 32.",
+        ),
+        ("--num-layers 16 --pipeline-model-parallel-layout tE", "E, the embedding, comes after other stages"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_with_what_can(flags, sentence):
+    assert sentence in problems(f"--pipeline-model-parallel-size 16 {flags}", 16)
+
+
+FLAGS = {
+    "per stage": "--num-layers-per-virtual-pipeline-stage 1",
+    "per rank": "--num-virtual-stages-per-pipeline-rank 2",
+    "layout": "--pipeline-model-parallel-layout Et|tL",
+    "first": "--decoder-first-pipeline-num-layers 1",
+    "last": "--decoder-last-pipeline-num-layers 1",
+    "embedding": "--account-for-embedding-in-pipeline-split",
+    "loss": "--account-for-loss-in-pipeline-split",
+}
+TOGETHER = {("per stage", "embedding"), ("per stage", "loss"), ("first", "last"), ("embedding", "loss")} | {
+    ("per rank", other) for other in ("first", "last", "embedding", "loss")
+}
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(FLAGS, 2)))
+def test_two_flags_are_refused_together_as_megatron_refuses_them(a, b):
+    # 16 layers with two counted do not fill stages: then the refusal is about layers, not about the pair.
+    flags = f"--pipeline-model-parallel-size 2 --num-layers 16 {FLAGS[a]} {FLAGS[b]}"
+    try:
+        validate(config(flags, 2), has_cuda=False)
+        text = ""
+    except ConfigError as error:
+        text = str(error)
+    refused = any(FLAGS[a] in line and FLAGS[b] in line and "both say" in line for line in text.splitlines())
+    refused |= "makes stages uneven" in text
+    assert refused == ((a, b) not in TOGETHER), text
+
+
+def test_auto_takes_virtual_stages_but_no_other_split():
+    auto = "--num-layers 6 --pipeline-model-parallel-layout auto"
+    name, counts = stages(f"{auto} --num-virtual-stages-per-pipeline-rank 2", 2)
+    assert (name, len(counts), sum(counts)) == ("interleaved", 4, 6)
+    assert "both say the layers of a stage" in problems(
+        f"--pipeline-model-parallel-size 2 {auto} --decoder-first-pipeline-num-layers 1", 2
+    )
+
+
+MIXED = '{"0": {"no_mlp": true}, "1": {"ffn_hidden_size": 24, "qk_layernorm": true}, "3": {"no_attention": true}}'
+
+
+@pytest.mark.parametrize("overrides", [None, MIXED])
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_by_formula_are_those_of_the_built_stages(style, overrides):
+    model = replace(STYLES[style], per_layer_overrides=overrides)
+    by_formula = pieces(model, 12)
+    for span in make_plan(replace(config("--num-layers 4"), model=model)).spans:
+        built = gpt_provider(model, span, Axis())
+        assert by_formula.stage(span).parameters == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_flops_by_formula_are_those_that_torch_counts(style):
+    seq, batch = 8, 3
+    model: ModelConfig = replace(STYLES[style], attention_backend="unfused", per_layer_overrides=MIXED)
+    (span,) = make_plan(replace(config("--num-layers 4"), model=model)).spans
+    whole = gpt_provider(model, span, Axis()).eval()
+    for param in whole.parameters():
+        torch.nn.init.normal_(param)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        whole(tokens, labels=tokens)
+    scores = sum(4 * seq * seq * batch * model.heads * model.head_dim for layer in (0, 1, 2))
+    # torch counts scores whole, the formula the causal half.
+    assert pieces(model, seq, batch).stage(span).f == counter.get_total_flops() - scores / 2
+
+
+@pytest.mark.parametrize("span", [LayerSpan(0, 1, False, False), LayerSpan(4, 0, False, True)], ids=["layer", "head"])
+@pytest.mark.parametrize("style", STYLES)
+def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024, "padded_vocab_size": 4096}
+    model = replace(STYLES[style], **sizes, attention_dropout=0.0)
+    stage = gpt_provider(model, span, Axis())
+    for param in stage.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    weights = {param.untyped_storage().data_ptr() for param in stage.parameters()}
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address comes twice
+        return x
+
+    stage.set_input_tensor(torch.randn(64, 2, 256, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        stage(labels=torch.zeros(2, 64, dtype=torch.long))
+    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    assert pieces(model, 64, 2).stage(span).held == pytest.approx(real, rel=0.12)
+
+
+def heavy_head(layers: int, head: float) -> Pieces:
+    """Layers of one unit per pass and a head of several, as a large vocabulary makes it."""
+    return Pieces(Work(), (Work(1.0, 1.0, 1.0, 1.0, 1.0, 1),) * layers, Work(head, head, head, 1.0, 1.0, 1))
+
+
+def all_splits(layers: int, chain: int):
+    for cuts in itertools.combinations_with_replacement(range(layers + 1), chain - 1):
+        ends = (0, *cuts, layers)
+        yield tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "layers", "head"),
+    [
+        ("1f1b", 4, 16, 4.0),
+        ("zb-h1", 4, 16, 4.0),
+        ("zb-h1", 4, 12, 2.5),
+        ("interleaved", 2, 9, 4.0),
+        ("zb-v", 2, 9, 4.0),
+        ("v-half", 2, 9, 1.5),
+        ("dualpipe", 4, 10, 4.0),
+    ],
+)
+def test_the_search_finds_what_trying_every_split_finds(name, pp, layers, head):
+    judge = Judge(build(name, pp, 8), heavy_head(layers, head))
+    chain = judge.schedule.placement.chain
+    best = min(judge.score(counts)[1] for counts in all_splits(layers, chain))
+    found = search(judge)
+    assert sum(found) == layers
+    assert simulate(judge.schedule, judge.pieces.costs(found)).makespan == pytest.approx(best)
+
+
+def test_a_head_of_four_layers_costs_a_third_of_the_step_if_layers_are_counted():
+    judge = Judge(build("zb-h1", 8, 32), heavy_head(16, 4.0))
+    assert judge.score(search(judge))[1] < 0.75 * judge.score(nearly_even(16, 8))[1]
+
+
+def test_balanced_means_no_split_has_a_shorter_longest_stage():
+    model = heavy_head(7, 2.5)
+
+    def longest(counts):
+        return max(sum(row) for row in zip(*(getattr(model.costs(counts), n) for n in "fbw"), strict=True))
+
+    assert longest(balanced(model, 4)) == min(longest(counts) for counts in all_splits(7, 4))
+
+
+def test_the_search_keeps_the_memory_limit_where_a_split_does():
+    judge = Judge(build("1f1b", 4, 8), heavy_head(12, 4.0))
+    free = search(judge)
+    limited = replace(judge, limit=lambda counts: [10.0] * 4)  # stage 0 holds 4 microbatches of its layers
+    kept = search(limited)
+    assert free[0] > 2
+    assert kept[0] <= 2
+    assert limited.score(kept)[0] == 0
+
+
+def test_a_plan_above_the_memory_limit_is_refused_with_its_numbers():
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2"
+    need = max(make_plan(config(flags, 2)).peak_bytes) / 2**30
+    make_plan(config(f"{flags} --memory-limit-gib {need * 1.001}", 2))
+    with pytest.raises(
+        ConfigError, match=r"is predicted to need, \S+ GiB: \S+ for parameters, gradients and optimizer"
+    ):
+        make_plan(config(f"{flags} --memory-limit-gib {need * 0.9}", 2))
+
+
+def test_the_table_has_a_line_for_each_stage_and_global_layer_numbers():
+    text = table(
+        make_plan(
+            config(
+                "--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
+                "--pipeline-model-parallel-layout Ett||tttt|L",
+                2,
+            )
+        )
+    )
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[:5] for row in rows[1:]] == [
+        ["0", "0", "0", "0-1", "embedding"],
+        ["1", "1", "0", "-", "-"],
+        ["2", "1", "1", "2-5", "-"],
+        ["3", "0", "1", "-", "loss"],
+    ]
+    shares = [float(row[-2].rstrip("%")) for row in rows[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_an_automatic_split_is_shown_beside_the_even_one():
+    given = config("--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto", 2)
+    given = replace(given, model=replace(given.model, padded_vocab_size=1024))
+    before, after = changes(make_plan(given)).splitlines()[1:]
+    assert before.split()[:3] == ["before", "step", "1.000"]
+    assert before.endswith("Ettt|tttL")
+    assert float(after.split()[2]) < 1
+
+
+def test_the_even_split_stays_where_no_other_is_faster():
+    judge = Judge(build("dualpipe", 2, 8), heavy_head(7, 0.3))  # a rank of the mirror holds both ends of the model
+    assert search(judge) == nearly_even(7, 2)
+
+
+def test_an_unknown_schedule_and_a_broken_layout_are_said_at_once():
+    text = problems("--num-layers 4 --pipeline-schedule zbv --pipeline-model-parallel-layout Ett", 1)
+    assert "unknown schedule zbv" in text
+    assert "L, the loss, stands there 0 times; it must be the last letter, once. In a shell, | needs quotes" in text
+
+
+def test_counts_come_from_the_placement_not_from_ranks():
+    given = config("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe", 2)
+    assert counts_of(given, schedule_of(given, 8).placement) == (4, 4)

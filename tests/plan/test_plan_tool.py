@@ -1,0 +1,43 @@
+"""The plan without the run: tools/plan.py as a user calls it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 2000 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 "
+    "--lr 1e-3 --pipeline-model-parallel-size 2"
+)
+
+
+def plan(flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/plan.py", *MODEL.split(), *flags.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_split_that_it_prints_gives_the_same_plan_and_runs_on_emulated_devices():
+    auto = plan("--pipeline-model-parallel-layout auto --emulate-ms 1 --repeats 1")
+    assert auto.returncode == 0, auto.stderr
+    (text,) = re.findall(r"^--pipeline-model-parallel-layout '(.+)'$", auto.stdout, re.MULTILINE)
+    stage = re.compile(r"^ +\d .*$", re.MULTILINE)
+    assert stage.findall(plan(f"--pipeline-model-parallel-layout {text}").stdout) == stage.findall(auto.stdout)
+    # Only the prediction: a measured time says nothing while other tests run.
+    even, chosen = (int(x) for x in re.findall(r"step +\d+ ms  predicted +(\d+)", auto.stdout))
+    assert chosen < even
+
+
+def test_what_a_run_would_refuse_is_refused():
+    refused = plan("--num-layers 7")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("plan.py: error: --num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
