@@ -22,21 +22,28 @@ from megapipe.schedule import (
     Schedule,
     build,
     forward_only,
-    lower,
     share_of_window,
     unpaired,
     verify,
 )
+from megapipe.schedule.lower import lower_timed, most_in_flight
+from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.rng import Stream
+
+SLACK = 2
+"""Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 
 
 @lru_cache(maxsize=16)
-def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[Program, ...]:
+def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[tuple[Program, ...], tuple[int, ...]]:
+    """Of each rank, and how many of its messages are under way at most."""
     verify(schedule)
     schedule = schedule if overlap else unpaired(schedule)
-    return lower(forward_only(schedule) if evaluate else schedule)
+    schedule = forward_only(schedule) if evaluate else schedule
+    clock = run_clock(schedule)
+    return lower_timed(schedule, clock), most_in_flight(schedule, clock)
 
 
 @lru_cache(maxsize=16)
@@ -141,13 +148,27 @@ def get_forward_backward_func(
         shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
         dtype = dtype or _message_dtype(modules, mesh.pp)
         transport = Transport(mesh.pp, p2p_mode)
-        comm = P2PCommunicator(mesh.pp, shape, dtype, transport=transport, variable_seq_lengths=variable_seq_lengths)
+        programs, in_flight = _programs(table, forward_only, overlap)
+        comm = P2PCommunicator(
+            mesh.pp,
+            shape,
+            dtype,
+            transport=transport,
+            variable_seq_lengths=variable_seq_lengths,
+            sends_in_flight=in_flight[mesh.pp.rank] + SLACK,
+        )
         if table.placement not in opened:
             comm.open_links(table.placement)
             opened.add(table.placement)
         with torch.set_grad_enabled(not forward_only):
-            program = _programs(table, forward_only, overlap)[mesh.pp.rank]
-            execute(program, table.placement, stages, comm, on_stage_done=on_stage_done, position=mesh.position)
+            execute(
+                programs[mesh.pp.rank],
+                table.placement,
+                stages,
+                comm,
+                on_stage_done=on_stage_done,
+                position=mesh.position,
+            )
         for stage in stages.values():
             stage.finish()
         results = {mb: result for stage in stages.values() for mb, result in stage.results.items()}

@@ -32,6 +32,7 @@ class P2PCommunicator:
         batch_p2p_sync: after a batch has been waited for, synchronize the device (Megatron's guard against a race in
             batches of older PyTorch).
         sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
+            Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class P2PCommunicator:
                 self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
             else:
                 received[message.made_by] = InFlight(op.tensor, work, sync)
-        while len(self.sends) > self.sends_in_flight:
+        while len(self.sends) > self.sends_in_flight or (self.sends and self.sends[0][1].is_over):
             self._finish_oldest()
         return received
 

@@ -34,6 +34,9 @@ class Handle(Protocol):
     def wait(self) -> Any:
         """Return once it has."""
 
+    def is_completed(self) -> bool:
+        """Has it? Gloo's sends say no until they are waited for."""
+
 
 class Op(NamedTuple):
     """A tensor from here to the rank at position `peer` of the axis, or (not sends) from there to here.
@@ -55,6 +58,11 @@ class InFlight:
 
     def __init__(self, tensor: Tensor, work: Handle, then: Callable[[], None] | None = None) -> None:
         self.tensor, self._work, self._then = tensor, work, then
+
+    @property
+    def is_over(self) -> bool:
+        """Would `wait` return at once? A handle may not know."""
+        return self._work.is_completed()
 
     def wait(self) -> Tensor:
         """The tensor, once it has arrived or left. To be called once: gloo would wait for a second message."""
@@ -128,6 +136,9 @@ class _Unit:
     def wait(self) -> None:
         while self._works:
             self._works.pop().wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def _rounds(ops: list[Op]) -> list[list[Op]]:

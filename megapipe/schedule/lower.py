@@ -7,6 +7,8 @@ receive.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Exchange, Kind, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
@@ -62,6 +64,21 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
                 entries[rank].append(entry)
                 entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
+
+
+def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
+    """Of each rank: the most of its messages that are made and not yet taken at one time by the clock."""
+    place = schedule.placement
+    steps = [
+        (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
+    ]
+    taken = {(p.kind is Kind.F, p.stage, p.microbatch): start for _, p, start, _ in steps if p.kind is not Kind.W}
+    changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
+    for rank, p, _, end in steps:
+        consumer = place.consumer(p)
+        if consumer is not None and place.rank_of[consumer] != rank:
+            changes[rank] += (end, -1), (taken[p.kind is Kind.F, consumer, p.microbatch], 1)
+    return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

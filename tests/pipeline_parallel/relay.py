@@ -108,6 +108,9 @@ class Done:
     def wait(self) -> None:
         assert self.event is None or self.event.wait(20)
 
+    def is_completed(self) -> bool:
+        return self.event is None or self.event.is_set()
+
 
 class Void(Transport):
     """Sends vanish, receives hold what was in memory, nothing waits. `posted` lists the operations."""

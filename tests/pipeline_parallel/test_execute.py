@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch.profiler import profile
 
 from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.forward_backward import SLACK, get_forward_backward_func
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import PipelineStage
-from megapipe.schedule import Exchange, Kind, Pass, Schedule, Step, build, forward_only, lower, unpaired
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
 from megapipe.tensor_parallel.rng import Stream
 
 from .relay import Done, Void
@@ -177,6 +181,50 @@ def test_an_output_is_gone_once_it_is_sent_while_its_graph_stays(monkeypatch):
     execute(lower(schedule)[0], schedule.placement, {0: stage}, comm)
     assert module.alive == [0] * 8
     torch.testing.assert_close(module.layer.bias.grad, torch.full((4,), 16.0))  # 8 microbatches of 2 ones
+
+
+def test_outputs_that_have_left_are_let_go_though_gloo_does_not_say_so():
+    """16 stayed until 16 more had been sent, however long ago the other rank had them (rank 1 here is the faster)."""
+
+    def body(mesh):
+        module = Linear()
+        module.config = SimpleNamespace(hidden_size=4, sequence_parallel=False)
+        if mesh.pp.rank == 0:
+            module.register_forward_pre_hook(lambda *_: time.sleep(0.002))
+        get_forward_backward_func(mesh=mesh, schedule="gpipe")(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+            data_iterator=None,
+            model=module,
+            num_microbatches=24,
+            seq_length=2,
+            micro_batch_size=1,
+        )
+        return module.alive
+
+    first, _ = run_threads(body, pp=2)
+    assert max(first) == 1 + SLACK  # GPipe has one message under way
+
+
+class Slow:
+    """Over when told so, as NCCL says it."""
+
+    over = False
+
+    def wait(self):
+        assert self.over
+
+    def is_completed(self):
+        return self.over
+
+
+def test_a_send_that_says_it_is_over_is_let_go_at_the_next(monkeypatch):
+    axis, works = Axis(0, 2, (0, 1)), []
+    monkeypatch.setattr(Void, "one", lambda self, op: works.append(Slow()) or works[-1])
+    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    for n in range(6):
+        comm.exchange((Message(Pass(Kind.F, 0, n), 0, 1),), lambda _: torch.zeros(1))
+        works[n].over = n < 3
+    assert [message.made_by.microbatch for message, _ in comm.sends] == [3, 4, 5]
 
 
 def test_evaluation_runs_the_forwards_of_the_same_table():

@@ -2,7 +2,9 @@
 
 from itertools import pairwise
 
-from megapipe.schedule import Costs, Exchange, Program, build, lower, verify
+from megapipe.schedule import Costs, Exchange, Program, Schedule, build, lower, verify
+from megapipe.schedule.lower import most_in_flight
+from megapipe.schedule.simulate import run_clock
 
 
 def text(program: Program) -> str:
@@ -45,3 +47,12 @@ def test_passes_that_take_no_time_still_have_an_order() -> None:
     for name in ("1f1b", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "interleaved-zb"):
         for costs in (Costs(0, 0, 0), Costs(1, 0, 1), Costs(0, 1, 0), Costs(1 / 3, 0.1, 0.2)):
             verify(build(name, 4, 8), costs=costs)
+
+
+def test_messages_under_way_are_those_made_and_not_yet_taken() -> None:
+    def of(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+        return most_in_flight(schedule, run_clock(schedule, costs))
+
+    assert of(build("gpipe", 2, 8), Costs(1, 1, 1)) == (1, 1)
+    # Rank 1 takes 3 per forward: at 8 rank 0 has made 8, and rank 1 has taken those of 1, 4 and 7.
+    assert of(build("gpipe", 2, 8), Costs((1, 3), (1, 3), (1, 3))) == (5, 1)
