@@ -5,6 +5,7 @@ python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def m
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +23,19 @@ from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import find_checkpoint, load_checkpoint
-from megapipe.training.saved_config import saved_config
+from megapipe.training.saved_config import require_provider, saved_config
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool. Architecture and tokenizer come from the checkpoint."""
+    """Flags of this tool. Sizes and tokenizer come from the checkpoint."""
 
     load: str | None = None
     """Folder of checkpoints."""
     ckpt_step: int | None = None
     """Iteration to load. Default: the newest."""
+    model_provider: str | None = None
+    """Function that builds the model, if not ours: MODULE:NAME or FILE.py:NAME. Never taken from the checkpoint."""
     tokenizer_model: str | None = None
     """SentencePiece model, if it has moved since the training."""
     prompt: str = ""
@@ -55,19 +58,23 @@ def main(argv: Sequence[str]) -> None:
     folder = find_checkpoint(checkpoint)
     if folder is None:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint")
+    require_provider(folder, flags.model_provider)
     saved = saved_config(folder)
     model_config = saved.model
     tokenizer = build_tokenizer(
         replace(saved.data, tokenizer_model=flags.tokenizer_model) if flags.tokenizer_model else saved.data
     )
 
-    provider = find_provider(model_config.model_provider) if model_config.model_provider else gpt_provider
+    provider = find_provider(flags.model_provider) if flags.model_provider else gpt_provider
     model = stage_provider(provider)(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
     initialize(model, 0, Axis())
     if saved.train.bf16 or saved.train.fp16:
         model = model.to(torch.bfloat16 if saved.train.bf16 else torch.float16)
     load_checkpoint(folder, [model], None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
-    ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
+    try:
+        ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
+    except ValueError as error:  # a NullTokenizer takes numbers
+        raise ConfigError(f"--prompt {flags.prompt}: {error}") from None
     new = generate(model.float().eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
 
@@ -96,8 +103,10 @@ def _problems(flags: Flags) -> Iterator[str]:
         yield "--load is missing: --load runs/quickstart/checkpoints"
     if flags.num_tokens < 1:
         yield f"--num-tokens {flags.num_tokens} must be at least 1"
-    if flags.temperature < 0 or flags.top_k < 0:
-        yield f"--temperature {flags.temperature} and --top-k {flags.top_k} must not be negative"
+    if not 0 <= flags.temperature < math.inf:
+        yield f"--temperature {flags.temperature} must be a number of at least 0"
+    if flags.top_k < 0:
+        yield f"--top-k {flags.top_k} must be at least 0"
 
 
 if __name__ == "__main__":

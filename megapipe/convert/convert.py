@@ -24,7 +24,7 @@ from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.training import commit
 from megapipe.training.checkpoint import STATE
-from megapipe.training.saved_config import saved_config
+from megapipe.training.saved_config import saved_config, saved_provider
 
 BESIDE = "huggingface"
 """Folder beside our checkpoints that keeps config.json and the tokenizer for the way back."""
@@ -116,6 +116,11 @@ def export_checkpoint(
         raise CheckpointError(f"{target} is not empty; give another folder")
     files = commit.read_manifest(folder)
     commit.verify(folder, files, files)
+    if (provider := saved_provider(folder)) is not None:
+        raise CheckpointError(
+            f"{folder.name} was made with --model-provider {provider}, and only megapipe's own GPT can be exported: "
+            "a family of Hugging Face says nothing of what another program computes"
+        )
     config = saved_config(folder)
     model, saved = config.model, SavedTensors(folder)
     if beside is None and (folder.parent / BESIDE / "config.json").exists():

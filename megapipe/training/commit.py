@@ -57,7 +57,9 @@ def newest(root: Path) -> int | None:
     if (root / MANIFEST).exists():
         raise CheckpointError(
             f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
-            f"--load {root.parent} --ckpt-step {root.name.removeprefix('iter_').lstrip('0')}"
+            f"--load {root.parent} --ckpt-step {int(root.name.removeprefix('iter_'))}"
+            if _NAME.fullmatch(root.name)
+            else f"{root} is one checkpoint, and its folder was renamed; it was called iter_ and seven digits"
         )
     there = iterations_in(root)
     try:
@@ -65,6 +67,8 @@ def newest(root: Path) -> int | None:
     except FileNotFoundError:
         # A folder has its name only when it is complete: the first save was cut off just before its pointer.
         return there[-1] if there else None
+    if text.strip() == b"release" and (root / "release").is_dir():
+        raise CheckpointError(_megatrons(root / "release"))
     if not re.fullmatch(rb"[0-9]{1,18}\s*", text):
         raise CheckpointError(f"{root / POINTER} holds {text[:40]!r}, not an iteration. {_choices(there)}")
     if int(text) not in there:
@@ -131,6 +135,8 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
+        if is_megatrons(folder):
+            raise CheckpointError(_megatrons(folder)) from None
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is damaged. {_OTHER}") from None
@@ -157,6 +163,20 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
     if problems:
         raise CheckpointError(problems)
     return files  # type: ignore[no-any-return]
+
+
+def is_megatrons(folder: Path) -> bool:
+    """Is this the folder of a checkpoint that Megatron-LM has written, in any of its formats?"""
+    return any((folder / name).exists() for name in ("common.pt", "metadata.json", ".metadata")) or any(
+        folder.glob("mp_rank_*")
+    )
+
+
+def _megatrons(folder: Path) -> str:
+    return (
+        f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it to Hugging Face's "
+        "format with Megatron's tools, import that with tools/convert_checkpoint.py, and load that with --finetune"
+    )
 
 
 def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None:
