@@ -6,11 +6,12 @@ and the place in it. Any tensor-parallel, pipeline or data-parallel layout and a
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from hashlib import blake2b, shake_256
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.tokens import Documents
 from megapipe.tensor_parallel.eager import eager
+
+_WORDS, _HEAD = 624, 24  # of a Mersenne Twister's state, in the bytes of torch.Generator.get_state
+_BLOCKS, _BLOCK_ELEMENTS = 8, 2**18  # a mask is drawn in at most so many blocks, of at least so many elements
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,25 @@ def current_stream() -> Stream:
     return _stream.get() or Stream(0, 0)
 
 
+def stream_key(*name: object) -> int:
+    """The 64 bits that a name of numbers and texts stands for: its BLAKE2b (RFC 7693)."""
+    return int.from_bytes(blake2b(repr(name).encode(), digest_size=8).digest(), "little")
+
+
 def generator(device: torch.device, *name: object) -> torch.Generator:
-    """A generator whose state is a function of its name alone."""
-    text = "/".join(map(str, name)).encode()
-    high, low = zlib.crc32(text), zlib.adler32(text[::-1])
-    return torch.Generator(device).manual_seed((high << 31) ^ low)
+    """A generator whose state is a function of its name alone; names of another `stream_key` have another state.
+
+    Philox on a GPU takes the key as it is. Of a seed the CPU's Mersenne Twister would read 32 bits, which makes 116
+    pairs of equal streams among 10^6; so its whole state is drawn from the key, by SHAKE-256.
+    """
+    key = stream_key(*name)
+    if device.type != "cpu":
+        return torch.Generator(device).manual_seed(key)
+    words = torch.frombuffer(bytearray(shake_256(key.to_bytes(8)).digest(4 * _WORDS)), dtype=torch.uint32)
+    fresh = torch.Generator()
+    state = fresh.get_state()  # seed and counters, then the words, 64 bits for each
+    state[_HEAD : _HEAD + 8 * _WORDS].view(torch.int64).copy_(words)
+    return fresh.set_state(state)
 
 
 @eager
@@ -71,19 +89,34 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """Zero each element with probability p and scale the rest by 1/(1-p).
 
     Args:
-        x: any shape; with `tp`, this rank's slice of dimension `dim`.
+        x: any shape; with `tp`, this rank's slice of dimension `dim`. Of a slice of dimension 0 little more is drawn.
         site: layer and place in it; with the current stream it names the mask.
     """
     if p == 0.0:
         return x
-    shape = list(x.shape)
+    shape, first, rows = list(x.shape), 0, x.shape[0]
     if tp is not None:
         shape[dim] *= tp.size
+        first = tp.rank * rows if dim == 0 else 0
     stream = current_stream()
-    draw = torch.rand(shape, device=x.device, generator=generator(x.device, stream.seed, stream.sample, *site))
-    if tp is not None:
+    draw = _uniform(shape, first, rows, x.device, stream.seed, stream.sample, *site)
+    if tp is not None and dim != 0:
         draw = draw.chunk(tp.size, dim)[tp.rank]
     return x.masked_fill(draw < p, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
+
+
+def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object) -> Tensor:
+    """Rows first .. first + rows - 1 of the tensor of uniform float32 numbers in [0, 1) that has this shape and name.
+
+    It consists of at most _BLOCKS blocks of rows, each from a stream of its own, so that a rank draws those it needs.
+    """
+    row = math.prod(shape[1:])
+    size = max(-(-shape[0] // _BLOCKS), -(-_BLOCK_ELEMENTS // max(row, 1)))
+    start = first // size
+    drawn = torch.empty(min(-(-(first + rows) // size) * size, shape[0]) - start * size, *shape[1:], device=device)
+    for number, block in enumerate(torch.split(drawn, size), start):
+        block.uniform_(generator=generator(device, *name, number))
+    return drawn[first - start * size :][:rows]
 
 
 @torch.no_grad()
