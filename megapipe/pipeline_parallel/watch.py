@@ -6,7 +6,6 @@ launcher's store, which needs none of the broken groups. Exit codes are in docs/
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -87,7 +86,7 @@ class Watch:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
         self._closed = True
-        self._bell.send(b"\0")  # closing it would not do: data loaders that were forked hold it too
+        self._bell.send(b"\0")
         self._thread.join()
         self._bell.close()
         self._ear.close()
@@ -130,10 +129,12 @@ class Watch:
 
     def _terminated(self) -> NoReturn:
         """All ranks are to stop, and nothing is wrong; or the launcher ends those that outlived another."""
-        report = report_of(self.mesh, TERMINATED)
-        self._post(report)
-        reports = [report, *self._collect(stop=self._others_failed).values()]
-        if len(reports) == self.mesh.world.size and all(r.note == TERMINATED for r in reports):
+        report, size, until = report_of(self.mesh, TERMINATED), self.mesh.world.size, time.monotonic() + ANSWER_S
+        told = self._ask(lambda store: store.add("terminated", 1)) or 1
+        while told < size and time.monotonic() < until and not self._others_failed():
+            time.sleep(0.05)
+            told = self._ask(lambda store: store.add("terminated", 0)) or 1
+        if told == size:
             self._leave(TERMINATED, signal.SIGTERM)
         self._end(report, 128 + signal.SIGTERM)
 
@@ -142,7 +143,7 @@ class Watch:
         _say(str(report))
         self._post(report)
         first = self._ask(lambda store: store.add("failed", 1)) == 1
-        reports = {self.mesh.world.rank: report} | self._collect()
+        reports = {self.mesh.world.rank: report} | (self._collect() if first else {})
         if self._store is None:
             _say("the ranks' store does not answer: the process or machine that keeps it (by hand: rank 0) is gone")
         elif first:
@@ -154,23 +155,25 @@ class Watch:
             time.sleep(POLL_S)  # by hand it keeps the store, which others are still reading
         _exit(code)
 
-    def _collect(self, stop: Callable[[], bool] = lambda: False) -> dict[int, Report]:
-        """What the other ranks post until all have or the time is over."""
-        found: dict[int, Report] = {}
-        missing = set(range(self.mesh.world.size)) - {self.mesh.world.rank}
+    def _collect(self) -> dict[int, Report]:
+        """What the ranks, this one among them, post until all have or the time is over. One request for all reports."""
+        ranks: set[int] = set()
         until = time.monotonic() + ANSWER_S
-        while missing and self._store is not None and time.monotonic() < until and not stop():
-            for rank in sorted(missing):
-                if self._ask(lambda store, key=f"rank{rank}": store.check([key])):  # type: ignore[misc]
-                    text = self._ask(lambda store, key=f"rank{rank}": store.get(key))  # type: ignore[misc]
-                    if text is not None:
-                        found[rank] = Report.from_json(text)
-            missing -= found.keys()
+        while len(ranks) < self.mesh.world.size and self._store is not None and time.monotonic() < until:
             time.sleep(0.05)
-        return found
+            ranks = set(map(int, (self._ask(lambda store: store.get("reported")) or b"").split()))
+        texts = self._ask(lambda store: store.multi_get([f"rank{rank}" for rank in ranks])) or ()
+        return {rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=False)}
 
     def _post(self, report: Report) -> None:
-        self._ask(lambda store: store.set(f"rank{self.mesh.world.rank}", report.to_json()))
+        """For `_collect`, which asks for the reports of ranks that stand in one list."""
+        rank, text = self.mesh.world.rank, report.to_json()
+
+        def post(store: Any) -> None:
+            store.set(f"rank{rank}", text)
+            store.append("reported", f"{rank} ")
+
+        self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
         """The store's answer; None without one, and then the store is not asked again."""
@@ -202,8 +205,6 @@ def _say(text: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    for child in multiprocessing.active_children():  # data loaders
-        child.kill()
     sys.stdout.flush()
     os._exit(code)
 
