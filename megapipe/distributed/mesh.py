@@ -7,7 +7,7 @@ is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -31,9 +31,9 @@ class ProcessMesh:
 
     Attributes:
         ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
-            placement; size 1 for all others and where both are the same rank.
+            placement; size 1 for all others, where both are the same rank, and where nothing is tied.
         twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
-            1 for the middle rank of an odd pipeline.
+            1 for the middle rank of an odd pipeline, and under every other schedule.
         device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
             and for ranks that are threads.
         position: where this rank is in its work.
@@ -57,17 +57,23 @@ class ProcessMesh:
         return ProcessMesh(device=device or CPU)
 
     @staticmethod
-    def create(parallel: ParallelConfig, device: torch.device) -> ProcessMesh:
+    def create(
+        parallel: ParallelConfig, device: torch.device, shares: Collection[str] = ("ends", "twins")
+    ) -> ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
         Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
+
+        Args:
+            shares: which of `ends` and `twins` share weights (Plan.shares). Each costs a call of the whole world per
+                pair of ranks: 64 and 512 of them at tp 8, pp 16, dp 8.
         Raises: ConfigError if the ranks do not meet in time.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return ProcessMesh.single(device)
         try:
-            return ProcessMesh._meet(parallel, device, world_size)
+            return ProcessMesh._meet(parallel, device, world_size, shares)
         except RuntimeError as error:
             address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             minutes = parallel.distributed_timeout_minutes
@@ -79,7 +85,7 @@ class ProcessMesh:
             ) from error
 
     @staticmethod
-    def _meet(parallel: ParallelConfig, device: torch.device, world_size: int) -> ProcessMesh:
+    def _meet(parallel: ParallelConfig, device: torch.device, world_size: int, shares: Collection[str]) -> ProcessMesh:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
@@ -101,7 +107,7 @@ class ProcessMesh:
                 return device_mesh.get_group(name) if rank in ranks else None
             return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
 
-        mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh), store=store)
+        mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh, shares), store=store)
         mesh.set_timeout(timeout.total_seconds())
         return mesh
 
@@ -129,6 +135,7 @@ def build_mesh(
     device: torch.device,
     make_group: Callable[[str, tuple[int, ...]], dist.ProcessGroup | None],
     device_mesh: DeviceMesh | None = None,
+    shares: Collection[str] = ("ends", "twins"),
 ) -> ProcessMesh:
     """The mesh of one rank of a (pp, dp, tp) grid; `make_group` is called for every group of the grid, in one order."""
     grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
@@ -146,6 +153,8 @@ def build_mesh(
         return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
 
     pipelines = along(0)
+    ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
+    twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]
     tp = axis("tp", along(2))
     if tp.group is not None and device == CPU:
         tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json))
@@ -154,8 +163,8 @@ def build_mesh(
         dp=axis("dp", along(1)),
         pp=axis("pp", pipelines),
         world=axis("world", [grid.flatten().tolist()]),
-        ends=axis("ends", [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]),
-        twins=axis("twins", [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]),
+        ends=axis("ends", ends if "ends" in shares else ()),
+        twins=axis("twins", twins if "twins" in shares else ()),
         device=device,
         device_mesh=device_mesh,
     )

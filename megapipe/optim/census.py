@@ -44,14 +44,17 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         for number, stage in enumerate(stages)
         for name, param in stage.named_parameters()
     ]
+    rows, with_ends, with_twins = zip(
+        *mesh.pp.gather_json((mine, mesh.ends.size > 1, mesh.twins.size > 1)), strict=True
+    )
     problems: list[str] = []
     owners: dict[str, Row] = {}
     twins: dict[str, Row] = {}
-    for row in (Row(*row) for rank in mesh.pp.gather_json(mine) for row in rank):
+    for row in (Row(*row) for rank in rows for row in rank):
         other = owners.setdefault(row.name, row)
         if other is row:
             continue
-        if row.name in twins or not _mirrored(other, row, mesh.pp.size):
+        if row.name in twins or not (any(with_twins) and _mirrored(other, row, mesh.pp.size)):
             problems.append(
                 f"parameter {row.name} exists on pipeline ranks {other.rank} and {row.rank}; "
                 "a stage must name its layers by their number in the whole model"
@@ -59,7 +62,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         owners[row.name], twins[row.name] = sorted((other, row), key=lambda row: row.stage)
     for row in owners.values():
         if row.tied_to is not None:
-            problems += _tie_problems(row, owners.get(row.tied_to), mesh.pp.size)
+            problems += _tie_problems(row, owners.get(row.tied_to), mesh.pp.size, across=any(with_ends))
     if problems:
         raise ConfigError(problems)
     return Census(owners, twins)
@@ -70,7 +73,7 @@ def _mirrored(a: Row, b: Row, pp: int) -> bool:
     return a.rank != b.rank and a.rank + b.rank == pp - 1 and a.stage != b.stage and a[3:] == b[3:]
 
 
-def _tie_problems(user: Row, owner: Row | None, pp: int) -> list[str]:
+def _tie_problems(user: Row, owner: Row | None, pp: int, *, across: bool) -> list[str]:
     if owner is None or owner.tied_to is not None:
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
     if owner.shape != user.shape:
@@ -79,5 +82,10 @@ def _tie_problems(user: Row, owner: Row | None, pp: int) -> list[str]:
         return [
             f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
             f"they must share a rank or be on the first and the last, 0 and {pp - 1}"
+        ]
+    if owner.rank != user.rank and not across:
+        return [
+            f"parameter {user.name} is tied to {owner.name} on another pipeline rank, and "
+            "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the tie"
         ]
     return []

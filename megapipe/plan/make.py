@@ -68,6 +68,14 @@ class Plan:
         """Parameters, gradients, optimizer state and activations of each rank at their most."""
         return tuple(state + held for state, held in zip(self.state_bytes, self.timeline.peak, strict=True))
 
+    @property
+    def shares(self) -> frozenset[str]:
+        """Which ranks hold the same weights: `ends` for a tie between the ends of a chain, DualPipe's `twins`."""
+        place = self.schedule.placement
+        first, last = place.rank_of[0], place.rank_of[place.chain - 1]
+        there = {"ends": self.tied and first != last, "twins": place.num_chains > 1}
+        return frozenset(name for name, needed in there.items() if needed)
+
     def _state_on(self, stages: Sequence[int]) -> float:
         chain = self.schedule.placement.chain
         total = 0.0

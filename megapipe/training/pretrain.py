@@ -74,7 +74,7 @@ def pretrain(
     impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
     config = dataclasses.replace(config, model=model)
-    make_plan(config)  # Run takes it from the cache; what it refuses is refused before any process group exists
+    plan = make_plan(config)  # Run takes it from the cache; what it refuses is refused before any process group exists
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
 
@@ -83,7 +83,7 @@ def pretrain(
     device = pick_device(config.parallel)
     if device.type == "cpu":
         keep_freed_memory()
-    mesh = ProcessMesh.create(config.parallel, device)
+    mesh = ProcessMesh.create(config.parallel, device, plan.shares)
     try:
         with Watch(mesh):
             _agree(config, mesh)

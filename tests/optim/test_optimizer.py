@@ -1,12 +1,14 @@
 """A step equals torch's AdamW on the unsplit model, and its bits do not depend on the pipeline."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -247,4 +249,19 @@ def test_a_tie_across_must_join_the_ends_of_the_pipeline():
     assert run_threads(body, pp=3)[0] == (
         "parameter w2 on pipeline rank 2 is tied to w1 on rank 1; "
         "they must share a rank or be on the first and the last, 0 and 2",
+    )
+
+
+def test_a_tie_across_ranks_that_the_plan_does_not_know_is_refused():
+    """Else the mesh has no group for it, and the two ends would train apart."""
+
+    def body(mesh):
+        with pytest.raises(ConfigError) as caught:
+            Optimizer(stages_of(mesh), TRAIN, replace(mesh, ends=Axis()))
+        return str(caught.value)
+
+    (problem,) = set(run_threads(body, pp=2))
+    assert problem == (
+        f"parameter {HEAD} is tied to {EMBEDDING} on another pipeline rank, and "
+        "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the tie"
     )

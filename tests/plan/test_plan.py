@@ -317,3 +317,17 @@ def test_an_unknown_schedule_and_a_broken_layout_are_said_at_once():
 def test_counts_come_from_the_placement_not_from_ranks():
     given = config("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe", 2)
     assert counts_of(given, schedule_of(given, 8).placement) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "flags, shares",
+    [
+        ("", {"ends"}),
+        ("--untie-embeddings-and-output-weights", set()),
+        ("--pipeline-schedule zb-v", set()),  # both ends of a V are on one rank
+        ("--pipeline-schedule dualpipe --untie-embeddings-and-output-weights", {"twins"}),
+        ("--pipeline-schedule dualpipe", {"ends", "twins"}),
+    ],
+)
+def test_only_ties_across_ranks_and_dualpipe_need_groups_of_their_own(flags, shares):
+    assert make_plan(config(f"--num-layers 8 --pipeline-model-parallel-size 4 {flags}", 4)).shares == shares

@@ -1,0 +1,20 @@
+"""Which groups a grid of ranks makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import build_mesh
+
+
+@pytest.mark.parametrize("shares, calls", [({"ends", "twins"}, 64 + 512), ({"ends"}, 64), ((), 0)])
+def test_groups_of_pairs_of_ranks_are_made_only_for_what_they_share(shares, calls):
+    """tp 8 x dp 8 x pp 16: 64 pipelines; the other groups are those of torch's device mesh and the world."""
+    made: Counter[str] = Counter()
+    mesh = build_mesh((16, 8, 8), 0, CPU, lambda name, ranks: made.update([name]), shares=shares)
+    assert made["ends"] + made["twins"] == calls
+    assert [made[name] for name in ("tp", "dp", "pp", "world")] == [128, 128, 64, 1]
+    assert (mesh.ends.size, mesh.twins.size) == (1 + ("ends" in shares), 1 + ("twins" in shares))
