@@ -7,7 +7,7 @@ is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from megapipe.config import ParallelConfig
+from megapipe.distributed.agreement import agree
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of
 from megapipe.distributed.position import Position
@@ -58,7 +59,10 @@ class ProcessMesh:
 
     @staticmethod
     def create(
-        parallel: ParallelConfig, device: torch.device, shares: Collection[str] = ("ends", "twins")
+        parallel: ParallelConfig,
+        device: torch.device,
+        shares: Collection[str] = ("ends", "twins"),
+        facts: Mapping[str, str] | None = None,
     ) -> ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
@@ -67,13 +71,14 @@ class ProcessMesh:
         Args:
             shares: which of `ends` and `twins` share weights (Plan.shares). Each costs a call of the whole world per
                 pair of ranks: 64 and 512 of them at tp 8, pp 16, dp 8.
-        Raises: ConfigError if the ranks do not meet in time.
+            facts: what must be the same on all ranks, see `agreement.agree`.
+        Raises: ConfigError if the ranks do not meet in time, or their facts differ.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return ProcessMesh.single(device)
         try:
-            return ProcessMesh._meet(parallel, device, world_size, shares)
+            return ProcessMesh._meet(parallel, device, world_size, shares, facts or {})
         except RuntimeError as error:
             address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             minutes = parallel.distributed_timeout_minutes
@@ -85,11 +90,18 @@ class ProcessMesh:
             ) from error
 
     @staticmethod
-    def _meet(parallel: ParallelConfig, device: torch.device, world_size: int, shares: Collection[str]) -> ProcessMesh:
+    def _meet(
+        parallel: ParallelConfig,
+        device: torch.device,
+        world_size: int,
+        shares: Collection[str],
+        facts: Mapping[str, str],
+    ) -> ProcessMesh:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
         store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        agree(PrefixStore("agreement", store), rank, world_size, facts)
         dist.init_process_group(
             backend_of(device),
             store=store,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
-from megapipe.plan import changes, make_plan, table
+from megapipe.plan import Plan, changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.log import arguments
@@ -40,6 +38,7 @@ from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress
 from megapipe.training.report import Reporter
+from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.signals import ExitSignal
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
@@ -74,7 +73,7 @@ def pretrain(
     impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
     config = dataclasses.replace(config, model=model)
-    plan = make_plan(config)  # Run takes it from the cache; what it refuses is refused before any process group exists
+    plan = make_plan(config)
     find_checkpoint(config.checkpoint)
     data = datasets(config, tokenizer)
 
@@ -83,28 +82,13 @@ def pretrain(
     device = pick_device(config.parallel)
     if device.type == "cpu":
         keep_freed_memory()
-    mesh = ProcessMesh.create(config.parallel, device, plan.shares)
+    same = facts(config, plan, (provider, forward_step, datasets)) if config.world_size > 1 else {}
+    mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
         with Watch(mesh):
-            _agree(config, mesh)
-            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers).train()
+            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan).train()
     finally:
         mesh.close()
-
-
-def _agree(config: Config, mesh: ProcessMesh) -> None:
-    """Stop if the ranks were started with different settings, which would otherwise end in a hang or in nonsense."""
-    text = {
-        k: str(v) for group in dataclasses.asdict(config).values() if isinstance(group, dict) for k, v in group.items()
-    }
-    digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
-    if len(set(mesh.world.gather_json(digest))) == 1:
-        return
-    everyone = mesh.world.gather_json(text)
-    differing = [key for key in text if len({settings.get(key) for settings in everyone}) > 1]
-    raise ConfigError(
-        [f"--{k.replace('_', '-')} differs between ranks: {[e.get(k) for e in everyone]}" for k in differing]
-    )
 
 
 class Run:
@@ -120,9 +104,10 @@ class Run:
         eod: int,
         started: float,
         layers: str = "layers of plain torch (local)",
+        plan: Plan | None = None,
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
-        plan = make_plan(config)
+        plan = plan or make_plan(config)
         schedule, place = plan.schedule, plan.schedule.placement
         self.report = Reporter(config, mesh, place)
         self.say = self.report.say

@@ -1,0 +1,77 @@
+"""What must be the same on every rank of a run: its flags, and the contents of all that they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.config import Config
+from megapipe.data.blend import parse_data_path
+from megapipe.errors import DataError
+from megapipe.plan import Plan
+from megapipe.schedule import to_json
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
+    """By name, as an error shows them. Files count by their contents, so that they may lie elsewhere on each machine.
+
+    Args:
+        functions: of the user's program: what builds the model, the batch, the data. A file counts that defines one of
+            them, not what it imports.
+    Raises: DataError for a file that cannot be read.
+    """
+    groups = (group for group in vars(config).values() if dataclasses.is_dataclass(group))
+    flags = {f"--{name.replace('_', '-')}": str(value) for group in groups for name, value in vars(group).items()}
+    table = to_json(plan.schedule) + str(plan.counts)
+    return {
+        **flags,
+        "torch": torch.__version__,
+        "megapipe (SHA-256 of its source)": _package(),
+        "the schedule (SHA-256 of its table)": hashlib.sha256(table.encode()).hexdigest()[:16],
+        **dict(_files(config)),
+        **dict(_programs(functions)),
+    }
+
+
+def _files(config: Config) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if data.tokenizer_model is not None:
+        yield f"--tokenizer-model {data.tokenizer_model} (SHA-256)", _digest(data.tokenizer_model)
+    for prefix in parse_data_path(data.data_path)[0] if data.data_path else ():
+        yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
+        yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))
+
+
+def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, str]]:
+    for function in functions:
+        try:
+            path = inspect.getsourcefile(inspect.unwrap(function))
+        except TypeError:  # an object that is called, a partial
+            path = inspect.getsourcefile(type(function))
+        if path is not None and os.path.isfile(path) and PACKAGE not in Path(path).resolve().parents:
+            yield f"{Path(path).name} (SHA-256)", _digest(path)
+
+
+def _package() -> str:
+    """Of the source itself: two checkouts of one version differ."""
+    whole = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None

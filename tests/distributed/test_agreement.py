@@ -1,0 +1,132 @@
+"""Ranks that were started differently all stop, before any group is made, with the difference, its values and ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed import HashStore
+
+from megapipe.data.indexed import IndexedWriter
+from megapipe.distributed.agreement import agree
+from megapipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Counting(HashStore):
+    """A store that counts requests."""
+
+    requests = 0
+
+    def add(self, key, amount):
+        self.requests += 1
+        return super().add(key, amount)
+
+    def get(self, key):
+        self.requests += 1
+        return super().get(key)
+
+
+def meet(*facts: dict[str, str]) -> tuple[list[object], Counting]:
+    """What each rank gets: None, or the problems it reads."""
+    store = Counting()
+
+    def one(rank: int) -> object:
+        try:
+            return agree(store, rank, len(facts), facts[rank])
+        except ConfigError as error:
+            return error.problems
+
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return list(pool.map(one, range(len(facts)))), store
+
+
+def test_equal_ranks_go_on():
+    assert meet({"--lr": "1"}, {"--lr": "1"}, {"--lr": "1"})[0] == [None] * 3
+
+
+def test_every_rank_reads_the_same_difference_with_its_values_and_ranks():
+    found, _ = meet(
+        {"--lr": "1", "torch": "2.13", "x": "0"},
+        {"--lr": "2", "torch": "2.13", "x": "0"},
+        {"--lr": "1", "torch": "2.12"},
+        {"--lr": "2", "torch": "2.13", "x": "0"},
+    )
+    assert (
+        found
+        == [
+            (
+                "--lr differs between ranks: 1 on ranks 0, 2; 2 on ranks 1, 3",
+                "torch differs between ranks: 2.13 on ranks 0, 1, 3; 2.12 on rank 2",
+                "x differs between ranks: 0 on ranks 0, 1, 3; nothing on rank 2",
+            )
+        ]
+        * 4
+    )
+
+
+def test_a_hundred_ranks_that_differ_from_the_first_are_few_words():
+    (text, more), *_ = meet({"a": "1"}, *({"a": "2"} for _ in range(99)))[0]
+    assert text.startswith("a differs between ranks: 1 on rank 0; 2 on ranks ")
+    assert len(text) < 140
+    assert more == "and 83 more ranks differ from rank 0"
+
+
+def test_a_rank_asks_a_handful_of_times_however_many_there_are():
+    found, store = meet(*({"a": "1"} for _ in range(200)))
+    assert found == [None] * 200
+    assert store.requests <= 4 * 200
+
+
+# Processes without a launcher, each in a folder of its own as on machines with disks of their own.
+PROGRAM = """
+import os, sys
+rank = os.environ["RANK"]
+import torch
+if rank == "1":
+    torch.__version__ = "2.12.1"  # what a machine with another wheel would say
+from pretrain_gpt import main
+main([*sys.argv[1:], "--tensor-model-parallel-size" if rank == "1" else "--pipeline-model-parallel-size", "2"])
+"""
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--data-path data_text_document --tokenizer-type NullTokenizer --vocab-size 127 --split 1,0,0 --micro-batch-size 1 "
+    "--global-batch-size 2 --train-iters 3 --lr 1e-3 --num-workers 0 --distributed-timeout-minutes 3"
+)
+
+
+def test_ranks_of_other_sizes_data_and_torch_all_stop_at_once(tmp_path):
+    """tp 2 on one rank and pp 2 on the other waited for the whole timeout; other tokens under one name trained."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank, lengths in enumerate(((60, 50), (50, 60))):
+        folder = tmp_path / str(rank)
+        with IndexedWriter(folder / "data_text_document", np.uint16) as writer:
+            for length in lengths:
+                writer.add_document([1] * length)
+        env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-c", PROGRAM, *FLAGS.split()]
+        env |= os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+        started.append(subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+    for process in started:
+        text = process.communicate(timeout=100)[1]
+        assert process.returncode == 2, text
+        found = re.findall(r"^ +(.*) differs between ranks: (\S+) on rank 0; (\S+) on rank 1$", text, re.M)
+        assert [name for name, *_ in found if not name.startswith("the schedule")] == [
+            "--pipeline-model-parallel-size",
+            "--tensor-model-parallel-size",
+            "data_text_document.idx (SHA-256)",
+            "torch",
+        ], text
+        assert ("torch", torch.__version__, "2.12.1") in found
+        assert "Traceback" not in text
