@@ -13,6 +13,7 @@ from torch import nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.transport import Transport
@@ -92,6 +93,7 @@ def get_forward_backward_func(
         loss_scale: float = 1.0,
         stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
         on_stage_done: Callable[[int], None] | None = None,
+        on_loss: Callable[[Loss], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages.
 
@@ -109,6 +111,7 @@ def get_forward_backward_func(
             loss_scale: factor on every loss before backward, see optim.loss_scale.
             stream: the randomness of a microbatch.
             on_stage_done: called with a stage's number when its last pass is over.
+            on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
         """
         table = build(name, pp_size, num_microbatches, chunks=vp_size) if isinstance(name, str) else name
@@ -171,7 +174,12 @@ def get_forward_backward_func(
             )
         for stage in stages.values():
             stage.finish()
-        results = {mb: result for stage in stages.values() for mb, result in stage.results.items()}
+        losses = {mb: loss for stage in stages.values() for mb, loss in stage.losses.items()}
+        if on_loss is not None:
+            for mb in sorted(losses):
+                on_loss(losses[mb])
+        results = {mb: loss.reported for mb, loss in losses.items()}
+        results |= {mb: result for stage in stages.values() for mb, result in stage.results.items()}
         return [results[mb] for mb in sorted(results)]
 
     return forward_backward

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.loss import Loss, LossFunc
 from megapipe.pipeline_parallel.overlap import Cuts
 from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
-LossFunc = Callable[..., Any]
 ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
-"""Megatron's: (data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, dict) or
-(sum of token losses, number of tokens, dict)."""
+"""Megatron's: (data_iterator, model) -> (output, loss_func); see pipeline_parallel.loss."""
 
 
 class _Saved(NamedTuple):
@@ -41,13 +41,13 @@ class PipelineStage:
     Args:
         module: has `set_input_tensor`; its forward is called by forward_step.
         holds_loss: its forward ends in loss_func.
-        loss_divisor: number of microbatches; a loss in (sum, tokens) form is divided by its tokens too unless
-            per_token. collect_non_loss_data asks loss_func for other data instead.
-        loss_scale: factor on the loss that is differentiated, not on what is reported.
+        loss_divisor, per_token, loss_scale: number of microbatches and the rest of `Loss.share`. What is reported knows
+            nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
     Attributes:
-        results: what loss_func reported for each microbatch.
+        losses: what loss_func returned for each microbatch, without graph.
+        results: its other data.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class PipelineStage:
         self.loss_scale = loss_scale
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         self.weight_grads = WeightGrads()
+        self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
         self._context.run(self.weight_grads.capture)
@@ -140,13 +141,13 @@ class PipelineStage:
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
-    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None) -> tuple[Tensor, Tensor | None]:
         """What is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
+        if loss_func is None:
+            raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
         if self.collect_non_loss_data:
             self.results[microbatch] = loss_func(output, non_loss_data=True)
             return output, None
-        loss, *tokens, self.results[microbatch] = loss_func(output)
-        if tokens and self.per_token:  # the optimizer divides by the tokens of the whole batch
-            return loss, torch.full_like(loss, self.loss_scale)
-        share = torch.full_like(loss, self.loss_scale / self.loss_divisor)
-        return loss, share / tokens[0].clamp(min=1) if tokens else share
+        loss = Loss.of(loss_func(output))
+        self.losses[microbatch] = loss._replace(value=loss.value.detach())
+        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale)

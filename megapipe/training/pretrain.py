@@ -154,7 +154,7 @@ class Run:
             if seconds and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
             self.report.iteration(result, progress, self.lr, self.optimizer)
-            self._stop_if_not_finite(result)
+            self._stop_if_not_finite(result, last_saved)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
                 self.report.pause()
@@ -217,13 +217,14 @@ class Run:
             num_workers=config.data.num_workers,
         )
 
-    def _stop_if_not_finite(self, result: StepResult) -> None:
+    def _stop_if_not_finite(self, result: StepResult, last_saved: int) -> None:
         train = self.config.train
         if result.skipped and not (train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale):
-            what = f"loss {result.losses}, gradient norm {result.grad_norm}"
+            loss = "" if result.finite else " (the loss that is differentiated is not finite)"
             raise TrainingError(
-                f"iteration {self.progress.iteration}: {what}. Nothing was updated; the last checkpoint is sound. "
-                "Lower --lr, or skip such iterations with --no-check-for-nan-in-loss-and-grad."
+                f"iteration {self.progress.iteration}: loss {result.losses}{loss}, gradient norm {result.grad_norm}. "
+                f"Nothing was updated. {_before(last_saved)}Lower --lr, or skip such iterations with "
+                "--no-check-for-nan-in-loss-and-grad."
             )
 
     def _evaluate(self, batches: Batches | None, where: str, *, board: bool = True) -> None:
@@ -270,6 +271,16 @@ class Run:
         if train.exit_interval and n % train.exit_interval == 0:
             return f"[exiting program at iteration {n}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
         return None
+
+
+def _before(last_saved: int) -> str:
+    """What is known of the checkpoint that a run goes back to when a number is not finite."""
+    if not last_saved:
+        return ""
+    return (
+        f"The checkpoint of iteration {last_saved} may already be bad: weights can break an iteration before a loss "
+        "shows it. If this comes again from there, go back further with --ckpt-step. "
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -54,8 +53,7 @@ class Window:
     def clear(self) -> None:
         """Start after a line."""
         self.skipped = self.nan = self._iterations = 0
-        self._sums: dict[str, float] = {}
-        self._counted = 0
+        self._sums: dict[str, tuple[float, int]] = {}
         self._seconds = 0.0
         self._since = time.monotonic()
 
@@ -65,10 +63,10 @@ class Window:
         self._since = time.monotonic()
         self._iterations += 1
         self.skipped += result.skipped
-        self.nan += any(math.isnan(loss) for loss in result.losses.values())
-        if not result.skipped:
-            self._counted += 1
-            self._sums = {k: self._sums.get(k, 0.0) + v for k, v in result.losses.items()}
+        self.nan += not result.finite
+        for name, loss in result.losses.items() if not result.skipped else ():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + loss, count + 1
         self._last = result.losses
 
     def restart(self) -> None:
@@ -81,5 +79,5 @@ class Window:
         return self._seconds / self._iterations
 
     def mean_losses(self) -> dict[str, float]:
-        """Means over the iterations that advanced; the last losses as they are if none did."""
-        return {k: v / self._counted for k, v in self._sums.items()} if self._counted else self._last
+        """Means over the iterations that advanced and reported the name; the last losses as they are if none did."""
+        return {name: total / count for name, (total, count) in self._sums.items()} or self._last

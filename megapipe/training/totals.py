@@ -1,0 +1,120 @@
+"""What loss_func said of a step, summed over its microbatches and all ranks: one all-reduce, one copy to the host.
+
+What is only reported stays apart from what the optimizer needs: the number of tokens, and whether what was
+differentiated is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import TrainingError
+from megapipe.pipeline_parallel.loss import Loss
+
+_BITS = 26
+"""Numbers below 2^26 have sums that float64 holds exactly, on up to 2^27 ranks."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one step or one evaluation, the same on every rank.
+
+    Attributes:
+        sums: name -> (sum, count) of what was reported; one number of a microbatch counts as 1.
+        tokens: the number that loss_func returns beside its loss; 0 if it does not.
+        finite: every loss that was differentiated.
+    """
+
+    sums: dict[str, tuple[float, float]]
+    tokens: float
+    finite: bool
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Sum over count, by name; names of which nothing was counted are left out."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
+
+    def __add__(self, other: Totals) -> Totals:
+        names = dict.fromkeys([*self.sums, *other.sums])
+        pairs = {name: (self.sums.get(name, (0.0, 0.0)), other.sums.get(name, (0.0, 0.0))) for name in names}
+        sums = {name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()}
+        return Totals(sums, self.tokens + other.tokens, self.finite and other.finite)
+
+
+class Adder:
+    """Adds up over the ranks of a mesh. Knows the names that were reported last, so that ranks agree on their order."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self.mesh = mesh
+        self._names: dict[bool, list[str]] = {}
+
+    def __call__(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Totals:
+        """Collective over the world.
+
+        Args:
+            losses: of this rank's microbatches; none where the loss is not.
+            consumed, evaluate: where this rank is in the data and what it does there.
+        Raises: TrainingError if ranks are at different places: they would add up different steps unnoticed.
+        """
+        mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
+        reported = {name for loss in mine for name in loss.reported}
+        names = self._names.get(evaluate)
+        while True:
+            if names is None:
+                everyone = self.mesh.world.gather_json(sorted(reported))
+                names = self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})
+            place = (2 * consumed + evaluate) % 2**_BITS
+            check = [(place, not reported <= set(names)), (place**2 % 2**_BITS, place**2 >> _BITS)]
+            rows = self.mesh.world.all_reduce(_rows(mine, names, check, self.mesh.device)).cpu()
+            *pairs, (tokens, broken), (places, changed), (low, high) = rows.tolist()
+            # Cauchy-Schwarz: equal for equal numbers alone
+            if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
+                raise TrainingError(_at_different_places(self.mesh.world.gather_json(consumed)))
+            if not changed:
+                return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
+            names = None
+
+
+def _rows(
+    losses: Sequence[Loss], names: Sequence[str], check: Sequence[Sequence[float]], device: torch.device
+) -> Tensor:
+    """[names + 3, 2] in float64: (sum, count) of each name, (tokens, losses that are not finite), and `check`."""
+    here = torch.cat((torch.zeros(len(names) + 1, 2), torch.tensor(check, dtype=torch.float64)))
+    there = None if device.type == "cpu" else torch.zeros_like(here, device=device)
+    for loss in losses:
+        tokens = loss.value.new_zeros(()) if loss.tokens is None else loss.tokens
+        values = [loss.reported.get(name) for name in names]
+        for i, value in enumerate([*values, (tokens, ~loss.value.isfinite())]):
+            if value is not None:
+                pair = _pair(value)
+                into = here if there is None or pair.device.type == "cpu" else there
+                into[i] += pair.to(into.device)
+    return here if there is None else there.add_(here.to(device, non_blocking=True))
+
+
+def _pair(value: Any) -> Tensor:
+    """(sum, count) of one number or of two, where they are: nothing waits for a device."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    device = next((part.device for part in parts if isinstance(part, Tensor)), None)
+    flat = [
+        part.detach().double().to(device).flatten()
+        if isinstance(part, Tensor)
+        else torch.full((1,), part, dtype=torch.float64, device=device)
+        for part in parts
+    ]
+    pair = torch.cat(flat)
+    return pair if pair.numel() == 2 else torch.cat((pair, torch.ones_like(pair)))
+
+
+def _at_different_places(samples: Sequence[int]) -> str:
+    where = ", ".join(f"rank {rank} at sample {sample}" for rank, sample in enumerate(samples))
+    return (
+        f"the ranks are at different places of the data: {where}. "
+        "Nothing was updated; start again from the last checkpoint with --load."
+    )
