@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.distributed.shared_memory import Exchange, SharedMemory
+from megapipe.distributed.shared_memory import SharedMemory, Started
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -25,7 +25,7 @@ class Pending:
     """The result of a collective that may still be under way: read it after `wait` only."""
 
     tensor: Tensor
-    work: dist.Work | Exchange | None = None
+    work: dist.Work | Started | None = None
 
     def wait(self) -> Tensor:
         """The result, once it is here. To be called once."""
@@ -88,7 +88,7 @@ class Axis:
         exchange = self._exchange(x, lambda parts: _add([part[mine] for part in parts], out))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
-    def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Exchange | None:
+    def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Started | None:
         return None if self.shared is None else self.shared.start(x, read)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -98,7 +98,7 @@ class Axis:
         return x
 
     def barrier(self) -> None:
-        """Wait until every rank of the axis is here."""
+        """No rank's device gets past it before every rank of the axis has come. Under NCCL this thread goes on."""
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def gather_json(self, value: Any) -> list[Any]:

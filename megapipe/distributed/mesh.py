@@ -164,12 +164,12 @@ def build_mesh(
     def along(dim: int) -> list[list[int]]:
         return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
 
-    pipelines = along(0)
+    pipelines, position = along(0), Position()
     ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
     twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]
     tp = axis("tp", along(2))
     if tp.group is not None and device == CPU:
-        tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json))
+        tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json, position))
     return ProcessMesh(
         tp=tp,
         dp=axis("dp", along(1)),
@@ -179,4 +179,5 @@ def build_mesh(
         twins=axis("twins", twins if "twins" in shares else ()),
         device=device,
         device_mesh=device_mesh,
+        position=position,
     )

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from megapipe.distributed.position import Position
+
+T = TypeVar("T")
+
 SMALLEST = 1 << 12
 """Bytes from which a tensor goes this way."""
+TIMEOUT_S = 1800.0
+"""How long a rank is waited for where no other time is set; gloo's."""
 
 
 @dataclass
@@ -50,24 +57,28 @@ class _Peer:
 class SharedMemory:
     """Exchanges between the ranks of a group, which all start and end the same ones in the same order.
 
+    What one rank cannot have, a pipe, a segment or a look at the other's, no rank uses from then on.
+
     Args:
         gather: every rank's value, in rank order.
+        position: its limit_s is how long another rank is waited for.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-        self._rank, self._gather = rank, gather
-        self._works = hasattr(os, "memfd_create")
+    def __init__(self, rank: int, gather: Callable[[Any], list[Any]], position: Position) -> None:
+        self._rank, self._gather, self._position = rank, gather, position
+        self._works = True
         self._peers: dict[int, _Peer] = {}
         self._slots: list[_Slot] = []
         self._started = 0
         self._over = -1
 
-    def start(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Exchange | None:
+    def start(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Started | None:
         """Show x to all ranks; then x may change. Collective at the first use of a size, as it makes room for it.
 
         Args:
             read: is given every rank's x, in rank order, once all are there.
-        Returns: None if x does not go this way: it is small, this is not Linux, or not all ranks are on one host.
+        Returns: None if x does not go this way: it is small, or there is no such way (not Linux, not one host, a
+            sandbox, no room).
         """
         index = self._room(x.nbytes)
         if index is None:
@@ -91,11 +102,17 @@ class SharedMemory:
             self._over = max(self._over, number)
             slot.busy, slot.free_from = False, self._started
 
-        return Exchange(wait)
+        return Started(wait)
 
     def _hear(self, rank: int, peer: _Peer, number: int) -> int:
         """Wait until a peer has started an exchange. Returns: its slot there."""
+        limit_s, inbox = self._position.limit_s or TIMEOUT_S, select.poll()
+        inbox.register(peer.inbox, select.POLLIN)
         while number not in peer.slots:
+            if not inbox.poll(1000 * limit_s):
+                raise dist.DistNetworkError(
+                    f"Timed out after {limit_s:g} s of waiting for rank {rank} of the tensor-parallel group"
+                )
             told = os.read(peer.inbox, 64)
             if not told:
                 raise _gone(rank)
@@ -112,42 +129,72 @@ class SharedMemory:
                 return index
         if not self._peers:
             self._works = self._meet()
-        if self._works:
-            self._slots.append(_Slot(self._map(1 << (nbytes - 1).bit_length())))
-        return len(self._slots) - 1 if self._works else None
+        segments = self._map(1 << (nbytes - 1).bit_length()) if self._works else None
+        self._works = segments is not None
+        if segments is not None:
+            self._slots.append(_Slot(segments))
+        return None if segments is None else len(self._slots) - 1
 
     def _meet(self) -> bool:
         """Open a pipe from every rank to every other. False if a rank could not."""
-        pipes = [os.pipe() for _ in self._gather(None)]
-        rows = self._gather([_where(outbox) for _, outbox in pipes])
-        outboxes = [_open(row[self._rank], os.O_WRONLY) for row in rows]
-        works = all(self._gather(None not in outboxes))
-        for rank, ((inbox, mine), outbox) in enumerate(zip(pipes, outboxes, strict=True)):
-            os.close(mine)  # so that an inbox ends with the process that writes into it
-            for descriptor in (inbox, outbox):
-                if descriptor is not None:
-                    weakref.finalize(self, os.close, descriptor)
-            if outbox is not None and rank != self._rank:
-                self._peers[rank] = _Peer(inbox, outbox)
-        return works
+        size = len(self._gather(None))
+        pipes: list[tuple[int, int]] = []
+        outboxes: list[int] = []
 
-    def _map(self, nbytes: int) -> tuple[Tensor, ...]:
-        """A segment of every rank. They have no name in any folder and end with the processes that map them."""
-        mine = os.memfd_create("megapipe")
-        os.ftruncate(mine, nbytes)
-        segments = []
-        for row in self._gather(_where(mine)):
-            descriptor = _open(row, os.O_RDWR)
-            assert descriptor is not None, "a pipe of this rank could be opened, its memory not"
-            segments.append(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
+        def make() -> list[Any]:
+            while len(pipes) < size:
+                pipes.append(os.pipe())
+            return [_where(outbox) for _, outbox in pipes]
+
+        rows = self._agreed(make)
+        works = rows is not None and self._agreed(
+            lambda: outboxes.extend(_open(row[self._rank], os.O_WRONLY) for row in rows)
+        )
+        for _, mine in pipes:
+            os.close(mine)  # so that an inbox ends with the process that writes into it
+        for descriptor in (*(inbox for inbox, _ in pipes), *outboxes):
+            if works:
+                weakref.finalize(self, os.close, descriptor)
+            else:
+                os.close(descriptor)
+        if works:
+            ends = enumerate(zip(pipes, outboxes, strict=True))
+            self._peers = {rank: _Peer(inbox, outbox) for rank, ((inbox, _), outbox) in ends if rank != self._rank}
+        return bool(works)
+
+    def _map(self, nbytes: int) -> tuple[Tensor, ...] | None:
+        """A segment of every rank; None if a rank could not. They have no name and end with the processes."""
+        descriptors: list[int] = []
+        segments: list[Tensor] = []
+
+        def make() -> list[Any]:
+            descriptors.append(os.memfd_create("megapipe"))
+            os.ftruncate(descriptors[0], nbytes)
+            return _where(descriptors[0])
+
+        def see(rows: list[Any]) -> None:
+            for row in rows:
+                descriptors.append(_open(row, os.O_RDWR))
+                segments.append(torch.frombuffer(mmap.mmap(descriptors[-1], nbytes), dtype=torch.uint8))
+
+        rows = self._agreed(make)
+        works = rows is not None and self._agreed(lambda: see(rows))
+        for descriptor in descriptors:
             os.close(descriptor)
-        self._gather(None)  # all have opened it
-        os.close(mine)
-        return tuple(segments)
+        return tuple(segments) if works else None
+
+    def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
+        """What `work` gives on every rank; None on all if the system refuses it to any."""
+        try:
+            mine = [work()]
+        except (OSError, AttributeError):  # a Python built for an old C library has no memfd_create
+            mine = []
+        everyone = self._gather(mine)
+        return [given for (given,) in everyone] if all(everyone) else None
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Started:
     """One that has been started. wait: until it is over, once."""
 
     wait: Callable[[], None]
@@ -158,13 +205,13 @@ def _where(descriptor: int) -> list[Any]:
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *_identity(f"/proc/self/fd/{descriptor}")]
 
 
-def _open(where: Sequence[Any], flags: int) -> int | None:
-    """A descriptor of another process, opened here; None if that process is on another host or in a container."""
+def _open(where: Sequence[Any], flags: int) -> int:
+    """A descriptor of another process, opened here. Raises: OSError; also if that process is on another host or in a
+    container."""
     path, *identity = where
-    try:
-        return os.open(path, flags) if _identity(path) == identity else None
-    except OSError:
-        return None
+    if _identity(path) != identity:
+        raise FileNotFoundError(path)
+    return os.open(path, flags)
 
 
 def _identity(path: str) -> list[Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megapipe.distributed import shared_memory
 from megapipe.pipeline_parallel.threads import run_threads
@@ -96,13 +100,74 @@ def test_one_after_the_other_they_take_two_segments_in_turn():
     assert run_threads(body, tp=2) == [(sum(2 * n + 1 for n in range(50)), 2)] * 2
 
 
-def test_if_one_rank_cannot_open_the_pipes_of_another_all_stay_with_gloo(monkeypatch):
-    """As in two containers. Only the first try of one rank fails: the other has all that it asked for."""
-    real, tries = shared_memory._open, itertools.count()
-    monkeypatch.setattr(shared_memory, "_open", lambda *where: real(*where) if next(tries) else None)
-    for ours, gloos, exchanges in run_threads(lambda mesh: collectives(mesh, torch.float32), tp=2):
+def refuse(monkeypatch, owner, name, nth, error):
+    """The nth call of all ranks together fails."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*args):
+        if next(calls) == nth:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, call, raising=False)
+
+
+@pytest.mark.parametrize(
+    "owner, name, nth, error",
+    [
+        (shared_memory, "_open", 0, FileNotFoundError()),  # as in two containers
+        (shared_memory, "_where", 1, FileNotFoundError()),  # a sandbox that hides /proc
+        (os, "pipe", 3, OSError(errno.EMFILE, "Too many open files")),
+        (os, "memfd_create", 0, PermissionError()),  # seccomp
+        (os, "memfd_create", 1, AttributeError()),  # a Python without it
+        (os, "ftruncate", 0, OSError(errno.ENOSPC, "No space left on device")),
+        (shared_memory, "_open", 6, OSError(errno.EMFILE, "Too many open files")),  # a segment, not a pipe
+        (mmap, "mmap", 1, OSError(errno.ENOMEM, "Cannot allocate memory")),
+    ],
+)
+def test_if_one_rank_cannot_have_it_all_stay_with_gloo(monkeypatch, owner, name, nth, error):
+    """Only one call of one rank fails: the other has all that it asked for."""
+    refuse(monkeypatch, owner, name, nth, error)
+    for ours, gloos, exchanges in run_threads(lambda mesh: collectives(mesh, torch.float32), tp=2, timeout_s=10):
         assert exchanges == 0
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, gloos, strict=True))
+
+
+def test_a_larger_tensor_that_finds_no_room_sends_all_that_follow_to_gloo(monkeypatch):
+    def body(mesh):
+        first = mesh.tp.start_all_reduce(torch.ones(LARGE, 128))
+        mesh.tp.barrier()
+        refuse(monkeypatch, os, "memfd_create", 0, OSError(errno.ENFILE, "Too many open files in system"))
+        mesh.tp.barrier()
+        sums = [
+            mesh.tp.all_reduce(torch.ones(2 * LARGE, 128)),
+            first.wait(),
+            mesh.tp.all_reduce(torch.ones(LARGE, 128)),
+        ]
+        return [x.unique().tolist() for x in sums], mesh.tp.shared._started
+
+    assert run_threads(body, tp=2, timeout_s=10) == [([[2.0]] * 3, 1)] * 2
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_a_message():
+    """Outside a run nothing else ends it: a peer that is stopped kept the reader for ever."""
+
+    over = threading.Event()
+
+    def body(mesh):
+        for _ in range(3):  # room is made
+            mesh.tp.all_reduce(torch.ones(LARGE, 128))
+        mesh.position.limit_s = 0.2
+        if mesh.tp.rank == 1:
+            over.wait(20)
+        else:
+            with pytest.raises(
+                dist.DistNetworkError, match=r"Timed out after 0\.2 s of waiting for rank 1 of the tensor"
+            ):
+                mesh.tp.all_reduce(torch.ones(LARGE, 128))
+            over.set()
+
+    run_threads(body, tp=2)
 
 
 def test_what_lies_elsewhere_under_the_same_path_is_not_opened():
@@ -112,7 +177,8 @@ def test_what_lies_elsewhere_under_the_same_path_is_not_opened():
     for n in range(len(identity)):
         other = [*identity]
         other[n] = "another"
-        assert shared_memory._open([path, *other], os.O_WRONLY) is None
+        with pytest.raises(FileNotFoundError):
+            shared_memory._open([path, *other], os.O_WRONLY)
     os.close(shared_memory._open([path, *identity], os.O_WRONLY))
     os.close(inbox)
     os.close(outbox)
