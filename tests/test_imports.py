@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "models": "config distributed errors pipeline_parallel.partition tensor_parallel",
     "data": "config distributed errors",
     "optim": "config distributed errors",
-    "plan": "config errors models.overrides pipeline_parallel.layout pipeline_parallel.partition schedule "
+    "plan": "config errors models.overrides pipeline_parallel.layout_string pipeline_parallel.partition schedule "
     "tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.overrides models.transformer_engine optim plan schedule",
     "training": "checks config data distributed errors models optim pipeline_parallel plan schedule tensor_parallel",

@@ -23,7 +23,7 @@ from megapipe.errors import ScheduleError, UserError  # noqa: E402
 from megapipe.flags.parse import parse, stop  # noqa: E402
 from megapipe.models.overrides import inline  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.pipeline_parallel.layout import layout_string  # noqa: E402
+from megapipe.pipeline_parallel.layout_string import layout_string  # noqa: E402
 from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
 from megapipe.plan import GIB, Plan, balanced_by_cost, changes, make_plan, table  # noqa: E402
 from megapipe.schedule import Costs  # noqa: E402

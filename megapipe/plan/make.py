@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.layout import AUTO
-from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
+from megapipe.pipeline_parallel.layout_string import AUTO
+from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.split import counts_of, schedule_of

@@ -1,7 +1,7 @@
 """From flags to stages: which schedule, in how many stages, with which layers.
 
 Megatron's ways to say it exclude one another; here they are told apart, and what they ask for is compared with what the
-schedule has. The rules of one way are in pipeline_parallel.partition and pipeline_parallel.layout.
+schedule has. The rules of one way are in pipeline_parallel.partition and pipeline_parallel.layout_string.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import lru_cache
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.layout import AUTO, parse_layout
-from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
+from megapipe.pipeline_parallel.layout_string import AUTO, parse_layout
+from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
 from megapipe.schedule import SCHEDULES, Placement, Schedule, build, loop, unpaired
 

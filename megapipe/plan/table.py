@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megapipe.pipeline_parallel.layout import FLAG as LAYOUT
-from megapipe.pipeline_parallel.layout import layout_string
+from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
+from megapipe.pipeline_parallel.layout_string import layout_string
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.plan.make import GIB, Plan
 

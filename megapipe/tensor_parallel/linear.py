@@ -19,7 +19,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.meanwhile import wait
+from megapipe.tensor_parallel.meanwhile import result_of
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
@@ -38,7 +38,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias, ctx.opens, ctx.closes = bias, opens, closes
         ctx.weight_grads = current_weight_grads()
         # A product adds a bias at no cost, which one of the summands then brings along.
-        return wait(closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)))
+        return result_of(closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

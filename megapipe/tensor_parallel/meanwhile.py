@@ -17,7 +17,7 @@ def meanwhile(work: Callable[[], None] | None) -> None:
     _work.set(work)
 
 
-def wait(pending: Pending) -> Tensor:
+def result_of(pending: Pending) -> Tensor:
     """The result of a collective that has been started, after some of the other work."""
     work = _work.get()
     if work is not None and pending.work is not None:

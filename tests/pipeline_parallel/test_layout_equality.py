@@ -10,7 +10,7 @@ import torch
 from tiny import LAYERS, STYLES, run_step
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.layout import layout_string
+from megapipe.pipeline_parallel.layout_string import layout_string
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 

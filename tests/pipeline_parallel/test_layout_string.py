@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.layout import layout_string, parse_layout
+from megapipe.pipeline_parallel.layout_string import layout_string, parse_layout
 from megapipe.pipeline_parallel.partition import spans
 from megapipe.schedule import loop, mirror, vee
 
