@@ -13,7 +13,8 @@ PACKAGE = ROOT / "megapipe"
 # unit -> what it may import besides itself. Not transitive: models import config, and never see a schedule.
 MAY_IMPORT = {
     "errors": "",
-    "schedule": "errors",
+    "named": "errors",
+    "schedule": "errors named",
     "config": "errors schedule",
     "flags": "config errors schedule",
     "distributed": "config errors",
@@ -21,7 +22,7 @@ MAY_IMPORT = {
     "pipeline_parallel.partition": "errors schedule",
     "pipeline_parallel": "config distributed errors schedule tensor_parallel",
     "models.overrides": "config errors",
-    "models": "config distributed errors pipeline_parallel.partition tensor_parallel",
+    "models": "config distributed errors named pipeline_parallel.partition tensor_parallel",
     "data": "config distributed errors",
     "optim": "config distributed errors",
     "plan": "config errors models.overrides pipeline_parallel.layout_string pipeline_parallel.partition schedule "

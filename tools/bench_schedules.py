@@ -29,7 +29,17 @@ from emulated import PEERS, Ours, Runner, Torchs, sharpen_sleep  # noqa: E402
 from megapipe.config import ParallelConfig  # noqa: E402
 from megapipe.distributed.axis import CPU  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, unpaired  # noqa: E402
+from megapipe.schedule import (  # noqa: E402
+    SCHEDULES,
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    entry_of,
+    is_file,
+    simulate,
+    unpaired,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names or files, comma-separated")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, files, FILE.py:NAME, by commas")
     parser.add_argument("--ms", type=_times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
     parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
     parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
@@ -115,7 +125,7 @@ def _times(text: str) -> tuple[float, ...]:
 def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
     jobs = []
     for name in args.schedules.split(","):
-        chunks = args.chunks if name.lower() in SCHEDULES and SCHEDULES[name.lower()].chunks is None else None
+        chunks = args.chunks if not is_file(name) and entry_of(name).chunks is None else None
         schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs)
         jobs.append(Job("megapipe", schedule))
         if schedule.name in PEERS and not args.no_torch and args.pp > 1:

@@ -104,7 +104,7 @@ class Case:
     @property
     def same_bits(self) -> bool:
         """Is every number the sum of the same terms in the same order as in one process?"""
-        return self.tp == self.dp == 1 and self.schedule != "dualpipe"
+        return self.tp == self.dp == 1 and table(self).placement.num_chains == 1
 
     @property
     def config(self) -> Config:

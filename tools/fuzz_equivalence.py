@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch  # noqa: E402
 
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
-from megapipe.schedule import SCHEDULES, ScheduleError  # noqa: E402
+from megapipe.schedule import SCHEDULES, ScheduleError, entry_of  # noqa: E402
 from tools.equivalence import RECOMPUTE, STYLES, Case, differences, table, train  # noqa: E402
 
 
@@ -40,10 +41,10 @@ def run(case: Case) -> list[str]:
         return ["".join(traceback.format_exception(error))]
 
 
-def draw(rng: random.Random) -> Case:
-    """A case that its schedule allows, of at most 8 ranks."""
+def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
+    """A case of one of these schedules that it allows, of at most 8 ranks. names: as `build` takes them, no files."""
     while True:
-        name, pp = rng.choice(list(SCHEDULES)), rng.randint(1, 4)
+        name, pp = rng.choice(names), rng.randint(1, 4)
         tp, dp = rng.choice(
             [sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)) if sizes[0] * sizes[1] * pp <= 8]
         )
@@ -52,7 +53,7 @@ def draw(rng: random.Random) -> Case:
             pp=pp,
             microbatches=rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12)),
             layers=(),
-            chunks=rng.randint(1, 3) if SCHEDULES[name].chunks is None else None,
+            chunks=rng.randint(1, 3) if entry_of(name).chunks is None else None,
             tp=tp,
             dp=dp,
             style=rng.choice(list(STYLES)),
@@ -88,12 +89,12 @@ def read(text: str) -> Case:
     return case
 
 
-def fuzz(seconds: float, seed: int) -> tuple[int, Case | None, list[str]]:
+def fuzz(seconds: float, seed: int, names: Sequence[str] = tuple(SCHEDULES)) -> tuple[int, Case | None, list[str]]:
     """Draw cases until the time is up or one differs: how many ran, that case and its differences."""
     rng, start, count = random.Random(seed), time.monotonic(), 0
     said = start
     while time.monotonic() - start < seconds:
-        case = draw(rng)
+        case = draw(rng, names)
         count += 1
         if found := run(case):
             return count, case, found
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names, or FILE.py:NAME of your own")
     parser.add_argument("--case", help="run this one case, as printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,7 +121,12 @@ def main() -> None:
             parser.error(f"--case {options.case} is none that was printed here: {error}")
         found = run(case)
     else:
-        count, case, found = fuzz(options.seconds, options.seed)
+        try:
+            for name in options.schedules:
+                entry_of(name)
+        except ScheduleError as error:
+            parser.error(f"--schedules {error}")
+        count, case, found = fuzz(options.seconds, options.seed, options.schedules)
     if found and case is not None:
         print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
         sys.stdout.flush()

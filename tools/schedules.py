@@ -10,13 +10,29 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
-from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, simulate, verify  # noqa: E402
+from megapipe.schedule import (  # noqa: E402
+    SCHEDULES,
+    Costs,
+    Entry,
+    Kind,
+    Schedule,
+    ScheduleError,
+    build,
+    entry_of,
+    is_file,
+    loop,
+    mirror,
+    simulate,
+    vee,
+    verify,
+)
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
 from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
@@ -38,12 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class Progress:
-    """A bar on stderr, once the work has lasted a second."""
+    """A bar on stderr, once the work has lasted a second; nothing where stderr is no terminal."""
 
     def __init__(self) -> None:
-        self.started, self.width = time.monotonic(), 0
+        self.started, self.width, self.shown = time.monotonic(), 0, sys.stderr.isatty()
 
     def __call__(self, share: float, doing: str = "zb-auto") -> None:
+        if not self.shown:
+            return
         if share >= 1:
             text = ""
         elif time.monotonic() - self.started < 1 and not self.width:
@@ -72,10 +90,15 @@ def main() -> int:
 def parser() -> Parser:
     top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="list|show|compare|docs")
-    commands.add_parser("list", help="every schedule in one line").set_defaults(run=run_list)
+    every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
+    every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
+    every.set_defaults(run=run_list)
     show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
-    show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, or a .json or .csv file")
+    show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, a .json or .csv file, or FILE.py:NAME")
     both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
+    both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
+    both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
+    both.add_argument("--effort", type=_positive, default=4.0, metavar="S", help="S seconds for each of two searches")
     for one, needed in ((show, False), (both, True)):
         one.add_argument("--pp", type=_count, required=needed, metavar="P", help="pipeline ranks")
         one.add_argument("--microbatches", type=_count, required=needed, metavar="M")
@@ -109,10 +132,31 @@ def parser() -> Parser:
 
 def run_list(args: argparse.Namespace) -> int:
     print(f"{'name':<15} {'stages':<14} {'split':<6} {'copies':<6} about")
-    for name, entry in SCHEDULES.items():
+    for name, entry in {**SCHEDULES, **{name: _own_entry(name) for name in args.files}}.items():
         stages = f"{entry.placement} x {entry.chunks or 'v'}"
         print(f"{name:<15} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
     return 0
+
+
+def _own_entry(name: str) -> Entry:
+    """What the list says of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
+    if is_file(name):
+        made = load(name)
+        entry = Entry(
+            lambda *_: made, "", None, f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
+        )
+    else:
+        entry = entry_of(name)
+        made = build(name, 4, 8)
+    place = made.placement
+    shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
+    chunks = place.num_stages // place.num_ranks
+    placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
+    split = any(item.kind is Kind.W for row in made.ranks for step in row for item in step)
+    takes_chunks = not is_file(name) and entry.chunks is None
+    return replace(
+        entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
+    )
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -134,7 +178,10 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    rows = compare(args.pp, args.microbatches, args.costs, args.memory, progress=Progress())
+    names = [*(args.only or SCHEDULES), *args.files]
+    rows = compare(
+        args.pp, args.microbatches, args.costs, args.memory, names=names, effort=args.effort, progress=Progress()
+    )
     print(to_table(rows))
     print()
     for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
@@ -159,7 +206,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     options = {
         key: getattr(args, key) for key in ("placement", "objective", "effort") if getattr(args, key) is not None
     }
-    if name.endswith((".json", ".csv")):
+    if is_file(name):
         given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
         if given:
             raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
@@ -169,8 +216,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     if options and name != "zb-auto":
         raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
     missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
-    if missing and name in SCHEDULES:
-        raise ScheduleError(f"show {name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
+    if missing and entry_of(args.name):
+        raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
     if name == "zb-auto":
@@ -178,7 +225,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         report = search(ranks, microbatches, progress=Progress(), **choice, **{"effort": effort, **options})
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
     try:
-        return build(name, ranks, microbatches, **choice), []
+        return build(args.name, ranks, microbatches, **choice), []
     except ScheduleError as error:
         hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
         raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None

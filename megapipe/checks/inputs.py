@@ -10,9 +10,8 @@ from megapipe.checks.numbers import flag
 from megapipe.config import Config
 from megapipe.data.blend import parse_data_path, split_ranges
 from megapipe.data.indexed import IndexedDataset
-from megapipe.errors import ScheduleError, UserError
+from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
-from megapipe.schedule import Placement
 
 
 def data_problems(config: Config) -> Iterator[str]:
@@ -105,20 +104,4 @@ def ask(question: Callable[[], object]) -> list[str]:
         question()
     except UserError as error:
         return list(error.problems)
-    except ScheduleError as error:
-        return [str(error)]
     return []
-
-
-def twin_problems(name: str, place: Placement) -> Iterator[str]:
-    """A schedule from a file may have chains that training cannot keep equal."""
-    if place.num_chains > 2:
-        yield f"--pipeline-schedule {name}: the model is there {place.num_chains} times; at most two chains train."
-    for stage in range(place.chain if place.num_chains == 2 else 0):
-        rank, twin = place.rank_of[stage], place.rank_of[stage + place.chain]
-        if rank == twin or rank + twin != place.num_ranks - 1:
-            yield (
-                f"--pipeline-schedule {name}: stage {stage} is on rank {rank}, its replica {stage + place.chain} on "
-                f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
-            )
-            return

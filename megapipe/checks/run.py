@@ -16,18 +16,16 @@ from megapipe.checks.inputs import (
     machine_problems,
     profile_problems,
     tokenizer_problems,
-    twin_problems,
 )
 from megapipe.checks.model import recompute_problems, variant_problems
 from megapipe.checks.numbers import check_numbers, flag
+from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
 from megapipe.models.overrides import layer_config
 from megapipe.optim.lr import LRSchedule
-from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
-from megapipe.schedule import SCHEDULES, build
 
 Problems = Iterator[str]
 
@@ -179,49 +177,7 @@ def _layout(config: Config) -> Problems:
             microbatches = config.num_microbatches
         if t.train_samples is not None and t.train_samples < batch:
             yield f"--train-samples {t.train_samples} is less than one batch of {batch} (--global-batch-size)."
-    yield from _stages(config, microbatches)
-
-
-def _stages(config: Config, microbatches: int | None) -> Problems:
-    if unclear := ask(lambda: check_flags(config)):
-        given = config.parallel.pipeline_schedule or "1f1b"
-        if given.lower() not in SCHEDULES and not _is_file(given):
-            yield from ask(lambda: build(given, 1, 1))
-        yield from unclear
-        return
-    name = schedule_name(config)
-    if microbatches is None and _is_file(name):
-        return  # a file is made for one number of microbatches
-    # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
-    usual = 4 * config.parallel.pipeline_model_parallel_size
-    refused = ask(lambda: schedule_of(config, microbatches or usual))
-    for text in refused:
-        yield (
-            text
-            if text.startswith("--")
-            else f"--pipeline-schedule {name}: {text}" + _microbatches(config, microbatches)
-        )
-    if not refused:
-        yield from twin_problems(name, schedule_of(config, microbatches or usual).placement)
-    if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
-        count = usual if refused else microbatches or usual
-        found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
-        yield from (text for text in found if text not in refused)
-
-
-def _is_file(schedule: str) -> bool:
-    return schedule.lower().endswith((".json", ".csv"))
-
-
-def _microbatches(config: Config, microbatches: int | None) -> str:
-    """Where the number comes from that a schedule may not work with."""
-    if microbatches is None or schedule_name(config).lower() not in SCHEDULES:
-        return ""
-    return (
-        f"\n      {microbatches} microbatches = --global-batch-size {config.global_batch_size} / "
-        f"(--micro-batch-size {config.train.micro_batch_size} x {config.data_parallel_size} data-parallel ranks), "
-        f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size}"
-    )
+    yield from pipeline_problems(config, microbatches)
 
 
 def _learning_rate(config: Config) -> Problems:

@@ -15,7 +15,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers among them."""
     pipeline_schedule: str | None = None
-    """Order of the passes: a name or a .json or .csv file. Default: 1f1b, interleaved for several stages on a rank."""
+    """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of each stage, where a rank holds several."""
     num_virtual_stages_per_pipeline_rank: int | None = None

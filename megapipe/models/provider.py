@@ -5,15 +5,8 @@ Two signatures are understood: ours, and Megatron-LM's model_provider(pre_proces
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 
 from torch import nn
 
@@ -21,6 +14,7 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
+from megapipe.named import find_named
 from megapipe.pipeline_parallel.partition import LayerSpan
 
 StageProvider = Callable[[ModelConfig, LayerSpan, Axis], nn.Module]
@@ -67,15 +61,10 @@ def find_provider(name: str) -> Provider:
 
     Raises: ConfigError if there is no such module or function, or it takes other arguments.
     """
-    where, colon, function = name.rpartition(":")
-    if not colon or not where or not function:
-        raise ConfigError(f"{FLAG} {name} is not MODULE:NAME, such as my_model:provider or path/my_model.py:provider")
-    module = _import(where, name)
-    found = getattr(module, function, None)
-    if not callable(found):
-        near = difflib.get_close_matches(function, [n for n, v in vars(module).items() if callable(v)], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{FLAG} {name}: {where} has no function {function}{hint}")
+    try:
+        found = find_named(name, FLAG, "my_model:provider")
+    except ConfigError as error:
+        raise ConfigError(f"{FLAG} {error}") from None
     signature = inspect.signature(found)
     try:
         if "pre_process" not in signature.parameters:
@@ -86,27 +75,3 @@ def find_provider(name: str) -> Provider:
             "vp_stage=None)"
         ) from None
     return found  # type: ignore[no-any-return]
-
-
-def _import(where: str, name: str) -> ModuleType:
-    try:
-        if where.endswith(".py"):
-            return _load_file(Path(where))
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # where the user is, not only where the script lies
-        return importlib.import_module(where)
-    except (ImportError, SyntaxError, OSError) as error:
-        file = f"{where.replace('.', '/')}.py:{name.rpartition(':')[2]}"
-        remedy = "" if where.endswith(".py") else f". The file can be named too: {FLAG} path/to/{file}"
-        raise ConfigError(f"{FLAG} {name}: cannot import {where}: {error}{remedy}") from None
-
-
-def _load_file(path: Path) -> ModuleType:
-    name = f"provider_{path.stem}"  # not the stem: a file json.py must not take the place of json
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module

@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.layout_string import AUTO, parse_layout
 from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.schedule import SCHEDULES, Placement, Schedule, build, loop, unpaired
+from megapipe.schedule import SCHEDULES, Placement, Schedule, build, entry_of, is_file, loop, unpaired
 
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
@@ -33,9 +33,8 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     Raises: ScheduleError if it cannot mean these numbers, ConfigError if it has other stages than asked for.
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
-    entry = SCHEDULES.get(name.lower())
     chunks = None
-    if entry is not None and entry.chunks is None:
+    if not is_file(name) and (entry := entry_of(name)).chunks is None:
         chunks = _chunks(config) or (_filled(config, ranks) if entry.placement == "loop or v" else None)
     schedule = _build(name, ranks, microbatches, chunks)
     if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later

@@ -1,7 +1,7 @@
 """Pipeline schedules as data. Pure Python: works without torch."""
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import SCHEDULES, Entry, build
+from megapipe.schedule.catalogue import SCHEDULES, Entry, build, entry_of, is_file
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.recorder import Recorder
@@ -41,10 +41,12 @@ __all__ = [
     "Step",
     "Timeline",
     "build",
+    "entry_of",
     "forward_only",
     "from_csv",
     "from_json",
     "gpipe",
+    "is_file",
     "load",
     "loop",
     "lower",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
@@ -14,9 +15,12 @@ from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.generators.interleaved import interleaved, interleaved_zb
 from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
+from megapipe.schedule.own import own_generator, own_schedule
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
+
+OWN = "own"
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Entry:
 
     Attributes:
         generate: takes (ranks, microbatches) and those of chunks, costs, memory and further options it names.
-        placement: loop, v or mirror; for a search also "loop or v".
+        placement: loop, v or mirror; for a search also "loop or v"; OWN of a function of the user's.
         chunks: stages on each rank; None: any number.
         about: one line.
         split: do input and weight gradient run apart?
@@ -85,6 +89,32 @@ SCHEDULES: dict[str, Entry] = {
 }
 
 
+def entry_of(name: str) -> Entry:
+    """The entry of a name, in any case, or of a function of the user's: FILE.py:NAME or MODULE:NAME.
+
+    Raises: ScheduleError if there is none.
+    """
+    if name.lower() in SCHEDULES:
+        return SCHEDULES[name.lower()]
+    if ":" in name:
+        made = own_generator(name)
+        about = (inspect.getdoc(made) or "a schedule of your own").split("\n")[0]
+        takes = inspect.signature(made).parameters
+        return Entry(made, OWN, None if "chunks" in takes else 1, about)
+    close = get_close_matches(name.lower(), SCHEDULES, n=2)
+    hint = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"There are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
+    )
+    raise ScheduleError(f"unknown schedule {name}; {hint}")
+
+
+def is_file(name: str) -> bool:
+    """Is it a table in a file, which knows its ranks and microbatches itself?"""
+    return name.lower().endswith((".json", ".csv"))
+
+
 def build(
     name: str,
     ranks: int,
@@ -95,29 +125,24 @@ def build(
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
-    """Make a schedule by its name, in any case, or read it from a .json or .csv file.
+    """Make a schedule by its name, in any case, or by a function FILE.py:NAME, or read it from a .json or .csv file.
 
     Args:
         chunks: stages on each rank, where the schedule leaves a choice. None: the schedule's own default.
         costs: for schedules that are searched.
         memory: limit for a searched schedule; any other is refused if it holds more.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
-    Raises: ScheduleError in one line if there is no such schedule or it cannot mean these numbers.
+    Returns: a schedule that `verify` has passed.
+    Raises: ScheduleError if there is no such schedule, it cannot mean these numbers, or its table cannot be run.
     """
-    key = name.lower()
-    if key.endswith((".json", ".csv")):
-        return _from_file(name, ranks, microbatches, memory, costs)
-    if key not in SCHEDULES:
-        close = get_close_matches(key, SCHEDULES, n=2)
-        hint = (
-            f"did you mean {' or '.join(close)}?"
-            if close
-            else f"There are {', '.join(SCHEDULES)}, or a .json or .csv file."
-        )
-        raise ScheduleError(f"unknown schedule {name}; {hint}")
+    if is_file(name):
+        schedule = _from_file(name, ranks, microbatches)
+        verify(replace(schedule, name=name), memory=memory, costs=costs)
+        return schedule
+    entry = entry_of(name)
+    key = name if entry.placement == OWN else name.lower()
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"{key} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
-    entry = SCHEDULES[key]
     takes = inspect.signature(entry.generate).parameters
     unknown = [option for option in options if option not in takes]
     if unknown:
@@ -126,21 +151,18 @@ def build(
         options["chunks"] = chunks
     elif chunks not in (None, 1, entry.chunks):
         raise ScheduleError(f"{key} has {entry.chunks} chunk(s) per rank, not {chunks}.")
-    if "costs" in takes:
-        return entry.generate(ranks, microbatches, costs=costs, memory=memory, **options)
-    schedule = entry.generate(ranks, microbatches, **options)
-    if memory is not None:
-        verify(schedule, memory=memory, costs=costs)
+    options |= {option: value for option, value in (("costs", costs), ("memory", memory)) if option in takes}
+    generate = partial(entry.generate, ranks, microbatches, **options)
+    schedule = own_schedule(key, generate, ranks, microbatches) if entry.placement == OWN else generate()
+    verify(replace(schedule, name=key), memory=memory, costs=costs)
     return schedule
 
 
-def _from_file(path: str, ranks: int, microbatches: int, memory: float | None, costs: Costs) -> Schedule:
+def _from_file(path: str, ranks: int, microbatches: int) -> Schedule:
     schedule = load(path)
     made_for = schedule.placement.num_ranks, schedule.num_microbatches
     if made_for != (ranks, microbatches):
         raise ScheduleError(
             f"{path} is made for {made_for[0]} ranks and {made_for[1]} microbatches, not {ranks} and {microbatches}."
         )
-    if memory is not None:
-        verify(schedule, memory=memory, costs=costs)
     return schedule

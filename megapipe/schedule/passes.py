@@ -6,6 +6,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -97,6 +98,15 @@ class Placement:
         if made_by.kind is Kind.F:
             return self.next(made_by.stage)
         return self.prev(made_by.stage) if made_by.kind.is_backward else None
+
+
+def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
+    """Why there is no placement of these numbers."""
+    stages = list(rank_of)
+    if set(stages) != set(range(ranks)):
+        yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
+    if chain < 1 or len(stages) % chain:
+        yield f"chain {chain} must divide the number of stages, {len(stages)}"
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:

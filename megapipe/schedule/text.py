@@ -13,13 +13,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step, placement_problems
 from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}
@@ -33,7 +33,7 @@ _NOT_A_PASS = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)"
 def load(path: str | Path) -> Schedule:
     """Read and verify a .json or .csv file.
 
-    Raises: ScheduleError naming the file and every problem with its row and cell, or rank, step and pass.
+    Raises: ScheduleError naming the file and every problem with its rank, line, step and pass.
     """
     path = Path(path)
     read = {".json": from_json, ".csv": from_csv}.get(path.suffix.lower())
@@ -113,28 +113,48 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
     problems = [] if rows else ["the file is empty"]
     for r, row in enumerate(rows):
         steps.append([])
-        for c, cell in enumerate(row):
+        count = 0  # as `verify` counts steps: from 0, without empty cells
+        for cell in row:
             if not cell or _NOT_A_PASS.fullmatch(cell):
                 continue
             pair = _PAIR.fullmatch(cell)
             step = _step(list(pair.groups()) if pair else [cell], letters)
             if isinstance(step, str):
-                problems.append(f"row {r + 1}, cell {c + 1}: {cell}: {step}")
+                problems.append(f"rank {r} (line {r + 1}), step {count}: {_shortened(cell)}: {step}")
             else:
                 steps[-1].append(step)
+            count += 1
         if not any(row):
-            problems.append(f"row {r + 1} is empty; each row is one rank")
+            problems.append(f"rank {r} (line {r + 1}) is empty; each line is one rank")
     _refuse(source, problems)
     placement, microbatches = _infer(steps, source)
     schedule = Schedule(Path(source).name, placement, microbatches, tuple(tuple(row) for row in steps))
     try:
         return _verified(schedule, source)
     except ScheduleError as error:
-        lengths = [len(row) for row in rows]
-        if len(set(lengths)) == 1:
-            raise
-        note = f"\n  the rows are ragged, of {', '.join(map(str, lengths))} cells; is one cut off?"
-        raise ScheduleError(str(error) + note) from None
+        raise ScheduleError(str(error) + "".join(f"\n  {line}" for line in _cut_off(schedule))) from None
+
+
+def _shortened(cell: str) -> str:
+    return cell if len(cell) <= 40 else f"{cell[:36]} ..."
+
+
+def _cut_off(schedule: Schedule) -> Iterator[str]:
+    """Rows that lack only passes after the last they have of each kind: they end too early."""
+    place, m = schedule.placement, schedule.num_microbatches
+    for rank, row in enumerate(schedule.ranks):
+        passes = [x for step in row for x in step if x.kind is not Kind.W]
+        have = {(x.stage, x.kind is Kind.F, x.microbatch) for x in passes}
+        last = {(stage, forward): microbatch for stage, forward, microbatch in sorted(have)}
+        lacking = [
+            (stage, forward, microbatch)
+            for stage in place.stages_on(rank)
+            for forward in (True, False)
+            for microbatch in range(m if m <= len(passes) else 0)
+            if schedule.chain_of(microbatch) == stage // place.chain and (stage, forward, microbatch) not in have
+        ]
+        if lacking and all(number > last.get((stage, forward), -1) for stage, forward, number in lacking):
+            yield f"rank {rank} (line {rank + 1}) ends early, after {len(row)} steps; is the line cut off?"
 
 
 def _is_torch(rows: list[list[str]]) -> bool:
@@ -148,6 +168,8 @@ def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
     step = []
     for text in texts:
         match = _PASS.fullmatch(text.strip())
+        if match is None and all(_PASS.fullmatch(part.strip()) for part in text.split(";") if part):
+            return "separate passes by commas, not semicolons"
         if match is None:
             return "not a pass; a pass is stage, kind, microbatch, such as 2F0"
         if match[2] not in letters:
@@ -160,10 +182,18 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     """Placement and number of microbatches of a table."""
     rank_of: dict[int, int] = {}
     through: dict[int, set[int]] = {}
+    twice: dict[tuple[int, int], str] = {}
     for rank, row in enumerate(rows):
-        for item in (x for step in row for x in step):
-            rank_of.setdefault(item.stage, rank)
+        for i, item in ((i, x) for i, step in enumerate(row) for x in step):
+            home = rank_of.setdefault(item.stage, rank)
             through.setdefault(item.microbatch, set()).add(item.stage)
+            if home != rank:
+                twice.setdefault(
+                    (item.stage, rank),
+                    f"rank {rank} (line {rank + 1}), step {i}, {item}: stage "
+                    f"{item.stage} is on rank {home} (line {home + 1}) too; a stage has one rank",
+                )
+    _refuse(source, twice.values())
     stages = len(rank_of)
     if not stages:
         raise ScheduleError(f"{source}: the file has no pass.")
@@ -201,16 +231,13 @@ def _shape_problems(data: Any) -> Iterator[str]:
     yield from bad
     if bad:
         return
-    ranks, stages = data["pp"], len(data["rank_of"])
+    ranks = data["pp"]
     if len(data["ranks"]) != ranks:
         yield f"ranks has {len(data['ranks'])} lists, pp is {ranks}"
-    elif set(data["rank_of"]) != set(range(ranks)):
-        yield f"rank_of must name every rank from 0 to pp - 1 = {ranks - 1} and no other"
-    if stages % data["chain"]:
-        yield f"chain {data['chain']} must divide the number of stages, {stages}"
+    yield from placement_problems(data["rank_of"], data["chain"], ranks)
 
 
-def _refuse(source: str, problems: list[str] | Iterator[str]) -> None:
+def _refuse(source: str, problems: Iterable[str]) -> None:
     found = list(problems)
     if found:
         raise ScheduleError(f"{source} cannot be read:" + "".join(f"\n  {problem}" for problem in found))

@@ -194,7 +194,7 @@ def test_unknown_schedule_gets_a_suggestion():
 
 def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():
     text = problem("--pipeline-schedule dualpipe --pipeline-model-parallel-size 4 --global-batch-size 12", 4)
-    assert text.startswith("--pipeline-schedule dualpipe: dualpipe on 4 ranks needs an even number of at least 8")
+    assert text.startswith("--pipeline-schedule dualpipe on 4 ranks needs an even number of at least 8")
     assert "6 microbatches = --global-batch-size 12 / (--micro-batch-size 2 x 1 data-parallel ranks)" in text
 
 
@@ -228,7 +228,13 @@ def test_a_schedule_from_a_file_is_checked_as_it_is(tmp_path):
     flags = f"--pipeline-schedule {file} --pipeline-model-parallel-size 2 --global-batch-size"
     validate(config(f"{flags} 6", 2), has_cuda=False)
     assert problem(f"{flags} 6 --num-layers 7", 2).startswith("--num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
-    assert "is made for 2 ranks and 3 microbatches, not 2 and 4." in problem(f"{flags} 8", 2)
+    assert problem(f"{flags} 8", 2) == (
+        f"--pipeline-schedule {file} is made for 2 ranks and 3 microbatches, not 2 and 4.\n"
+        "      4 microbatches = --global-batch-size 8 / (--micro-batch-size 2 x 1 data-parallel ranks), "
+        "--pipeline-model-parallel-size 2.\n"
+        "      Use --global-batch-size 6, or make the file for it."
+    )
+    assert "Use --pipeline-model-parallel-size 2, or" in problem(f"--pipeline-schedule {file} --global-batch-size 6")
     assert "no/such.csv" in problem("--pipeline-schedule no/such.csv")
 
 

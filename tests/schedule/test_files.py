@@ -50,14 +50,22 @@ def test_the_documented_json() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (ONE_F_ONE_B.replace("1BW0", "1Q0"), "row 2, cell 2: 1Q0: unknown letter Q; there are F, B, W, BW"),
-        (ONE_F_ONE_B.replace("1BW0", "1I0"), "row 1, cell 3: 0BW0: unknown letter BW; there are F, I, W, B"),
-        (ONE_F_ONE_B.replace("1BW0", "BW0"), "row 2, cell 2: BW0: not a pass; a pass is stage, kind, microbatch"),
+        (ONE_F_ONE_B.replace("1BW0", "1Q0"), "rank 1 (line 2), step 1: 1Q0: unknown letter Q; there are F, B, W, BW"),
+        (ONE_F_ONE_B.replace("1BW0", "1I0"), "rank 0 (line 1), step 2: 0BW0: unknown letter BW; there are F, I, W, B"),
+        (
+            ONE_F_ONE_B.replace("1BW0", "BW0"),
+            "rank 1 (line 2), step 1: BW0: not a pass; a pass is stage, kind, microbatch",
+        ),
         (ONE_F_ONE_B.replace(",1BW1", ""), "rank 1: 1BW1 is missing"),
-        (ONE_F_ONE_B.replace(",1BW1", ""), "the rows are ragged, of 4, 3 cells; is one cut off?"),
-        (ONE_F_ONE_B.replace("\n1F0", "\n\n1F0"), "row 2 is empty; each row is one rank"),
+        (ONE_F_ONE_B.replace(",1BW1", ""), "rank 1 (line 2) ends early, after 3 steps; is the line cut off?"),
+        (ONE_F_ONE_B.replace("\n1F0", "\n\n1F0"), "rank 1 (line 2) is empty; each line is one rank"),
         (ONE_F_ONE_B.replace("1", "3"), "no rank runs stage 1, but there is a stage 3."),
         (ONE_F_ONE_B.replace("0F1,0BW0", "0BW0,0F1").replace("1F0,1BW0,1F1", "1F1,1F0,1BW0"), "rank 0 waits at step 1"),
+        (
+            ONE_F_ONE_B.replace("0BW1\n", "0BW1,1F0\n"),
+            "rank 1 (line 2), step 0, 1F0: stage 1 is on rank 0 (line 1) too; a stage has one rank",
+        ),
+        (ONE_F_ONE_B.replace(",", ";"), "rank 0 (line 1), step 0: 0F0;0F1;0BW0;0BW1: separate passes by commas, not"),
         ("", "the file is empty"),
         (",,\n", "the file is empty"),
         ("0F0,0BW99999999\n", "there are 100000000 microbatches, but only 2 passes"),
@@ -66,13 +74,22 @@ def test_the_documented_json() -> None:
         (to_json(build("1f1b", 2, 2)).replace("1BW0", "1Q0"), "rank 1, step 1: 1Q0: unknown letter Q"),
         (to_json(build("1f1b", 2, 2)).replace('"pp": 2', '"pp": 3'), "ranks has 2 lists, pp is 3"),
         (to_json(build("1f1b", 2, 2)).replace('"chain": 2', '"chain": 3'), "chain 3 must divide the number of stages"),
-        (to_json(build("1f1b", 2, 2)).replace("[0, 1]", "[0, 5]"), "rank_of must name every rank from 0 to pp - 1 = 1"),
+        (
+            to_json(build("1f1b", 2, 2)).replace("[0, 1]", "[0, 5]"),
+            "rank_of must name every rank from 0 to 1 and no other, got [0, 5]",
+        ),
         (to_json(build("1f1b", 2, 2)).replace("1F0", "1F1"), "1F1: runs twice, first at step 0"),
     ],
 )
 def test_a_broken_file_is_refused_by_name_and_place(text: str, told: str) -> None:
     assert sentence(text).startswith("mine")
     assert told in sentence(text)
+
+
+def test_a_hole_in_a_row_that_is_ragged_by_right_is_not_called_a_cut_line() -> None:
+    whole = "0F0,0F1,0F2,0B0,0W0,0B1,0W1,0B2,0W2\n1F0,1BW0,1F1,1BW1,1F2,1BW2\n"
+    assert from_csv(whole).num_microbatches == 3
+    assert sentence(whole.replace("1F1,", "")) == "mine is not valid:\n  rank 1: 1F1 is missing"
 
 
 def test_the_schedule_name_may_be_a_file(tmp_path: Path) -> None:

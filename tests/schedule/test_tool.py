@@ -101,8 +101,8 @@ def test_a_wrong_file_is_refused_with_every_problem(tmp_path):
     path.write_text("0F0,0X0\n1F0,1BW7x\n")
     done = tool("show", path)
     assert done.returncode == 2
-    assert "row 1, cell 2: 0X0: unknown letter X" in done.stderr
-    assert "row 2, cell 2: 1BW7x: not a pass" in done.stderr
+    assert "rank 0 (line 1), step 1: 0X0: unknown letter X" in done.stderr
+    assert "rank 1 (line 2), step 1: 1BW7x: not a pass" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -166,6 +166,7 @@ def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, ca
     import schedules
 
     clock = iter([0.0, 0.5, 1.5])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(schedules.time, "monotonic", lambda: next(clock))
     bar = schedules.Progress()
     bar(1 / 3, "zb-v")
@@ -215,12 +216,16 @@ def compare_labels(name: str) -> list[Row]:
     return [measure(build(name, 8, 16, chunks=v), costs, f"{name} v={v}") for v in (2, 4)]
 
 
-def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say():
-    code = re.search(r"```python\n(.*?)```", DOC, re.DOTALL)
-    printed = re.search(r"It prints\n\n```\n(.*?)```", DOC, re.DOTALL)
+def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say(monkeypatch):
+    function, use = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+    printed = re.search(r"prints\n\n```\n(28.*?)```", DOC, re.DOTALL)
+    assert function.split("def eager")[1] in ROOT.joinpath("examples/own_schedule.py").read_text().replace(
+        '    """1F1B with twice the warm-up, which hides the round trip of slow messages; memory 2p-1"""\n', ""
+    )
+    monkeypatch.chdir(ROOT)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(code[1], {})
+        exec(use, {})
     assert out.getvalue() == printed[1]
 
 

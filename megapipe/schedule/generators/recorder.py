@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.passes import Kind, Pass, Step
 
 
@@ -31,7 +32,12 @@ class Recorder:
 
     def w(self, stage: int | None = None) -> None:
         """The oldest weight gradient owed, or the oldest of one stage."""
-        item = next(x for x in self.owed if stage in (None, x.stage))
+        item = next((x for x in self.owed if stage in (None, x.stage)), None)
+        if item is None:
+            of = "" if stage is None else f" of stage {stage}"
+            raise ScheduleError(
+                f"Recorder.w, after {len(self.steps)} steps: no weight gradient{of} is owed; b owes one."
+            )
         self.owed.remove(item)
         self.steps.append((item,))
 

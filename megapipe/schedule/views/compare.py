@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import SCHEDULES, build
+from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import zb_auto
@@ -68,19 +68,22 @@ def compare(
     costs: Costs = UNIT,
     memory: float | None = None,
     *,
+    names: Sequence[str] = tuple(SCHEDULES),
     effort: float = 4.0,
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> list[Row | Refusal]:
-    """One row for each schedule of the catalogue, several for those that leave a choice.
+    """One row for each schedule, several for those that leave a choice; 1f1b, the measure of the others, always.
 
     Fixed schedules over the memory limit get a row that does not fit; zb-auto keeps to the limit, or to
     p if there is none.
 
     Args:
+        names: as `build` takes them: entries of the catalogue, files, functions FILE.py:NAME.
         effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
         progress: called with the share that is done and what is next.
+    Raises: ScheduleError for a name that is none.
     """
-    makers = _makers(ranks, microbatches, costs, memory, effort)
+    makers = _makers(dict.fromkeys(["1f1b", *names]), ranks, microbatches, costs, memory, effort)
     weight = {label: _SEARCH if label.startswith("zb-auto") else 1 for label in makers}
     rows: list[Row | Refusal] = []
     done = 0
@@ -136,10 +139,11 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
         best = plain
     else:
         over = "" if plain.fits else f", which needs {short(plain.peak)}"
+        more = f" ({short(best.peak / plain.peak)} x that of 1f1b)" if best.peak > plain.peak else ""
         advice = [
             f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than 1f1b "
-            f"({short(plain.makespan)}{over}); peak {short(best.peak)}, {short(best.parameters)} x the parameters, "
-            f"{best.sent} tensors sent per rank."
+            f"({short(plain.makespan)}{over}); peak {short(best.peak)}{more}, {short(best.parameters)} x the "
+            f"parameters, {best.sent} tensors sent per rank."
         ]
     advice += _uneven(best)
     steady = _best(fitting, "period")
@@ -182,7 +186,9 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _makers(ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float) -> dict[str, _Make]:
+def _makers(
+    names: Iterable[str], ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float
+) -> dict[str, _Make]:
     """What makes each schedule of the comparison, by label."""
 
     def fixed(name: str, chunks: int | None = None) -> _Make:
@@ -194,14 +200,14 @@ def _makers(ranks: int, microbatches: int, costs: Costs, memory: float | None, e
         )
 
     makers: dict[str, _Make] = {}
-    for name, entry in SCHEDULES.items():
-        if name == "zb-auto":
-            continue
-        if entry.chunks is None:
+    for name in names:
+        if name.lower() == "zb-auto":
+            makers |= {"zb-auto": searched("makespan"), "zb-auto period": searched("period")}
+        elif not is_file(name) and entry_of(name).chunks is None:
             makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
         else:
             makers[name] = fixed(name)
-    return makers | {"zb-auto": searched("makespan"), "zb-auto period": searched("period")}
+    return makers
 
 
 def _right(cells: Sequence[str], widths: Sequence[int]) -> str:

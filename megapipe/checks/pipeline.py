@@ -1,0 +1,80 @@
+"""Schedule, stages and layers: does the schedule exist, does it mean these numbers, do the layers fill its stages?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.checks.inputs import ask
+from megapipe.config import Config
+from megapipe.errors import ScheduleError
+from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
+from megapipe.schedule import SCHEDULES, Placement, build, is_file, load
+
+
+def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]:
+    """What is wrong with the pipeline's flags.
+
+    Args:
+        microbatches: per step and data-parallel rank; None if the batch is not known.
+    """
+    if unclear := ask(lambda: check_flags(config)):
+        given = config.parallel.pipeline_schedule or "1f1b"
+        if given.lower() not in SCHEDULES and not is_file(given):
+            yield from (_named(given, text) for text in ask(lambda: build(given, 1, 1)))
+        yield from unclear
+        return
+    name = schedule_name(config)
+    if microbatches is None and is_file(name):
+        return  # a file is made for one number of microbatches
+    # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
+    usual = 4 * config.parallel.pipeline_model_parallel_size
+    refused = ask(lambda: schedule_of(config, microbatches or usual))
+    for text in refused:
+        yield text if text.startswith("--") else _named(name, text) + _remedy(config, name, microbatches)
+    if not refused:
+        yield from _twin_problems(name, schedule_of(config, microbatches or usual).placement)
+    if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
+        count = usual if refused else microbatches or usual
+        found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
+        yield from (text for text in found if text not in refused)
+
+
+def _named(schedule: str, text: str) -> str:
+    """A sentence that begins with the flag, which names the schedule once."""
+    return f"--pipeline-schedule {text}" if text.startswith(schedule) else f"--pipeline-schedule {schedule}: {text}"
+
+
+def _remedy(config: Config, name: str, microbatches: int | None) -> str:
+    """Where the number comes from that a schedule may not work with, and for a file what would fit."""
+    if microbatches is None:
+        return ""
+    par, t = config.parallel, config.train
+    share = (t.micro_batch_size or 1) * config.data_parallel_size
+    told = (
+        f"\n      {microbatches} microbatches = --global-batch-size {config.global_batch_size} / "
+        f"(--micro-batch-size {t.micro_batch_size} x {config.data_parallel_size} data-parallel ranks), "
+        f"--pipeline-model-parallel-size {par.pipeline_model_parallel_size}"
+    )
+    if not is_file(name):
+        return told if name.lower() in SCHEDULES or ":" in name else ""
+    try:
+        made = load(name)
+    except ScheduleError:  # it cannot be read: other numbers would not help
+        return ""
+    if made.placement.num_ranks != par.pipeline_model_parallel_size:
+        return f"{told}.\n      Use --pipeline-model-parallel-size {made.placement.num_ranks}, or make the file for it."
+    return f"{told}.\n      Use --global-batch-size {made.num_microbatches * share}, or make the file for it."
+
+
+def _twin_problems(name: str, place: Placement) -> Iterator[str]:
+    """A schedule from a file may have chains that training cannot keep equal."""
+    if place.num_chains > 2:
+        yield f"--pipeline-schedule {name}: the model is there {place.num_chains} times; at most two chains train."
+    for stage in range(place.chain if place.num_chains == 2 else 0):
+        rank, twin = place.rank_of[stage], place.rank_of[stage + place.chain]
+        if rank == twin or rank + twin != place.num_ranks - 1:
+            yield (
+                f"--pipeline-schedule {name}: stage {stage} is on rank {rank}, its replica {stage + place.chain} on "
+                f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
+            )
+            return
