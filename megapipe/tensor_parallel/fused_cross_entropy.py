@@ -16,11 +16,10 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.tensor_parallel.collectives import opening
-from megapipe.tensor_parallel.cross_entropy import exp_
+from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
-IGNORE = -100
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once in float32: more leave the cache."""
 KEPT_ELEMENTS = 1 << 26
@@ -69,7 +68,7 @@ class _HeadLoss(torch.autograd.Function):
             losses -= label_smoothing / (weight.shape[0] * tp.size) * total
         if z_loss:
             losses += z_loss * lse.square()
-        ignored = target.reshape(-1) == IGNORE
+        ignored = without_loss(target.reshape(-1), weight.shape[0] * tp.size)
         ctx.save_for_backward(x, weight, labels, lse, ignored)
         ctx.tp, ctx.label_smoothing, ctx.z_loss = tp, label_smoothing, z_loss
         ctx.weight_grads = current_weight_grads()
@@ -175,7 +174,7 @@ def vocab_parallel_linear_cross_entropy(
         x: [..., h], the same on all tp ranks; its gradient is summed over tp.
         weight: [v/t, h], this rank's rows of the output head; the gradient is added into its `main_grad`, in a W pass
             if the stage is in a B pass.
-        target: [...], ids in 0..v-1, or -100 for a token without loss.
+        target: [...], ids in 0..v-1; any other number, such as -100, is a token without loss.
         label_smoothing: e, mixes the label with the uniform distribution (Szegedy et al. 2016, section 7).
         z_loss: adds z_loss x log(denominator)^2 (Chowdhery et al. 2022, section 5).
         sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
