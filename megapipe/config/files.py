@@ -22,6 +22,8 @@ class DataConfig:
     """Background threads that read ahead; 0 reads in the training loop."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
+    no_data_sharding: bool = False
+    """Of cyclic: shuffle all samples together, instead of a part of them for each data-parallel rank."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
     reset_position_ids: bool = False

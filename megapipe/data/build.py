@@ -71,10 +71,13 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 
 
 def samples_wanted(config: Config) -> tuple[int, int, int]:
-    """Samples of train, validation and test that the run reads (validation also once at the end)."""
+    """Samples of train, validation and test that the run reads: validation also once at the end, and neither it nor
+    test without --eval-interval."""
     data, batch = config.data, config.global_batch_size
     train = config.train.train_samples or config.train_iters * batch
-    evaluations = 1 + (config.train_iters // data.eval_interval if data.eval_interval else 0)
+    if data.eval_interval is None:
+        return train, 0, 0
+    evaluations = 1 + config.train_iters // data.eval_interval
     return train, evaluations * data.eval_iters * batch, data.eval_iters * batch
 
 

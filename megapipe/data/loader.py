@@ -61,8 +61,13 @@ class SampleOrder:
     """Which samples a data-parallel rank reads, given only how many the run has consumed (Megatron's two samplers).
 
     single: in order; of every run of b x dp samples rank r takes the r-th b, so the samples of a global batch depend
-    neither on b nor on dp. cyclic: each epoch is a torch.randperm seeded with its number over whole microbatches, of
-    which rank r takes every dp-th; a rest smaller than b x dp is dropped.
+    neither on b nor on dp.
+    cyclic: each epoch has a torch.randperm seeded with its number; a rest smaller than b x dp is dropped. Sharded, rank
+    r has the r-th of dp equal parts of the samples and shuffles it; otherwise all whole microbatches are shuffled, and
+    it takes every dp-th sample.
+
+    Attributes:
+        wraps: single begins again at sample 0 when it has come to the end.
     """
 
     num_samples: int
@@ -70,6 +75,8 @@ class SampleOrder:
     data_parallel_rank: int
     data_parallel_size: int
     kind: Literal["single", "cyclic"] = "single"
+    sharded: bool = True
+    wraps: bool = False
 
     @property
     def width(self) -> int:
@@ -82,12 +89,14 @@ class SampleOrder:
         Raises: DataError past the end of the dataset (single) or for one smaller than b x dp (cyclic).
         """
         if self.kind == "single":
+            first = consumed + self.data_parallel_rank * self.micro_batch_size
+            if self.wraps:
+                return [i % self.num_samples for i in range(first, first + self.micro_batch_size)]
             if consumed + self.width > self.num_samples:
                 raise DataError(
                     f"The dataset ends at sample {self.num_samples}, the run wants {consumed} to "
                     f"{consumed + self.width - 1}. --train-iters or --train-samples must cover the whole run."
                 )
-            first = consumed + self.data_parallel_rank * self.micro_batch_size
             return list(range(first, first + self.micro_batch_size))
         positions = range(consumed + self.data_parallel_rank, consumed + self.width, self.data_parallel_size)
         return [self._cyclic(p) for p in positions]
@@ -101,6 +110,10 @@ class SampleOrder:
                 "Use --dataloader-type single"
             )
         epoch, offset = divmod(position, per_epoch)
+        if self.sharded:
+            part = per_epoch // self.data_parallel_size
+            at = _permutation(part, epoch)[offset // self.data_parallel_size]
+            return self.data_parallel_rank * part + int(at)
         whole_microbatches = self.num_samples // self.micro_batch_size * self.micro_batch_size
         return int(_permutation(whole_microbatches, epoch)[offset])
 
@@ -116,6 +129,7 @@ class Batches:
 
     Args:
         num_microbatches: microbatches per step and rank; a step consumes b x dp x num_microbatches samples.
+        kind, sharded, wraps: see SampleOrder.
         num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
     """
 
@@ -128,10 +142,14 @@ class Batches:
         data_parallel_size: int = 1,
         *,
         kind: Literal["single", "cyclic"] = "single",
+        sharded: bool = True,
+        wraps: bool = False,
         num_workers: int = 2,
     ) -> None:
         self._dataset = dataset
-        self._order = SampleOrder(len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, kind)
+        self._order = SampleOrder(
+            len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, kind, sharded, wraps
+        )
         self._num_microbatches = num_microbatches
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead: dict[int, list[Future[Tensor]]] = {}

@@ -123,7 +123,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* query-in-block-prob", _GPT),
     ("evidence-data-path embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings", _GPT),
     ("dino-* vision-* swin-* img-* patch-dim num-channels num-classes classes-fraction head-lr-mult", _GPT),
-    ("iter-per-epoch data-per-class-fraction decoder-seq-length no-data-sharding", _GPT),
+    ("iter-per-epoch data-per-class-fraction decoder-seq-length", _GPT),
     ("mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*", "all layers are attention and MLP"),
     (
         "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-* v-head-dim mla-* cache-mla-*",

@@ -15,8 +15,6 @@ from megapipe.checks.run import validate
 from megapipe.checks.training import idle_flags
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
-from megapipe.data.gpt_dataset import TokenDataset
-from megapipe.data.loader import Batches
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import be_deterministic, has_cuda, keep_freed_memory, pick_device, versions
 from megapipe.distributed.mesh import ProcessMesh
@@ -37,6 +35,7 @@ from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress
+from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.report import Reporter
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
@@ -135,10 +134,11 @@ class Run:
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
         self.optimizer = Optimizer(self.modules, config.train, mesh)
         self.lr = LRSchedule.of(config)
-        self.batches = self._batches(data.train)
-        self.valid, self.test = self._batches(data.valid), self._batches(data.test)
+        self.reading = Reading(config, mesh, place)
+        self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = self._resume()
+        self.batches_at = self.reading.training(data.train, self.progress)
 
     def train(self) -> None:
         """From where the run is to its last iteration."""
@@ -146,7 +146,8 @@ class Run:
         self.signal = ExitSignal(config.train.exit_signal if config.train.exit_signal_handler else None)
         last_saved = began = progress.iteration
         self.report.pause()
-        while progress.iteration < config.train_iters:
+        last = progress.last_iteration(config)
+        while progress.iteration < last:
             self.profiler.before(progress.iteration)
             result = self.step()
             self.profiler.after(progress.iteration)
@@ -168,21 +169,20 @@ class Run:
         self.profiler.close()
         if config.checkpoint.save and last_saved != progress.iteration:
             self._save()
-        if progress.iteration >= config.train_iters and config.data.eval_interval:
-            self._evaluate(self.valid, f"iteration {progress.iteration} on validation set", board=False)
-            self._evaluate(self.test, f"iteration {progress.iteration} on test set", board=False)
+        if progress.iteration >= last and config.data.eval_interval:
+            self._evaluate(self.valid, f"iteration {progress.iteration} on validation set")
+            self._evaluate(self.test, f"iteration {progress.iteration} on test set", consumed=0)
         self.report.close()
         self.signal.close()
 
     def step(self) -> StepResult:
         """One iteration of training."""
-        assert self.batches is not None
         progress, size = self.progress, self.config.global_batch_size
         consumed = progress.consumed_train_samples
         result = train_step(
             self.pipeline,
             self.optimizer,
-            self.batches.at(consumed),
+            self.batches_at(consumed),
             consumed,
             learning_rate(self.lr, progress.scheduled_samples),
             loss_scale=progress.loss_scale.scale,
@@ -203,20 +203,6 @@ class Run:
             raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
         return module
 
-    def _batches(self, dataset: TokenDataset | None) -> Batches | None:
-        if dataset is None:
-            return None
-        config, dp = self.config, self.mesh.dp
-        return Batches(
-            dataset,
-            config.train.micro_batch_size or 1,
-            config.num_microbatches,
-            dp.rank,
-            dp.size,
-            kind=config.data.dataloader_type,
-            num_workers=config.data.num_workers,
-        )
-
     def _stop_if_not_finite(self, result: StepResult, last_saved: int) -> None:
         train = self.config.train
         if result.skipped and not (train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale):
@@ -227,15 +213,16 @@ class Run:
                 "--no-check-for-nan-in-loss-and-grad."
             )
 
-    def _evaluate(self, batches: Batches | None, where: str, *, board: bool = True) -> None:
+    def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
+        """consumed: where to begin; default: where the last evaluation has ended."""
         config, progress = self.config, self.progress
-        if batches is None or not config.data.eval_iters:
+        if batches_at is None or not config.data.eval_iters:
             return
-        consumed = progress.consumed_valid_samples if board else 0
-        losses = evaluate(self.pipeline, batches.at, consumed, config.data.eval_iters)
-        if board:
+        begin = progress.consumed_valid_samples if consumed is None else consumed
+        losses = evaluate(self.pipeline, batches_at, begin, config.data.eval_iters)
+        if consumed is None:
             progress.consumed_valid_samples += config.data.eval_iters * config.global_batch_size
-        self.report.validation(losses, where, progress, board=board)
+        self.report.validation(losses, where, progress)
 
     def _resume(self) -> Progress:
         path = find_checkpoint(self.config.checkpoint, self.mesh)

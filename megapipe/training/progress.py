@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from megapipe.config import TrainConfig
+from megapipe.config import Config, TrainConfig
 from megapipe.optim.loss_scale import LossScale
 from megapipe.training.checkpoint import LoadedState
 from megapipe.training.step import StepResult
@@ -37,6 +37,13 @@ class Progress:
             scale if scale.dynamic and train.dynamic_loss_scale else LossScale.start(train),
         )
 
+    def last_iteration(self, config: Config) -> int:
+        """Where the run ends. --train-samples counts samples, also those read in batches of another size before."""
+        samples, size = config.train.train_samples, config.global_batch_size
+        if samples is None:
+            return config.train_iters
+        return self.iteration + max(0, samples - self.consumed_train_samples) // size
+
     @property
     def scheduled_samples(self) -> int:
         """Where the learning rate is on its curve."""
@@ -48,7 +55,15 @@ class Window:
 
     def __init__(self) -> None:
         self.first = True
+        self._last: dict[str, float] = {}
         self.clear()
+
+    def told(self, *, regular: bool) -> None:
+        """A line was printed. That of the first iteration comes beside the regular ones, as in Megatron-LM, and takes
+        nothing out of them."""
+        self.first = False
+        if regular:
+            self.clear()
 
     def clear(self) -> None:
         """Start after a line."""
@@ -75,7 +90,6 @@ class Window:
 
     def seconds_per_iteration(self) -> float:
         """Mean time of an iteration."""
-        self.first = False
         return self._seconds / self._iterations
 
     def mean_losses(self) -> dict[str, float]:

@@ -44,7 +44,8 @@ class Reporter:
         # As Megatron prints it: already that of the next iteration.
         lr = learning_rate(schedule, progress.scheduled_samples)
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
-        in_line = n % log.log_interval == 0 or window.first
+        regular = n % log.log_interval == 0
+        in_line = regular or window.first
         if not (on_board or in_line):
             return
         norm = optimizer.params_norm() if log.log_params_norm else None
@@ -70,7 +71,7 @@ class Reporter:
         tflops = self._flops * tokens / seconds / config.world_size / 1e12 if log.log_throughput else None
         report = IterationReport(
             iteration=n,
-            train_iters=config.train_iters,
+            train_iters=progress.last_iteration(config),
             consumed_samples=progress.consumed_train_samples,
             elapsed_ms=seconds * 1e3,
             learning_rate=lr,
@@ -87,13 +88,11 @@ class Reporter:
         )
         self.say(iteration_line(report, datetime.now()))
         self._scalars({"iteration-time": seconds, "throughput": tflops}, progress)
-        window.clear()
+        window.told(regular=regular)
 
-    def validation(self, losses: Mapping[str, float], where: str, progress: Progress, *, board: bool) -> None:
-        """The lines of one evaluation, and its scalars if it goes on the board."""
+    def validation(self, losses: Mapping[str, float], where: str, progress: Progress) -> None:
+        """The lines of one evaluation and its scalars. As in Megatron-LM the test set's have the validation's tags."""
         self.say(validation_lines(where, losses))
-        if not board:
-            return
         scalars: dict[str, float | None] = {f"{name} validation": loss for name, loss in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
             scalars |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}

@@ -104,7 +104,7 @@ def test_no_data_path_is_refused() -> None:
 def test_samples_wanted_are_megatrons_counts() -> None:
     assert samples_wanted(config()) == (10, 3 * 2, 2)  # 5 steps of 2; 5 // 2 + 1 evaluations of 1 batch
     never = config(eval_interval=None)
-    assert samples_wanted(never) == (10, 2, 2)
+    assert samples_wanted(never) == (10, 0, 0)
     by_samples = dataclasses.replace(never, train=dataclasses.replace(never.train, train_iters=None, train_samples=9))
     assert samples_wanted(by_samples)[0] == 9
 

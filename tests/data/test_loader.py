@@ -49,27 +49,58 @@ def test_a_global_batch_holds_the_same_samples_on_every_layout(micro_batch_size:
         assert sorted(seen) == list(range(consumed, consumed + 8))
 
 
-def megatron_cyclic(total: int, consumed: int, b: int, rank: int, dp: int, count: int) -> list[list[int]]:
-    """Microbatches that the format's text gives, epoch by epoch (aligned starts only)."""
+def permuted(count: int, epoch: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()  # type: ignore[no-any-return]
+
+
+def megatron_cyclic(
+    total: int, consumed: int, b: int, rank: int, dp: int, count: int, data_sharding: bool
+) -> list[list[int]]:
+    """Microbatches by the rule of MegatronPretrainingRandomSampler (data_samplers.py), epoch by epoch.
+
+    With data sharding rank r has a bucket of (total // (b dp)) b samples that begins at r times its size, and shuffles
+    that; without, all whole microbatches are shuffled and it takes every dp-th sample of what is left of the epoch.
+    """
     out: list[list[int]] = []
     active = total - total % (b * dp)
     epoch, offset = consumed // active, consumed % active
     while len(out) < count:
-        order = torch.randperm(total // b * b, generator=torch.Generator().manual_seed(epoch)).tolist()
-        mine = order[offset:][rank::dp]
+        if data_sharding:
+            bucket = total // (b * dp) * b
+            mine = [rank * bucket + x for x in permuted(bucket, epoch)[offset // dp :]]
+        else:
+            mine = permuted(total // b * b, epoch)[offset:][rank::dp]
         out += [mine[i : i + b] for i in range(0, (active - offset) // dp, b)]
         epoch, offset = epoch + 1, 0
     return out[:count]
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize("total", [12, 23])
-def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int) -> None:
+def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int, sharded: bool) -> None:
     for rank in range(dp):
-        batches = Batches(Counting(total), 2, 4, rank, dp, kind="cyclic")
+        batches = Batches(Counting(total), 2, 4, rank, dp, kind="cyclic", sharded=sharded)
         for step in range(8):
             consumed = step * 8 * dp
-            assert ids(batches, consumed) == megatron_cyclic(total, consumed, 2, rank, dp, 4)
+            assert ids(batches, consumed) == megatron_cyclic(total, consumed, 2, rank, dp, 4, sharded)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_epoch_of_cyclic_reads_every_sample_once(sharded: bool) -> None:
+    """20 samples, b 2, dp 2: five microbatches on each rank."""
+    ranks = [Batches(Counting(20), 2, 5, rank, 2, kind="cyclic", sharded=sharded) for rank in range(2)]
+    parts = [[i for microbatch in ids(b, 0) for i in microbatch] for b in ranks]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    if sharded:  # Megatron's default, written out: randperm(10) of seed 0, and the same above 10
+        assert parts == [[4, 1, 7, 5, 3, 9, 0, 8, 6, 2], [14, 11, 17, 15, 13, 19, 10, 18, 16, 12]]
+
+
+def test_an_evaluation_goes_on_at_the_first_sample_when_it_has_come_to_the_end() -> None:
+    ranks = [Batches(Counting(10), 2, 2, rank, 2, wraps=True) for rank in range(2)]
+    assert [ids(b, 4) for b in ranks] == [[[4, 5], [8, 9]], [[6, 7], [0, 1]]]
+    assert ids(ranks[0], 40) == [[0, 1], [4, 5]]
+    assert ids(Batches(Counting(1), 2, 2, wraps=True), 0) == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])

@@ -1,0 +1,70 @@
+"""What a rank reads of the data sets: its share of each step, if its stages look at tokens at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.data.loader import Batches
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import DataError
+from megapipe.schedule import Placement
+from megapipe.training.progress import Progress
+
+BatchesAt = Callable[[int], Sequence[Tensor]]
+"""(samples consumed) -> the microbatches of a step, none on a rank that looks at no tokens."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rank's way to its samples."""
+
+    config: Config
+    mesh: ProcessMesh
+    place: Placement
+
+    def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
+        """Raises: DataError, on all ranks, if the run would come to the end of its data."""
+        config = self.config
+        steps = max(0, progress.last_iteration(config) - progress.iteration)
+        until = progress.consumed_train_samples + steps * config.global_batch_size
+        if dataset is None:
+            raise DataError(f"--split {config.data.split} leaves nothing to train on. Use --split 969,30,1")
+        if config.data.dataloader_type == "single" and steps and len(dataset) < until:
+            raise DataError(
+                f"the training data ends at sample {len(dataset)}, but this run reads until sample {until}. "
+                "Train shorter, or give a data set with more samples."
+            )
+        return self._batches(dataset, wraps=False)
+
+    def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
+        """Without an end: a run that evaluates more often than it was planned begins again at the first sample."""
+        return None if dataset is None else self._batches(dataset, wraps=True)
+
+    @property
+    def looks(self) -> bool:
+        """Do stages of this rank look at tokens? At the ends of a chain, and everywhere if documents are apart."""
+        data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
+        apart = data.reset_attention_mask or data.reset_position_ids
+        return apart or any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
+
+    def _batches(self, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
+        if not self.looks:
+            return lambda consumed: ()
+        config, dp = self.config, self.mesh.dp
+        assert config.train.micro_batch_size is not None
+        return Batches(
+            dataset,
+            config.train.micro_batch_size,
+            config.num_microbatches,
+            dp.rank,
+            dp.size,
+            kind=config.data.dataloader_type,
+            sharded=not config.data.no_data_sharding,
+            wraps=wraps,
+            num_workers=config.data.num_workers,
+        ).at

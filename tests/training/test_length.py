@@ -1,0 +1,155 @@
+"""Where a run begins and ends in its data: length in samples, evaluation, the lines it prints."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import short_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import STYLES
+
+from megapipe.config import CheckpointConfig, Config, LogConfig
+from megapipe.data.build import Datasets
+from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import DataError
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.training.pretrain import Run
+from pretrain_gpt import forward_step
+
+
+class Reads:
+    """The first samples of the mock data, and a list of those that were asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.asked = size, list[int]()
+        train = short_run.datasets().train
+        assert train is not None
+        self.data: TokenDataset = train
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, sample: int):
+        self.asked.append(sample)
+        return self.data[sample]
+
+
+def config(*, batch: int = 4, micro: int = 2, data: dict[str, object] | None = None, pp: int = 1, **train) -> Config:
+    """A run that prints every line."""
+    base = short_run.config(STYLES["gpt2"], pp=pp)
+    lengths = {"train_iters": None, "train_samples": None, "lr_warmup_iters": 0} | train
+    return replace(
+        base,
+        train=replace(base.train, global_batch_size=batch, micro_batch_size=micro, **lengths),
+        data=replace(base.data, **(data or {})),
+        log=LogConfig(log_interval=1),
+    )
+
+
+def run(config: Config, mesh: ProcessMesh | None = None, **parts: Reads | None) -> Run:
+    data = Datasets(**{"train": Reads(1000), "valid": None, "test": None} | parts)
+    done = Run(config, mesh or ProcessMesh.single(), gpt_provider, forward_step, data, 126, time.monotonic())
+    done.train()
+    return done
+
+
+@pytest.mark.parametrize(("batch", "iterations", "samples"), [(8, 7, 36), (2, 15, 40), (4, 10, 40)])
+def test_a_run_of_samples_goes_on_to_its_last_sample_in_batches_of_another_size(
+    tmp_path, capsys, batch, iterations, samples
+):
+    """It ended at once with 20 of 40 samples (batch 8), or went on to sample 50 (batch 2): iterations were counted."""
+    flags = CheckpointConfig(save=str(tmp_path / "a"), save_interval=100)
+    run(replace(config(train_samples=40, exit_interval=5), checkpoint=flags))
+    capsys.readouterr()
+    train = Reads(1000)
+    resumed = replace(config(train_samples=40, batch=batch), checkpoint=CheckpointConfig(load=str(tmp_path / "a")))
+    progress = run(resumed, train=train).progress
+    assert (progress.iteration, progress.consumed_train_samples) == (iterations, samples)
+    assert sorted(train.asked) == list(range(20, samples))
+    assert f"iteration {iterations:8d}/{iterations:8d} |" in capsys.readouterr().out
+
+
+def test_training_data_that_would_end_stops_the_run_at_its_start():
+    train = Reads(39)
+    with pytest.raises(DataError, match=r"^the training data ends at sample 39, but this run reads until sample 40"):
+        run(config(train_iters=10), train=train)
+    assert train.asked == []
+    with pytest.raises(DataError, match="leaves nothing to train on"):
+        run(config(train_iters=10), train=None)
+
+
+EVALUATE = {"eval_interval": 2, "eval_iters": 2}
+
+
+def test_every_evaluation_goes_on_where_the_last_one_ended_and_all_are_on_the_board(tmp_path):
+    """The last one began at sample 0 again, and neither it nor the test set's was on the board."""
+    valid, test = Reads(1000), Reads(1000)
+    flags = replace(config(train_iters=5, data=EVALUATE), log=LogConfig(tensorboard_dir=str(tmp_path)))
+    progress = run(flags, valid=valid, test=test).progress
+    assert valid.asked == list(range(24))  # at 2, at 4, at the end: 2 batches of 4 each
+    assert test.asked == list(range(8))
+    assert progress.consumed_valid_samples == 24
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm loss validation")] == [2, 4, 5, 5]
+    assert [e.step for e in events.Scalars("lm loss validation vs samples")] == [8, 16, 20, 20]
+
+
+def test_a_resumed_run_that_evaluates_more_often_reads_validation_from_its_beginning_again(tmp_path):
+    """It was a DataError at the first evaluation, hours into the run, about --train-iters."""
+    flags = CheckpointConfig(save=str(tmp_path), save_interval=100)
+    run(replace(config(train_iters=4, data=EVALUATE), checkpoint=flags), valid=Reads(24))
+    valid = Reads(24)
+    more = config(train_iters=6, data={"eval_interval": 1, "eval_iters": 4}, override_opt_param_scheduler=True)
+    run(replace(more, checkpoint=CheckpointConfig(load=str(tmp_path))), valid=valid)
+    assert valid.asked == [i % 24 for i in range(16, 16 + 3 * 16)]  # saved before the evaluation at its end
+
+
+def test_a_middle_stage_reads_nothing():
+    """Every rank read all samples of its share: x tp x pp."""
+    read = []
+
+    def body(mesh: ProcessMesh) -> None:
+        train, valid = Reads(1000), Reads(1000)
+        run(config(train_iters=2, pp=4, data=EVALUATE), mesh, train=train, valid=valid)
+        read.append((mesh.pp.rank, len(train.asked), len(valid.asked)))
+
+    run_threads(body, pp=4)
+    assert sorted(read) == [(0, 8, 16), (1, 0, 0), (2, 0, 0), (3, 8, 16)]
+
+
+def test_the_first_regular_line_keeps_the_first_iteration(capsys):
+    """Its mean was over 2..4; Megatron's line of the first iteration comes beside the regular ones."""
+
+    def losses(interval: int) -> dict[int, float]:
+        run(replace(config(train_iters=8), log=LogConfig(log_interval=interval)))
+        return {int(n): float(x) for n, x in re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", capsys.readouterr().out)}
+
+    each, some = losses(1), losses(4)
+    assert some.keys() == {1, 4, 8}
+    assert some[1] == each[1]
+    assert some[4] == pytest.approx(sum(each[n] for n in (1, 2, 3, 4)) / 4, abs=1e-6)
+    assert some[8] == pytest.approx(sum(each[n] for n in (5, 6, 7, 8)) / 4, abs=1e-6)
+
+
+def test_data_sets_that_nothing_is_evaluated_on_are_not_asked_for(tmp_path: Path):
+    """Ten documents and the default split were refused for their empty test part, though nothing was evaluated."""
+    import numpy as np
+
+    from megapipe.data.build import build_datasets
+    from megapipe.data.indexed import IndexedWriter
+    from megapipe.data.tokenizer import NullTokenizer
+
+    with IndexedWriter(tmp_path / "ten", np.uint16) as writer:
+        for _ in range(10):
+            writer.add_document([1] * 40)
+    data = {"mock_data": False, "data_path": (str(tmp_path / "ten"),), "split": None, "eval_iters": 10}
+    parts = build_datasets(config(train_iters=5, data=data), NullTokenizer(127))
+    assert parts.train is not None
+    assert (parts.valid, parts.test) == (None, None)
