@@ -49,9 +49,9 @@ class Embedding(nn.Module):
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
-            self.position_embeddings = nn.Embedding(*shape)
+            self.position_embeddings = nn.Embedding.from_pretrained(torch.empty(shape), freeze=False)
             layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
-            self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
+            set_layout(self.position_embeddings.weight, layout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """tokens and position_ids [b, s] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
