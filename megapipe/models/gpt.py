@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
-            self.position_embeddings = nn.Embedding.from_pretrained(torch.empty(shape), freeze=False)
+            self.position_embeddings = nn.Embedding(*shape, _weight=torch.empty(shape))
             layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
             set_layout(self.position_embeddings.weight, layout)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import run, run_ranks
 from random_models import refused, saved, theirs, transformers
 from safetensors.torch import load_file, save_file
 
@@ -21,8 +18,6 @@ from megapipe.data.build import build_datasets
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
 from megapipe.training import commit
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_path):
@@ -88,14 +83,14 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path):
 
 def test_the_tool_imports_and_exports_and_compares(tmp_path):
     saved("qwen2", 0, tmp_path / "hf")
-    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+    tool = ["tools/convert_checkpoint.py"]
     inward = [*tool, "--from-huggingface", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]
-    done = subprocess.run(inward, capture_output=True, text=True)
+    done = run(inward)
     assert done.returncode == 0, done.stderr
     assert "logits of both models differ by at most" in done.stdout
     assert "--add-qkv-bias" in done.stdout
     outward = [*tool, "--load", str(tmp_path / "ours"), "--to-huggingface", str(tmp_path / "back"), "--no-check"]
-    done = subprocess.run(outward, capture_output=True, text=True)
+    done = run(outward)
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(theirs(tmp_path / "back"), theirs(tmp_path / "hf"), atol=0, rtol=0)
     assert refused(lambda: export_checkpoint(tmp_path / "ours" / "iter_0000000", tmp_path / "back")) == (
@@ -114,19 +109,9 @@ def test_four_processes_train_an_import_at_tp_2_and_pp_2_without_flags_of_the_mo
     """The first loss is the one that transformers computes on the same tokens."""
     saved("qwen3", 0, tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py"]
     load = ["--load", str(tmp_path / "ours"), "--finetune", "--use-checkpoint-args"]
-    done = subprocess.run(
-        [*launch, *load, *LAUNCH.split()],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (loss,) = re.findall(r"lm loss: (\S+)", done.stdout)
+    output = run_ranks(4, ["pretrain_gpt.py", *load, *LAUNCH.split()])
+    (loss,) = re.findall(r"lm loss: (\S+)", output)
 
     config = parse(Config, LAUNCH.split())
     data = build_datasets(config, build_tokenizer(config.data)).train

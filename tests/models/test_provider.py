@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run_ranks
 from tiny import GPT2, LLAMA
 from torch import nn
 
@@ -22,8 +21,6 @@ from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.testing import check_provider
 
-LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "model_provider.md").read_text()
 EXAMPLE, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
@@ -44,17 +41,8 @@ def test_the_example_trains_under_zb_v_with_the_command_of_the_docs(example):
     (command,) = re.findall(r"```\n(torchrun [^`]* --eval-iters 0)\n```", PAGE)
     flags = command.replace("\\\n", " ").split()[3:]
     assert flags[0] == "pretrain_gpt.py"
-    done = subprocess.run(
-        [*LAUNCH, str(ROOT / flags[0]), *flags[1:]],
-        cwd=example.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
+    output = run_ranks(2, [ROOT / flags[0], *flags[1:]], cwd=example.parent)
+    losses = [float(x) for x in re.findall(r"lm loss: (\S+)", output)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
 

@@ -1,12 +1,10 @@
 """The plan without the run: tools/plan.py as a user calls it."""
 
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from programs import run
+
 MODEL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 2000 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 "
@@ -15,15 +13,7 @@ MODEL = (
 
 
 def plan(flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/plan.py", *MODEL.split(), *flags.split()],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run(["tools/plan.py", *MODEL.split(), *flags.split()])
 
 
 def test_the_split_that_it_prints_gives_the_same_plan_and_runs_on_emulated_devices():

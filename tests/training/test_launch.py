@@ -1,4 +1,4 @@
-"""The program as a user starts it: real processes, real torchrun, real files."""
+"""The program as a user starts it: real processes and files; torchrun where a shipped script calls it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run_ranks
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megapipe.schedule.views.traces import order_of, read
 
-ROOT = Path(__file__).parents[2]
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0"
@@ -31,13 +30,8 @@ PASS_LABEL = re.compile(r"^\d+(F|BW)\d+$")
 
 
 def launch(flags: str, processes: int = 1) -> str:
-    """Standard output of a run that must succeed."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [*(start or [sys.executable]), "pretrain_gpt.py", *flags.split()]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """What a run printed that must succeed."""
+    return run_ranks(processes, ["pretrain_gpt.py", *flags.split()])
 
 
 def numbers(output: str) -> dict[str, tuple[str, str, str]]:

@@ -1,0 +1,108 @@
+"""Our programs as real processes that start at once: forked from one that has imported torch and megapipe already.
+
+Files, environment, process groups and signals are each process's own; only the seconds of its imports are shared. Tests
+of torchrun itself and of imports start interpreters of their own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["megapipe.training.pretrain", "megapipe.testing", "torch.utils.tensorboard"])
+
+
+class Program:
+    """`python SCRIPT ARGUMENTS...`, running. It prints to `log`, or standard output apart to `stdout`."""
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        stdout: Path | None = None,
+    ) -> None:
+        arguments = [*map(str, command)]
+        self.log = log
+        self.process = FORKED.Process(target=_run, args=(arguments, log, stdout or log, dict(env or {}), cwd))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float = 120) -> int:
+        """Its exit status. It is killed, and the test fails, when that takes longer than `timeout` seconds."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"does not end:\n{self.log.read_text()}")
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.join()
+
+
+def _run(command: list[str], log: Path, stdout: Path, env: dict[str, str], cwd: Path) -> None:
+    os.setsid()
+    for path, number in ((log, 2), (stdout, 1)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update({"OMP_NUM_THREADS": "1"} | env)
+    os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def run(command: Sequence[object], cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, as subprocess.run does."""
+    with TemporaryDirectory() as folder:
+        log, stdout = Path(folder, "err"), Path(folder, "out")
+        code = Program(command, log, cwd=cwd, stdout=stdout).wait(timeout)
+        return subprocess.CompletedProcess(list(map(str, command)), code, stdout.read_text(), log.read_text())
+
+
+def start_ranks(world_size: int, command: Sequence[object], folder: Path, cwd: Path = ROOT) -> list[Program]:
+    """The ranks of a run as a launcher starts them; rank r writes to folder/rank-r."""
+    env = {}
+    if world_size > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return [
+        Program(command, folder / f"rank-{r}", env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if env else {}), cwd)
+        for r in range(world_size)
+    ]
+
+
+def run_ranks(world_size: int, command: Sequence[object], cwd: Path = ROOT) -> str:
+    """All that the ranks of a run printed; each must end well."""
+    with TemporaryDirectory() as folder:
+        ranks = start_ranks(world_size, command, Path(folder), cwd)
+        codes = [rank.wait() for rank in ranks]
+        output = "".join(rank.log.read_text() for rank in ranks)
+    assert codes == [0] * world_size, output
+    return output
