@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 FORKED = multiprocessing.get_context("forkserver")
@@ -23,7 +24,7 @@ FORKED.set_forkserver_preload(["megapipe.training.pretrain", "megapipe.testing",
 
 
 class Program:
-    """`python SCRIPT ARGUMENTS...`, running. It prints to `log`, or standard output apart to `stdout`."""
+    """`python SCRIPT ARGUMENTS...`, or -m MODULE, running. It prints to `log`, or standard output apart to `stdout`."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         stdout: Path | None = None,
+        keeps: object = None,
     ) -> None:
         arguments = [*map(str, command)]
-        self.log = log
+        self.log, self.keeps = log, keeps
         self.process = FORKED.Process(target=_run, args=(arguments, log, stdout or log, dict(env or {}), cwd))
         self.process.start()
 
@@ -72,8 +74,12 @@ def _run(command: list[str], log: Path, stdout: Path, env: dict[str, str], cwd: 
     os.chdir(cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = command
-    sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def run(command: Sequence[object], cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -86,16 +92,15 @@ def run(command: Sequence[object], cwd: Path = ROOT, timeout: float = 120) -> su
 
 def start_ranks(world_size: int, command: Sequence[object], folder: Path, cwd: Path = ROOT) -> list[Program]:
     """The ranks of a run as a launcher starts them; rank r writes to folder/rank-r."""
-    env = {}
+    env, ranks, store = {}, [], None
     if world_size > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in us, as in torchrun
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    return [
-        Program(command, folder / f"rank-{r}", env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if env else {}), cwd)
-        for r in range(world_size)
-    ]
+    for r in range(world_size):
+        mine = {"RANK": str(r), "LOCAL_RANK": str(r)} if env else {}
+        ranks.append(Program(command, folder / f"rank-{r}", env | mine, cwd, keeps=store))
+    return ranks
 
 
 def run_ranks(world_size: int, command: Sequence[object], cwd: Path = ROOT) -> str:

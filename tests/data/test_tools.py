@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 from megapipe.config import DataConfig
@@ -17,12 +17,12 @@ from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizer import SentencePieceTokenizer
 from megapipe.errors import DataError
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = programs.ROOT / "tools"
 NUMBERS = Encoding(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100), append_eod=True)
 
 
 def run(tool: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, TOOLS / tool, *map(str, args)], capture_output=True, text=True)
+    return programs.run([TOOLS / tool, *args])
 
 
 def json_lines(path: Path, *records: object) -> str:

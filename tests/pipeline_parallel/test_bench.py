@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run
 
 from megapipe.schedule import build, simulate, unpaired
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -47,11 +43,9 @@ def test_a_pass_takes_its_time_and_no_cpu(device):
 def test_both_runtimes_run_what_the_table_says(tmp_path):
     """2 ranks, 4 microbatches, both runtimes: peaks and bytes are counted, not copied from the prediction."""
     names = ["1f1b", "interleaved", "zb-v", "dualpipe-v"]
-    command = [sys.executable, str(ROOT / "tools" / "bench_schedules.py"), "--pp", "2", "--microbatches", "4"]
+    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4"]
     command += ["--schedules", ",".join(names), "--ms", "2,2,2", "--repeats", "1", "--message-kib", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120
-    )
+    done = run([*command, "--json", tmp_path / "rows.json"])
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(r["schedule"], r["runtime"]) for r in rows] == [(n, r) for n in names for r in ("megapipe", "torch")]
@@ -66,7 +60,7 @@ def test_both_runtimes_run_what_the_table_says(tmp_path):
 
 
 def test_times_that_are_none_are_refused_in_one_line():
-    command = [sys.executable, str(ROOT / "tools" / "bench_schedules.py"), "--ms", "1,2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [ROOT / "tools" / "bench_schedules.py", "--ms", "1,2"]
+    done = run(command)
     assert done.returncode == 2
     assert "--ms: 1,2 is not three times F,B,W from 0, such as 20,20,20" in done.stderr

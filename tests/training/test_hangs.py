@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from programs import ROOT, Program, start_ranks
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 6
 FLAGS = (
     "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -26,43 +25,45 @@ FLAGS = (
 LINE = r"^megapipe: rank (\d) \(pipeline rank \d, stage \d\) is in (.+), waits (.+), since ([\d.]+) s: (.*)$"
 
 
-def processes(folder: Path) -> dict[int, str]:
+def processes(folder: Path, ranks: Sequence[Program]) -> dict[int, str]:
     """State (T: stopped) of each living process of a run, launcher included."""
-    found = {}
+    found, known = {}, {rank.pid for rank in ranks}
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+            named = entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes().split(b"\0")
+            if named or (entry.name.isdigit() and int(entry.name) in known):
                 found[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             pass  # it ended meanwhile
     return {pid: state for pid, state in found.items() if state != "Z"}
 
 
-def run(fault: str, ranks: int, folder: Path) -> tuple[int, str, float]:
+def run(fault: str, ranks: int, folder: Path, torchrun: bool = False) -> tuple[int, str, float]:
     """Exit status, all output, and seconds from the fault to the end (stop: to the diagnosis). Leaves no process."""
     (folder / "flags").write_text(f"{FLAGS} --pipeline-model-parallel-size {ranks}")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "tests" / "faulty.py"), fault, str(folder)]
-    log, ended = folder / "log", 0.0
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
-        )
+    program = [ROOT / "tests" / "faulty.py", fault, folder]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    started = [Program([*launcher, *program], folder / "rank-0")] if torchrun else start_ranks(ranks, program, folder)
+    until, ended = time.monotonic() + 90, 0.0
     try:
-        until = time.monotonic() + 90
-        while process.poll() is None:
-            assert time.monotonic() < until, f"does not end:\n{log.read_text()}"
+        while any(process.poll() is None for process in started):
+            assert time.monotonic() < until, f"does not end:\n{printed(started)}"
             time.sleep(0.1)
-            if not ended and "first mismatch" in log.read_text():
+            if not ended and "first mismatch" in printed(started):
                 ended = time.time()
-                # The launcher would give a stopped rank half a minute more to hear it.
-                for pid in [pid for pid, state in processes(folder).items() if state == "T"]:
+                # A launcher would give a stopped rank half a minute more to hear it.
+                for pid in [pid for pid, state in processes(folder, started).items() if state == "T"]:
                     os.kill(pid, signal.SIGKILL)
-        assert processes(folder) == {}, log.read_text()
+        assert processes(folder, started) == {}, printed(started)
     finally:
-        for pid in processes(folder):
+        for pid in processes(folder, started):
             os.kill(pid, signal.SIGKILL)
-    return process.returncode, log.read_text(), (ended or time.time()) - float((folder / "time").read_text())
+    code = next((process.wait() for process in started if process.wait() != -signal.SIGKILL), 0)
+    return code, printed(started), (ended or time.time()) - float((folder / "time").read_text())
+
+
+def printed(started: Sequence[Program]) -> str:
+    return "".join(process.log.read_text() for process in started if process.log.exists())
 
 
 def lines(text: str) -> dict[int, tuple[str, str]]:
@@ -93,7 +94,7 @@ def test_a_message_that_is_skipped_is_named_with_the_rank_that_never_sent_it(tmp
 
 @pytest.mark.parametrize("fault, ranks, limit_s", [("kill", 3, 12), ("stop", 2, TIMEOUT_S + 12)])
 def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, ranks, limit_s, tmp_path):
-    code, text, seconds = run(fault, ranks, tmp_path)
+    code, text, seconds = run(fault, ranks, tmp_path, torchrun=fault == "kill")
     said, last, gone = lines(text), ranks - 1, ranks - 2
     assert said[last] == (f"pass {last}F2 of iteration 3", f"for {gone}F2 from rank {gone}"), text
     assert said.keys() == set(range(ranks)) - {gone}
@@ -118,7 +119,7 @@ def test_a_rank_ahead_in_the_data_stops_all_before_the_update(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_in_one_line(ranks, tmp_path):
-    code, text, _ = run("interrupt", ranks, tmp_path)
+    code, text, _ = run("interrupt", ranks, tmp_path, torchrun=ranks > 1)
     assert re.findall("^megapipe: .*$", text, re.M) == [
         "megapipe: interrupted after iteration 2; the checkpoints saved before are complete"
     ], text

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import time
+
+from programs import start_ranks
 
 from megapipe.training.signals import ExitSignal
 
-ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 2 "
@@ -20,29 +18,21 @@ FLAGS = (
 
 
 def test_sigterm_to_one_of_two_ranks_saves_and_ends_both_with_0(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--save", str(tmp_path)]
-    first, second = (
-        subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | address | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    )
+    (logs := tmp_path / "logs").mkdir()
+    first, second = start_ranks(2, ["pretrain_gpt.py", *FLAGS.split(), "--save", tmp_path / "checkpoints"], logs)
     try:
-        assert first.stdout is not None
-        next(line for line in first.stdout if "iteration        1/" in line)
-        second.send_signal(signal.SIGTERM)
-        output, _ = first.communicate(timeout=60)
-        second.communicate(timeout=60)
+        until = time.monotonic() + 60
+        while "iteration        1/" not in (first.log.read_text() if first.log.exists() else ""):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.kill(second.pid, signal.SIGTERM)
+        assert (first.wait(), second.wait()) == (0, 0)
     finally:
         first.kill()
         second.kill()
-    assert (first.returncode, second.returncode) == (0, 0)
+    output = first.log.read_text()
     assert "[exiting program after receiving SIGTERM]" in output
-    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert f"saving checkpoint at iteration {last:7d}" in output
     assert f"iteration {last + 1:8d}/" not in output
 
