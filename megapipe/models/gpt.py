@@ -51,7 +51,7 @@ class Embedding(nn.Module):
             shape = (config.max_position_embeddings, config.hidden)
             self.position_embeddings = nn.Embedding(*shape, _weight=torch.empty(shape))
             layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
-            set_layout(self.position_embeddings.weight, layout)
+            self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """tokens and position_ids [b, s] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
