@@ -7,6 +7,7 @@ is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.agreement import agree
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of
+from megapipe.distributed.meeting import meet
 from megapipe.distributed.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.errors import ConfigError
@@ -77,31 +78,28 @@ class ProcessMesh:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return ProcessMesh.single(device)
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        rank = int(os.environ.get("RANK", "0"))
+        store = meet(rank, world_size, timeout.total_seconds())
+        agree(PrefixStore("agreement", store), rank, world_size, facts or {})
         try:
-            return ProcessMesh._meet(parallel, device, world_size, shares, facts or {})
-        except RuntimeError as error:
-            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-            minutes = parallel.distributed_timeout_minutes
+            return ProcessMesh._join(parallel, device, rank, world_size, store, shares)
+        except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
             raise ConfigError(
-                f"rank {os.environ.get('RANK')} did not meet all {world_size} ranks at {address}:{port} "
-                f"(--distributed-timeout-minutes {minutes:g}): {str(error).splitlines()[0]}\n"
-                f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, "
-                f"or wait longer: --distributed-timeout-minutes {max(10, 2 * minutes):g}"
+                f"rank {rank} on {socket.gethostname()} could not make its process groups "
+                f"({backend_of(device)}, {device}):\n{error}"
             ) from error
 
     @staticmethod
-    def _meet(
+    def _join(
         parallel: ParallelConfig,
         device: torch.device,
+        rank: int,
         world_size: int,
+        store: PrefixStore,
         shares: Collection[str],
-        facts: Mapping[str, str],
     ) -> ProcessMesh:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
-        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        agree(PrefixStore("agreement", store), rank, world_size, facts)
         dist.init_process_group(
             backend_of(device),
             store=store,

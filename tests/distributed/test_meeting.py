@@ -1,0 +1,85 @@
+"""Ranks that do not come are named by those that did; what the backend says is told whole."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.meeting import call_the_roll
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def roll(ranks: list[int], world_size: int, timeout_s: float) -> set[str]:
+    """What the ranks that come are told."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+
+    def one(rank: int) -> str:
+        client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=20))
+        return call_the_roll(PrefixStore("roll", client), rank, world_size, timeout_s)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return set(pool.map(one, ranks))
+
+
+def test_all_ranks_go_on_when_all_have_come():
+    assert roll([0, 1, 2, 3], 4, 20) == {""}
+
+
+def test_all_ranks_that_came_name_those_that_did_not():
+    host = socket.gethostname()
+    assert roll([0, 1, 2, 5, 7], 10, 0.3) == {
+        f"ranks 3..4, 6, 8..9 of 10 did not come (here: ranks 0..2, 5, 7 on {host})"
+    }
+
+
+@pytest.mark.parametrize(
+    "rank, said",
+    [
+        (0, "rank 1 of 2 did not come (here: rank 0 on {host}), within {limit}, to {address}\n"),
+        (1, "rank 1 on {host} did not reach the other ranks at {address} ({limit}): "),
+    ],
+)
+def test_a_rank_alone_says_so_after_the_timeout(monkeypatch, rank, said):
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError) as caught:
+        ProcessMesh.create(ParallelConfig(distributed_timeout_minutes=0.005), CPU)
+    limit = "--distributed-timeout-minutes 0.005"
+    assert str(caught.value).startswith(
+        said.format(host=socket.gethostname(), limit=limit, address=f"127.0.0.1:{port}")
+    )
+    assert "Start every rank of 0..1 with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE" in str(caught.value)
+
+
+def test_what_nccl_says_is_told_to_its_last_line(monkeypatch):
+    """The line that says why was cut off, and the advice was to wait longer."""
+    text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0"
+
+    def refuse(*args, **kwargs):
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setattr("megapipe.distributed.mesh.meet", lambda *args: dist.HashStore())
+    monkeypatch.setattr("megapipe.distributed.mesh.agree", lambda *args: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError) as caught:
+        ProcessMesh.create(ParallelConfig(), CPU)
+    assert str(caught.value) == (
+        f"rank 1 on {socket.gethostname()} could not make its process groups (gloo, cpu):\n{text}"
+    )
