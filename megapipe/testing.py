@@ -28,7 +28,7 @@ from megapipe.pipeline_parallel.forward_backward import get_forward_backward_fun
 from megapipe.pipeline_parallel.partition import nearly_even, spans
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES, Kind, Schedule, build
+from megapipe.schedule import SCHEDULES, Schedule, build
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -94,7 +94,7 @@ class _Case:
         iterators: list[Iterator[Batch] | None] = []
         for stage in own:
             steps = schedule.ranks[mesh.pp.rank]
-            order = [p.microbatch for step in steps for p in step if p.kind is Kind.F and p.stage == stage]
+            order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
             ends = schedule.placement.is_first(stage) or schedule.placement.is_last(stage)
             iterators.append(map(make_batch, tokens[order]) if ends else None)
         reported = get_forward_backward_func(mesh=mesh, schedule=schedule)(

@@ -273,7 +273,7 @@ class Torchs(Runner):
     def prepare(self) -> None:
         place, pp, m = self.schedule.placement, self.mesh.pp, self.schedule.num_microbatches
         make: Any = PEERS[self.schedule.name]
-        modules = self.layers(split_by_autograd=any(x.kind is Kind.W for step in self.schedule.ranks[0] for x in step))
+        modules = self.layers(split_by_autograd=any(kind.is_split for kind in self.schedule.kinds))
         hidden = torch.zeros(self.shape, requires_grad=True)
         data = gradient = hidden.detach()
         # Told everything about its tensors, torch need not find out by a forward and backward of its own.

@@ -119,14 +119,16 @@ def _plan(program: Program, placement: Placement, rank: int, ahead: int) -> _Pla
     items = _receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     arriving = [m.made_by for item in items if isinstance(item, Exchange) for m in item.messages]
+    forward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_forward}
     backward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_backward}
-    last = {p.stage: p for p in passes}
+    last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
 
     def call(p: Pass) -> Call:
-        source = placement.prev(p.stage) if p.kind is Kind.F else placement.next(p.stage)
+        source = placement.source(p)
         takes = None
-        if source is not None and p.kind is not Kind.W:
-            takes = Pass(Kind.F, source, p.microbatch) if p.kind is Kind.F else backward_of[source, p.microbatch]
+        if source is not None:
+            made = forward_of if p.kind.is_forward else backward_of
+            takes = made[source, p.microbatch]
         made_on = placement.rank_of[takes.stage if takes else p.stage]
         return Call(p, takes, made_on, placement.consumer(p) is not None, last[p.stage] == p)
 
@@ -161,16 +163,16 @@ def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _
 
 def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
     kind, _, microbatch = call.item
-    if kind is Kind.W:
-        stage.weight(microbatch)
-        return
-    given = _take(call, hand)
-    made = (
-        stage.forward(microbatch, given)
-        if kind is Kind.F
-        else stage.backward(microbatch, given, weights=kind is Kind.BW)
-    )
-    _give(call, made, hand)
+    _give(call, _DISPATCH[kind](stage, microbatch, _take(call, hand)), hand)
+
+
+_DISPATCH: Mapping[Kind, Callable[[Stage, int, Tensor | None], Tensor | None]] = {
+    Kind.F: lambda stage, microbatch, x: stage.forward(microbatch, x),
+    Kind.B: lambda stage, microbatch, grad: stage.backward(microbatch, grad, weights=False),
+    Kind.BW: lambda stage, microbatch, grad: stage.backward(microbatch, grad, weights=True),
+    Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),
+}
+"""How a stage runs a pass of one microbatch."""
 
 
 def _run_pair(forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand) -> None:
@@ -181,7 +183,7 @@ def _run_pair(forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[
         stages[b.item.stage],
         b.item.microbatch,
         _take(b, hand),
-        weights=b.item.kind is Kind.BW,
+        weights=not b.item.kind.is_split,
     )
     for call, tensor in zip(pair, made, strict=True):
         _give(call, tensor, hand)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import synchronize
 from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Transport
-from megapipe.schedule import Kind, Message, Pass, Placement
+from megapipe.schedule import Message, Pass, Placement
 
 Shape = Sequence[int]
 
@@ -255,4 +255,4 @@ class P2PCommunicator:
 
 def _tag(made_by: Pass) -> int:
     """A number for each message of a step."""
-    return made_by.microbatch << 13 | made_by.stage << 1 | (made_by.kind is not Kind.F)
+    return made_by.microbatch << 13 | made_by.stage << 1 | (not made_by.kind.is_forward)

@@ -11,7 +11,8 @@ from math import inf
 from typing import Literal
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.passes import Kind, Pass, Placement, Step
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Placement, Step
 
 PerStage = float | tuple[float, ...]
 
@@ -27,6 +28,7 @@ class Costs:
         comm: latency of a message between two ranks. It occupies neither; a message within a rank costs nothing.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
+        g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
     Raises: ScheduleError for a number that is negative, infinite or undefined.
     """
 
@@ -37,6 +39,10 @@ class Costs:
     comm: float = 0.0
     mem_b: PerStage = 1.0
     mem_w: PerStage = 1.0
+    g: PerStage = 0.0
+    u: PerStage = 0.0
+    a: PerStage = 0.0
+    v: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -99,8 +105,11 @@ class Costs:
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Duration of each kind of pass, by stage."""
-        f, b, w = (self._by_stage(name, placement) for name in ("f", "b", "w"))
-        return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: [x + y for x, y in zip(b, w, strict=True)]}
+        stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.rule.costs}
+        return {
+            kind: [sum(parts) for parts in zip(*(stages[name] for name in kind.rule.costs), strict=True)]
+            for kind in Kind
+        }
 
     def memory(self, placement: Placement) -> tuple[list[float], list[float]]:
         """(mem_b, mem_w) by stage."""
@@ -115,7 +124,7 @@ class Costs:
         table = self.durations(placement)
         if len(step) == 1 or self.fb is None:
             return sum(table[x.kind][x.stage] for x in step)
-        split = sum(table[Kind.W][x.stage] for x in step if x.kind is Kind.B)
+        split = sum(table[Kind.W][x.stage] for x in step if x.kind.is_split)
         return self.fb * placement.num_ranks / placement.chain - split
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:

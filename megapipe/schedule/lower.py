@@ -7,10 +7,12 @@ receive.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Exchange, Kind, Message, Program, Schedule, Step
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
 _Entry = tuple[int, int, int, int, Step | Message]
@@ -32,32 +34,35 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     """`lower` by a clock that has run already."""
-    place, m = schedule.placement, schedule.num_microbatches
-    after, before = ([take(s) for s in range(place.num_stages)] for take in (place.next, place.prev))
+    place, m = schedule.placement, schedule.all_microbatches
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
     made: dict[tuple[bool, int], tuple[int, int]] = {}
     latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
+    posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
+        if step[0].kind.rule.lane is not Lane.COMPUTE:  # posted in its place of the row; it waits on its own lane
+            tick = done = max(latest[rank][0], posted[rank])
         # Passes may take no time; levels then keep what follows from what apart within a tick.
         level = latest[rank][1] + 1 if latest[rank][0] == tick else 0
         for kind, stage, microbatch in step:
             key = stage * m + microbatch
-            arrived = made.get((True, key - m) if kind is Kind.F else (False, key + m))
+            arrived = made.get((True, key - m) if kind.is_forward else (False, key + m))
             if arrived is not None and arrived[0] == tick:
                 level = max(level, arrived[1])
         latest[rank] = tick, level
         entries[rank].append((tick, level, 1, i, step))
         at = done, level + 1 if done == tick else 0
+        posted[rank] = done
         for j, item in enumerate(step):
             kind, stage, microbatch = item
-            consumer = after[stage] if kind is Kind.F else before[stage]
-            if kind is Kind.W or consumer is None:
+            consumer = place.consumer(item)
+            if consumer is None:
                 continue
-            made[kind is Kind.F, stage * m + microbatch] = at
+            made[kind.is_forward, stage * m + microbatch] = at
             dst = place.rank_of[consumer]
             if dst != rank:
                 entry = (*at, 0, 2 * number + j, Message(item, rank, dst))
@@ -72,20 +77,20 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
     ]
-    taken = {(p.kind is Kind.F, p.stage, p.microbatch): start for _, p, start, _ in steps if p.kind is not Kind.W}
+    ends = [(p, start) for _, p, start, _ in steps if p.kind.is_forward or p.kind.is_backward]
+    taken = {(p.kind.is_forward, p.stage, p.microbatch): start for p, start in ends}
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
         consumer = place.consumer(p)
         if consumer is not None and place.rank_of[consumer] != rank:
-            changes[rank] += (end, -1), (taken[p.kind is Kind.F, consumer, p.microbatch], 1)
+            changes[rank] += (end, -1), (taken[p.kind.is_forward, consumer, p.microbatch], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same table with only its forwards, for evaluation."""
-    rows = [[tuple(x for x in step if x.kind is Kind.F) for step in row] for row in schedule.ranks]
-    kept = tuple(tuple(step for step in row if step) for row in rows)
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, kept)
+    """The same table with only what an evaluation does: its forwards."""
+    rows = [[tuple(x for x in step if x.kind.rule.evaluates) for step in row] for row in schedule.ranks]
+    return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows))
 
 
 def _program(entries: list[_Entry]) -> Program:

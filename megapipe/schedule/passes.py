@@ -8,29 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
+from megapipe.schedule.kinds import Kind
 
-class Kind(StrEnum):
-    """What a pass computes: F forward, B input gradient, W weight gradient, BW both (as autograd does)."""
-
-    F = "F"
-    B = "B"
-    W = "W"
-    BW = "BW"
-
-    # Enum's own hash runs in Python; passes are keys of large dicts.
-    __hash__ = str.__hash__
-
-    @property
-    def is_backward(self) -> bool:
-        """True for the passes that produce the gradient of the stage's input."""
-        return self in (Kind.B, Kind.BW)
+__all__ = [
+    "Exchange",
+    "Kind",
+    "Message",
+    "Pass",
+    "Placement",
+    "Program",
+    "Schedule",
+    "Step",
+    "loop",
+    "mirror",
+    "share_of_window",
+    "unpaired",
+    "vee",
+]
 
 
 class Pass(NamedTuple):
-    """One microbatch through one stage. Prints as stage, kind, microbatch: `2F0`, `1BW3`."""
+    """One microbatch through one stage. Prints as stage, kind, microbatch: `2F0`, `1BW3`.
+
+    A pass of a stage as a whole (`kind.rule.per_stage`) has the number of its step in place of a microbatch's.
+    """
 
     kind: Kind
     stage: int
@@ -94,10 +98,20 @@ class Placement:
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def consumer(self, made_by: Pass) -> int | None:
-        """The stage that takes what a pass makes: an F's output, a B's input gradient. W makes nothing to send."""
-        if made_by.kind is Kind.F:
+        """The stage that takes what a pass makes: an F's output, a B's input gradient. Others make nothing to send."""
+        if made_by.kind.is_forward:
             return self.next(made_by.stage)
         return self.prev(made_by.stage) if made_by.kind.is_backward else None
+
+    def source(self, item: Pass) -> int | None:
+        """The stage whose result a pass takes: `consumer` seen from the other end."""
+        if item.kind.is_forward:
+            return self.prev(item.stage)
+        return self.next(item.stage) if item.kind.is_backward else None
+
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """The stages that hold the same slice of the model, this one among them: two in DualPipe, else one."""
+        return tuple(range(self.position(stage), self.num_stages, self.chain))
 
 
 def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
@@ -126,16 +140,32 @@ def mirror(ranks: int) -> Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of steps for each rank. Nothing in it depends on costs, torch or process groups."""
+    """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
+
+    Attributes:
+        num_microbatches: of one training step.
+        training_steps: how many of them follow each other in the table; microbatches are numbered on.
+    """
 
     name: str
     placement: Placement
     num_microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
+    training_steps: int = 1
+
+    @property
+    def all_microbatches(self) -> int:
+        """Of all training steps together."""
+        return self.num_microbatches * self.training_steps
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """What there is in the table."""
+        return frozenset([item[0] for row in self.ranks for step in row for item in step])
 
     def chain_of(self, microbatch: int) -> int:
-        """The chain a microbatch runs through: each chain carries an equal run of consecutive microbatches."""
-        return microbatch * self.placement.num_chains // self.num_microbatches
+        """The chain a microbatch runs through: each chain carries an equal run of a step's consecutive microbatches."""
+        return microbatch % self.num_microbatches * self.placement.num_chains // self.num_microbatches
 
 
 def unpaired(schedule: Schedule) -> Schedule:
@@ -150,8 +180,8 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     """
     begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
     most, done = [0] * len(begun), [0] * len(begun)
-    for stage, kind, microbatch in ((p.stage, p.kind, p.microbatch) for row in schedule.ranks for s in row for p in s):
-        if kind is Kind.F:
+    for kind, stage, microbatch in (item for row in schedule.ranks for step in row for item in step):
+        if kind.is_forward:
             begun[stage].append(microbatch)
             most[stage] = max(most[stage], len(begun[stage]) - done[stage])
         done[stage] += kind.is_backward

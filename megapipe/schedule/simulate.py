@@ -6,15 +6,17 @@ schedule (`simulate`), finds what blocks it (`verify`) and orders its messages (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Kind, Pass, Schedule, Step
+from megapipe.schedule.dependencies import Dependencies, is_beyond, needs_of
+from megapipe.schedule.kinds import Kind, Lane, Made, Where
+from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 __all__ = ["Clock", "Costs", "Timeline", "run_clock", "simulate"]
 
@@ -25,7 +27,7 @@ class Timeline:
 
     Attributes:
         start, end: of every pass; both passes of an overlapped pair have the pair's.
-        busy: time each rank computes.
+        busy: time each rank computes; what runs on other lanes does not count.
         span: each rank's time from its first start to its last end.
         curves: for each rank (time, activation held from then on), in order of time.
         sent: tensors each rank sends to another rank.
@@ -87,11 +89,14 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
                 start[item], end[item] = begin, finish
                 consumer = place.consumer(item)
                 sent[rank] += consumer is not None and place.rank_of[consumer] != rank
-    ends = [(s[0], e[-1]) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
+    ends = [(min(s), max(e)) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
     return Timeline(
         start,
         end,
-        busy=tuple(sum(e - s for s, e in zip(*both, strict=True)) for both in zip(clock.start, clock.end, strict=True)),
+        busy=tuple(
+            sum([e - s for step, s, e in zip(*row, strict=True) if step[0].kind.rule.lane is Lane.COMPUTE])
+            for row in zip(schedule.ranks, clock.start, clock.end, strict=True)
+        ),
         span=tuple(last - first for first, last in ends),
         makespan=max(last for _, last in ends),
         curves=memory_curves(schedule, costs, clock),
@@ -102,24 +107,96 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
 def run_clock(schedule: Schedule, costs: Costs = UNIT) -> Clock:
     """Start and end of every step, in time linear in the number of passes."""
-    place, m, rows = schedule.placement, schedule.num_microbatches, schedule.ranks
-    rank_of = place.rank_of
-    first, last = ([ends(s) for s in range(place.num_stages)] for ends in (place.is_first, place.is_last))
-    lag = [costs.comm if a != b else 0.0 for a, b in pairwise(rank_of)]
+    rows, m = schedule.ranks, schedule.all_microbatches
+    lane_of, needs, makes, others, waiters = _wire(schedule, costs)
+    length = _lengths(costs, schedule.placement)
+    rank_of, comm = schedule.placement.rank_of, costs.comm
+    done: dict[Pass, float] = {}
+
+    def after_others(item: Pass, rank: int) -> float:
+        return max([done.get(x, inf) + comm * (rank_of[x.stage] != rank) for x in others[item]])
+
+    clock = Clock([[] for _ in rows], [[] for _ in rows], [])
+    free = [[0.0] * len(_LANES) for _ in rows]
+    ready, is_ready = list(reversed(range(len(rows)))), [True] * len(rows)
+    while ready:
+        rank = ready.pop()
+        steps, starts, ends, lanes = rows[rank], clock.start[rank], clock.end[rank], free[rank]
+        for i in range(len(ends), len(steps)):
+            step = steps[i]
+            lane = lane_of[step[0][0]]
+            now = lanes[lane]
+            for item in step:
+                kind, stage, microbatch = item
+                key = stage * m + microbatch
+                for made, shift, lag in needs[kind][stage]:
+                    there = made.get(key + shift, inf) + lag
+                    if there > now:
+                        now = there
+                if others and item in others:
+                    now = max(now, after_others(item, rank))
+            if now == inf:
+                break
+            clock.order.append((rank, i))
+            starts.append(now)
+            lanes[lane] = now = now + length(step)
+            ends.append(now)
+            for item in step:
+                kind, stage, microbatch = item
+                for made, waiting in makes[kind][stage]:
+                    made[stage * m + microbatch] = now
+                    if not is_ready[waiting]:
+                        is_ready[waiting] = True
+                        ready.append(waiting)
+                if others:
+                    done[item] = now
+                    for waiting in waiters.get(item, ()):
+                        if not is_ready[waiting]:
+                            is_ready[waiting] = True
+                            ready.append(waiting)
+        is_ready[rank] = False
+    stuck = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
+    if stuck:
+        raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, stuck)))
+    return clock
+
+
+_LANES = tuple(Lane)
+_Arrival = tuple[dict[int, float], int, float]
+"""Where the time of a result is found: by stage * microbatches + microbatch, shifted; and how long it travels."""
+
+
+class _Wires(NamedTuple):
+    """What a table's kinds are to the clock. `needs` and `makes` by kind and stage, within one microbatch; `others`, of
+    each pass, what it needs beyond, and `waiters`, of each of those, the ranks that may wait for it."""
+
+    lane_of: dict[Kind, int]
+    needs: dict[Kind, list[list[_Arrival]]]
+    makes: dict[Kind, list[list[tuple[dict[int, float], int]]]]
+    others: dict[Pass, list[Pass]]
+    waiters: dict[Pass, set[int]]
+
+
+def _wire(schedule: Schedule, costs: Costs) -> _Wires:
+    tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
+    beyond = any(is_beyond(kind, need) for kind in schedule.kinds for need in needs_of(kind, schedule))
+    others = Dependencies(schedule).beyond_microbatch() if beyond else {}
+    waiters: dict[Pass, set[int]] = {}
+    for item, wanted in others.items():
+        for maker in wanted:
+            waiters.setdefault(maker, set()).add(schedule.placement.rank_of[item.stage])
+    return _Wires(
+        {kind: _LANES.index(kind.rule.lane) for kind in schedule.kinds},
+        {kind: _arrivals(kind, schedule, costs, tables) for kind in schedule.kinds},
+        {kind: _deliveries(kind, schedule.placement, tables) for kind in schedule.kinds},
+        others,
+        waiters,
+    )
+
+
+def _lengths(costs: Costs, place: Placement) -> Callable[[Step], float]:
     duration = costs.durations(place)
     pairs: dict[tuple[Kind | int, ...], float] = {}
-    # When the output of an F and the gradient of a B are there, by stage * m + microbatch: neighbours lie m apart.
-    forward: dict[int, float] = {}
-    backward: dict[int, float] = {}
-
-    def arrival(kind: Kind, stage: int, microbatch: int) -> float:
-        key = stage * m + microbatch
-        if kind is Kind.F:
-            return 0.0 if first[stage] else forward.get(key - m, inf) + lag[stage - 1]
-        if kind is Kind.W:
-            return backward.get(key, inf)
-        own = forward.get(key, inf)
-        return own if last[stage] else max(own, backward.get(key + m, inf) + lag[stage])
 
     def length(step: Step) -> float:
         kind, stage, _ = step[0]
@@ -130,78 +207,72 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT) -> Clock:
             pairs[key] = costs.of_step(step, place)
         return pairs[key]
 
-    clock = Clock([[] for _ in rows], [[] for _ in rows], [])
-    ready, is_ready = list(reversed(range(len(rows)))), [True] * len(rows)
-    while ready:
-        rank = ready.pop()
-        is_ready[rank] = False
-        steps, starts, ends = rows[rank], clock.start[rank], clock.end[rank]
-        now = ends[-1] if ends else 0.0
-        for i in range(len(ends), len(steps)):
-            step = steps[i]
-            now = max(now, max([arrival(*item) for item in step]))
-            if now == inf:
-                break
-            clock.order.append((rank, i))
-            starts.append(now)
-            now += length(step)
-            ends.append(now)
-            for kind, stage, microbatch in step:
-                if kind is Kind.W:
-                    continue
-                is_forward = kind is Kind.F
-                (forward if is_forward else backward)[stage * m + microbatch] = now
-                if not (last if is_forward else first)[stage]:
-                    waiting = rank_of[stage + 1 if is_forward else stage - 1]
-                    if not is_ready[waiting] and waiting != rank:
-                        is_ready[waiting] = True
-                        ready.append(waiting)
-    stuck = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
-    if stuck:
-        raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, stuck)))
-    return clock
+    return length
+
+
+def _arrivals(
+    kind: Kind, schedule: Schedule, costs: Costs, tables: dict[Made, dict[int, float]]
+) -> list[list[_Arrival]]:
+    """For each stage what a pass of this kind needs of other passes of its microbatch: neighbours lie m apart."""
+    place, m = schedule.placement, schedule.all_microbatches
+    found: list[list[_Arrival]] = [[] for _ in range(place.num_stages)]
+    for need in needs_of(kind, schedule):
+        for stage in range(place.num_stages) if not is_beyond(kind, need) else ():
+            other = {Where.OWN: stage, Where.PREV: place.prev(stage), Where.NEXT: place.next(stage)}[need.where]
+            if other is not None:
+                lag = costs.comm if place.rank_of[other] != place.rank_of[stage] else 0.0
+                found[stage].append((tables[need.made], (other - stage) * m, lag))
+    return found
+
+
+def _deliveries(
+    kind: Kind, place: Placement, tables: dict[Made, dict[int, float]]
+) -> list[list[tuple[dict[int, float], int]]]:
+    """For each stage where the results of this kind are written down, and the rank that may wait for them."""
+    return [
+        [
+            (tables[made], place.rank_of[stage if consumer is None else consumer])
+            for made in kind.rule.makes
+            if made in _TAKEN
+        ]
+        for stage in range(place.num_stages)
+        for consumer in [place.consumer(Pass(kind, stage, 0))]
+    ]
+
+
+_TAKEN = {need.made for kind in Kind for need in kind.rule.needs if not is_beyond(kind, need)}
+"""What some kind needs of its own microbatch."""
 
 
 def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> list[str]:
     """One line for each rank that is stuck: where, and for which pass."""
-    fused = {(x.stage, x.microbatch) for row in schedule.ranks for step in row for x in step if x.kind is Kind.BW}
+    needs = Dependencies(schedule)
     done = {x for rank, row in enumerate(schedule.ranks) for step in row[: len(clock.end[rank])] for x in step}
-
-    def inputs(item: Pass) -> list[Pass]:
-        kind, stage, microbatch = item
-        place = schedule.placement
-        if kind is Kind.F:
-            before = place.prev(stage)
-            return [] if before is None else [Pass(Kind.F, before, microbatch)]
-        if kind is Kind.W:
-            return [Pass(Kind.B, stage, microbatch)]
-        after = place.next(stage)
-        own = [Pass(Kind.F, stage, microbatch)]
-        if after is None:
-            return own
-        return [*own, Pass(Kind.BW if (after, microbatch) in fused else Kind.B, after, microbatch)]
-
     lines = []
     for rank, i in waiting:
-        missing = [(item, need) for item in schedule.ranks[rank][i] for need in inputs(item) if need not in done]
+        missing = [(item, need) for item in schedule.ranks[rank][i] for need in needs.of(item) if need not in done]
         lines += [f"\n  rank {rank} waits at step {i}, {item}, for {need}" for item, need in missing]
     return lines
 
 
 def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple[tuple[float, float], ...], ...]:
     """For each rank (time, activation held from then on), in order of time."""
-    hold, keep = costs.memory(schedule.placement)
+    by_stage = list(zip(*costs.memory(schedule.placement), strict=True))
+    change = {
+        kind: [sum(n * size for n, size in zip(kind.rule.memory, sizes, strict=True)) for sizes in by_stage]
+        for kind in schedule.kinds
+    }
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         held, curve = 0.0, []
         for step, start, end in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for kind, stage, _ in step:
-                if kind is Kind.F:
-                    held += hold[stage]
+                if kind.rule.memory[0] > 0:
+                    held += change[kind][stage]
                     curve.append((start, held))
             for kind, stage, _ in step:
-                if kind is not Kind.F:
-                    held -= {Kind.B: hold[stage] - keep[stage], Kind.W: keep[stage], Kind.BW: hold[stage]}[kind]
+                if kind.rule.memory[0] <= 0 and kind.rule.memory != (0, 0):
+                    held += change[kind][stage]
                     curve.append((end, held))
         curves.append(tuple(curve))
     return tuple(curves)

@@ -90,7 +90,8 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in schedule.ranks:
-        texts = [[f"{x.stage}{letters[x.kind]}{x.microbatch}" for x in step] for step in row]
+        # Torch's runtime has no passes of a stage as a whole.
+        texts = [[f"{x.stage}{letters[x.kind]}{x.microbatch}" for x in s] for s in row if s[0].kind in letters]
         cells = [cell[0] if len(cell) == 1 else f"({';'.join(cell)})OVERLAP_F_B" for cell in texts]
         writer.writerow(cells + [""] * (width - len(row)))
     return out.getvalue()
@@ -143,8 +144,8 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
     """Rows that lack only passes after the last they have of each kind: they end too early."""
     place, m = schedule.placement, schedule.num_microbatches
     for rank, row in enumerate(schedule.ranks):
-        passes = [x for step in row for x in step if x.kind is not Kind.W]
-        have = {(x.stage, x.kind is Kind.F, x.microbatch) for x in passes}
+        passes = [x for step in row for x in step if x.kind.is_forward or x.kind.is_backward]
+        have = {(x.stage, x.kind.is_forward, x.microbatch) for x in passes}
         last = {(stage, forward): microbatch for stage, forward, microbatch in sorted(have)}
         lacking = [
             (stage, forward, microbatch)
@@ -186,7 +187,8 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     for rank, row in enumerate(rows):
         for i, item in ((i, x) for i, step in enumerate(row) for x in step):
             home = rank_of.setdefault(item.stage, rank)
-            through.setdefault(item.microbatch, set()).add(item.stage)
+            if not item.kind.rule.per_stage:
+                through.setdefault(item.microbatch, set()).add(item.stage)
             if home != rank:
                 twice.setdefault(
                     (item.stage, rank),

@@ -6,14 +6,14 @@ waits for whom, then memory, and last the programs themselves, played through wi
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import lower_timed
-from megapipe.schedule.passes import Exchange, Kind, Message, Pass, Program, Schedule
+from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
 from megapipe.schedule.simulate import Clock, memory_curves, run_clock
 
 
@@ -58,7 +58,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):
         for i, step in enumerate(row):
-            if len(step) != 1 and (len(step) != 2 or step[0].kind is not Kind.F or not step[1].kind.is_backward):
+            if len(step) != 1 and (len(step) != 2 or not step[0].kind.is_forward or not step[1].kind.is_backward):
                 yield f"rank {rank}, step {i}, {_text(step)}: a step is one pass, or a forward and a backward"
             for item in step:
                 misplaced = _misplaced(schedule, rank, item)
@@ -69,14 +69,21 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                 else:
                     seen[item] = i
     yield from _missing_or_early(schedule, seen)
+    yield from _missing_of_stages(schedule, seen)
 
 
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
     """Why a pass cannot stand on this rank."""
-    place, m = schedule.placement, schedule.num_microbatches
-    _, stage, microbatch = item
+    place, m = schedule.placement, schedule.all_microbatches
+    kind, stage, microbatch = item
     if not 0 <= stage < place.num_stages:
         return f"there is no stage {stage}, only 0 to {place.num_stages - 1}"
+    if kind.rule.per_stage:
+        # The weights of the step behind the last are gathered at the end of this table or at the start of the next.
+        steps = schedule.training_steps + (Made.GATHERED in kind.rule.makes)
+        if not 0 <= microbatch < steps:
+            return f"there is no step {microbatch}, only 0 to {steps - 1}"
+        return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
     if not 0 <= microbatch < m:
         return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
     chain = schedule.chain_of(microbatch)
@@ -88,7 +95,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Each stage needs F, then B, then W (or BW) of each of its microbatches; `seen` has their steps."""
     place = schedule.placement
-    for microbatch in range(schedule.num_microbatches):
+    for microbatch in range(schedule.all_microbatches):
         first = schedule.chain_of(microbatch) * place.chain
         for stage in range(first, first + place.chain):
             rank = place.rank_of[stage]
@@ -109,6 +116,27 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
                     yield f"rank {rank}, step {seen[after]}, {after}: runs before {before} at step {seen[before]}"
 
 
+def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
+    """What is done to one stage as a whole in a step must be done to all, and to replicas in one order everywhere."""
+    place = schedule.placement
+    done = sorted({(item.kind, item.microbatch) for item in seen if item.kind.rule.per_stage})
+    for kind, step in done:
+        missing = [item for s in range(place.num_stages) if (item := Pass(kind, s, step)) not in seen]
+        yield from (f"rank {place.rank_of[item.stage]}: {item} is missing" for item in missing)
+        together = kind.rule.lane is Lane.DP and place.num_chains > 1 and not missing
+        for rank in range(place.num_ranks) if together else ():
+            order = sorted(place.stages_on(rank), key=lambda s: seen[Pass(kind, s, step)])
+            shared = [(place.rank_of[twin], s) for s in order for twin in place.replicas(s) if twin != s]
+            for other in {other for other, _ in shared if other > rank}:
+                here = [place.position(s) for at, s in shared if at == other]
+                there = sorted(
+                    (s for s in place.stages_on(other) if place.position(s) in here),
+                    key=lambda s: seen[Pass(kind, s, step)],
+                )
+                if [place.position(s) for s in there] != here:
+                    yield f"ranks {rank} and {other} run {kind} of the replicas they share in different orders"
+
+
 def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:
     """The first pass of each rank that takes it over the limit."""
     for rank, curve in enumerate(memory_curves(schedule, costs, clock)):
@@ -116,8 +144,9 @@ def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clo
         peak = max(held for _, held in curve)
         if peak > limit:
             time = next(time for time, held in curve if held > limit)
-            i = bisect_right(clock.start[rank], time) - 1
-            item = _text(schedule.ranks[rank][i])
+            row = schedule.ranks[rank]
+            i = next(i for i, at in enumerate(clock.start[rank]) if at == time and row[i][0].kind.rule.memory[0] > 0)
+            item = _text(row[i])
             yield f"rank {rank}, step {i}, {item}: over the memory limit of {memory:g}; the rank holds up to {peak:g}"
 
 
@@ -161,7 +190,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                         waits[rank] += 1
                         continue
                     kind, stage, microbatch = message.made_by
-                    forward = kind is Kind.F
+                    forward = kind.is_forward
                     here.add((message.dst, forward, stage + 1 if forward else stage - 1, microbatch))
                     other = message.src if message.dst == rank else message.dst
                     waits[other] -= 1
@@ -172,16 +201,12 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                     break
             else:
                 for x in item:
-                    forward = x.kind is Kind.F
-                    source = place.prev(x.stage) if forward else place.next(x.stage)
-                    if x.kind is Kind.W or source is None:
-                        continue
-                    if (rank, forward, x.stage, x.microbatch) not in here:
+                    if place.source(x) is not None and (rank, x.kind.is_forward, x.stage, x.microbatch) not in here:
                         yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
                 for x in item:
                     consumer = place.consumer(x)
                     if consumer is not None and place.rank_of[consumer] == rank:
-                        here.add((rank, x.kind is Kind.F, consumer, x.microbatch))
+                        here.add((rank, x.kind.is_forward, consumer, x.microbatch))
             at[rank] += 1
     for rank, program in enumerate(programs):
         if at[rank] < len(program):

@@ -18,7 +18,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.stage import ForwardStep
-from megapipe.schedule import Kind, Schedule
+from megapipe.schedule import Schedule
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.totals import Adder, Totals
 
@@ -131,7 +131,7 @@ class Pipeline:
         if not (place.is_first(stage) or place.is_last(stage)):
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
-        order = [p.microbatch for step in steps for p in step if p.kind is Kind.F and p.stage == stage]
+        order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
         data = self.config.data
 
         def batch(i: int) -> Batch:

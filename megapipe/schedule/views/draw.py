@@ -12,9 +12,9 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Kind, Placement, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
 
-COLOURS = {Kind.F: "#2166b0", Kind.B: "#f2a93b", Kind.W: "#2f9e77", Kind.BW: "#b8471b"}
+COLOURS = {kind: kind.rule.colour for kind in Kind}
 """Of the first chunk. Apart for the common kinds of colour blindness: every two differ in lightness or in blue."""
-MEANING = {Kind.F: "forward", Kind.B: "input gradient", Kind.W: "weight gradient", Kind.BW: "both gradients"}
+MEANING = {kind: kind.rule.meaning for kind in Kind}
 
 _Names = dict[tuple[Kind, int], str]
 """The style class of each kind and stage."""
@@ -75,7 +75,8 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
     scale = plot / time.makespan if time.makespan else 0.0
-    fill = shades(schedule.placement)
+    used = schedule.kinds | {kind for kind in Kind if not kind.rule.per_stage}
+    fill = {key: colour for key, colour in shades(schedule.placement).items() if key[0] in used}
     classes = {colour: f"c{i}" for i, colour in enumerate(dict.fromkeys(fill.values()))}
     names = {key: classes[colour] for key, colour in fill.items()}
     style = _STYLE + "".join(

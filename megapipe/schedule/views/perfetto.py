@@ -59,7 +59,8 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """From each pass whose result another rank takes to the pass that takes it."""
     place = schedule.placement
-    takes = {(item.stage, item.microbatch, item.kind.is_backward): item for item in time.start if item.kind != "W"}
+    ends = (item for item in time.start if item.kind.is_forward or item.kind.is_backward)
+    takes = {(item.stage, item.microbatch, item.kind.is_backward): item for item in ends}
     for number, item in enumerate(time.start):
         consumer = place.consumer(item)
         src = place.rank_of[item.stage]

@@ -20,7 +20,7 @@ from megapipe.errors import DataError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
 
 Event = dict[str, Any]
-_PASS = re.compile(r"^(\d+)(F|B|W|BW)(\d+)$")
+_PASS = re.compile(rf"^(\d+)({'|'.join(kind for kind in Kind if not kind.rule.per_stage)})(\d+)$")
 _MESSAGE = re.compile(r"^(recv|send) ")
 _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 """Where a GPU ran the passes its own times count, not the host's."""
@@ -96,7 +96,7 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             end, waited = max(end, first.end), max(waited, first.waited)
             begin, waited = (first.start + end) / 2, waited / 2
             rows.append(Slice(first.label, first.start, begin, waited))
-        rows.append(Slice(Pass(Kind(m[2]), int(m[1]), int(m[3])), begin, end, waited))
+        rows.append(Slice(Pass(Kind[m[2]], int(m[1]), int(m[3])), begin, end, waited))
     return rows
 
 

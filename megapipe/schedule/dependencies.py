@@ -1,0 +1,92 @@
+"""Which passes of a table must be done before a pass can start: the rules of `kinds` with stages and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megapipe.schedule.kinds import Kind, Made, Need, Where
+from megapipe.schedule.passes import Pass, Placement, Schedule
+
+_MAKERS: Mapping[Made, tuple[Kind, ...]] = {
+    made: tuple(kind for kind in Kind if made in kind.rule.makes) for made in Made
+}
+PER_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
+"""Needs that one microbatch has of another pass of the same: the only ones in a table that ends with its passes."""
+
+
+class Dependencies:
+    """What the passes of a table need.
+
+    Args:
+        schedule: the table; its passes are looked at once.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._there = {item for row in schedule.ranks for step in row for item in step}
+
+    def of(self, item: Pass) -> list[Pass]:
+        """The passes that must be done before `item`; those that the table lacks are among them, as B, W, ..."""
+        return [maker for need in needs_of(item.kind, self._schedule) for maker in self._makers(item, need)]
+
+    def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
+        """For each pass those of its needs that are not of its own microbatch."""
+        found = {}
+        wanted = {
+            kind: tuple(need for need in needs_of(kind, self._schedule) if is_beyond(kind, need))
+            for kind in self._schedule.kinds
+        }
+        for item in self._there:
+            makers = [maker for need in wanted[item.kind] for maker in self._makers(item, need)]
+            if makers:
+                found[item] = makers
+        return found
+
+    def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
+        for stage, number in _places(item, need, self._schedule):
+            makers = [Pass(kind, stage, number) for kind in _MAKERS[need.made]]
+            there = next((maker for maker in makers if maker in self._there), None)
+            if there is not None or not need.optional:
+                yield there or makers[0]
+
+
+def needs_of(kind: Kind, schedule: Schedule) -> tuple[Need, ...]:
+    """The needs of a kind that apply in this table."""
+    return tuple(
+        need
+        for need in kind.rule.needs
+        if need.unless not in schedule.kinds and not (need.optional and schedule.kinds.isdisjoint(_MAKERS[need.made]))
+    )
+
+
+def is_beyond(kind: Kind, need: Need) -> bool:
+    """Is it of another pass than of the same microbatch?"""
+    return kind.rule.per_stage or need.where not in PER_MICROBATCH
+
+
+def _places(item: Pass, need: Need, schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """The (stage, number) that a need means."""
+    place, m = schedule.placement, schedule.num_microbatches
+    number = item.microbatch - need.back
+    for stage in _stages(item.stage, need.where, place):
+        if need.where is Where.MICROBATCHES:
+            yield from ((stage, i) for i in _carried(stage, number, schedule))
+        else:
+            yield stage, number // m if need.where is Where.STEP else number
+
+
+def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
+    """The microbatches of a step that run through a stage."""
+    m, chain = schedule.num_microbatches, stage // schedule.placement.chain
+    return [i for i in range(step * m, (step + 1) * m) if schedule.chain_of(i) == chain]
+
+
+def _stages(stage: int, where: Where, place: Placement) -> tuple[int, ...]:
+    if where in (Where.PREV, Where.NEXT):
+        other = place.prev(stage) if where is Where.PREV else place.next(stage)
+        return () if other is None else (other,)
+    if where in (Where.MICROBATCHES, Where.REPLICAS):
+        return place.replicas(stage)
+    if where is Where.RANK:
+        return place.stages_on(place.rank_of[stage])
+    return tuple(range(place.num_stages)) if where is Where.EVERYWHERE else (stage,)

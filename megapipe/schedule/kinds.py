@@ -1,0 +1,204 @@
+"""What a kind of pass is, in one place: where it runs, what it needs, what it leaves for others, what it holds.
+
+Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here and an entry in the
+executor's dispatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+
+class Lane(StrEnum):
+    """A resource of a rank. Passes of one lane run one after another, in the order of the table; lanes side by side."""
+
+    COMPUTE = "compute"
+    DP = "dp"
+    COPY = "copy"
+
+
+class Made(StrEnum):
+    """What a pass leaves for others."""
+
+    OUTPUT = "output"
+    GRADIENT = "gradient of the input"
+    WEIGHT_GRADIENT = "gradient of the weights"
+    REDUCED = "reduced gradient"
+    UPDATED = "updated share"
+    GATHERED = "gathered weights"
+    VALIDATED = "validated update"
+
+
+class Where(StrEnum):
+    """Whose result is meant. A pass of a stage as a whole is numbered by its step, others by their microbatch."""
+
+    OWN = "the stage's own, of the same number"
+    PREV = "of the stage before, nothing at the embedding"
+    NEXT = "of the stage behind, nothing at the loss"
+    STEP = "the stage's own, of the step that the microbatch is of"
+    MICROBATCHES = "the stage's and its replicas', of every microbatch of the step"
+    REPLICAS = "the stage's and its replicas', of the same number"
+    RANK = "of every stage of the rank, of the same number"
+    EVERYWHERE = "of every stage, of the same number"
+
+
+class Need(NamedTuple):
+    """What must be there before a pass can start.
+
+    Attributes:
+        back: steps before this one.
+        optional: only if the table has the pass that makes it.
+        unless: only in tables without this kind.
+    """
+
+    made: Made
+    where: Where
+    back: int = 0
+    optional: bool = False
+    unless: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row: everything that the machinery knows about a kind.
+
+    Attributes:
+        meaning: in words, for legends.
+        colour: #rrggbb in pictures.
+        costs: fields of `Costs` that its duration is the sum of.
+        memory: how often (mem_b, mem_w) of its stage are taken: when it starts if positive, when it ends if negative.
+        per_stage: once a step for a stage, not once for a microbatch.
+        evaluates: part of an evaluation too, which updates nothing.
+    """
+
+    meaning: str
+    colour: str
+    costs: tuple[str, ...]
+    needs: tuple[Need, ...]
+    makes: tuple[Made, ...]
+    memory: tuple[int, int] = (0, 0)
+    lane: Lane = Lane.COMPUTE
+    per_stage: bool = False
+    evaluates: bool = False
+
+
+_OF_OWN_FORWARD = Need(Made.OUTPUT, Where.OWN)
+_OF_NEXT = Need(Made.GRADIENT, Where.NEXT)
+_VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
+
+
+class Kind(StrEnum):
+    """What a pass does.
+
+    Of a microbatch: F forward, B input gradient, W weight gradient, BW both, as autograd does. Of a stage as a whole,
+    once a step: G reduce its gradients over data parallel, U update the owned share, A gather the updated weights for
+    step n, V validate the update of the step before.
+    """
+
+    _value_: str
+    rule: Rule
+
+    def __new__(cls, letter: str, rule: Rule | None = None) -> Self:
+        assert rule is not None  # Kind("F") alone looks a member up and makes none
+        kind = str.__new__(cls, letter)
+        kind._value_ = letter
+        kind.rule = rule
+        return kind
+
+    F = (
+        "F",
+        Rule(
+            "forward",
+            "#2166b0",
+            ("f",),
+            (Need(Made.OUTPUT, Where.PREV), Need(Made.GATHERED, Where.STEP, optional=True)),
+            (Made.OUTPUT,),
+            memory=(1, 0),
+            evaluates=True,
+        ),
+    )
+    B = (
+        "B",
+        Rule("input gradient", "#f2a93b", ("b",), (_OF_OWN_FORWARD, _OF_NEXT, _VALID), (Made.GRADIENT,), (-1, 1)),
+    )
+    W = (
+        "W",
+        Rule("weight gradient", "#2f9e77", ("w",), (Need(Made.GRADIENT, Where.OWN),), (Made.WEIGHT_GRADIENT,), (0, -1)),
+    )
+    BW = (
+        "BW",
+        Rule(
+            "both gradients",
+            "#b8471b",
+            ("b", "w"),
+            (_OF_OWN_FORWARD, _OF_NEXT, _VALID),
+            (Made.GRADIENT, Made.WEIGHT_GRADIENT),
+            (-1, 0),
+        ),
+    )
+    G = (
+        "G",
+        Rule(
+            "reduce gradients",
+            "#9900ff",
+            ("g",),
+            (Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),),
+            (Made.REDUCED,),
+            lane=Lane.DP,
+            per_stage=True,
+        ),
+    )
+    U = (
+        "U",
+        Rule(
+            "update",
+            "#332233",
+            ("u",),
+            (Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")),
+            (Made.UPDATED,),
+            per_stage=True,
+        ),
+    )
+    A = (
+        "A",
+        Rule(
+            "gather weights",
+            "#7fe0a0",
+            ("a",),
+            (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),),
+            (Made.GATHERED,),
+            lane=Lane.DP,
+            per_stage=True,
+        ),
+    )
+    V = (
+        "V",
+        Rule(
+            "validate",
+            "#552211",
+            ("v",),
+            (Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),),
+            (Made.VALIDATED,),
+            per_stage=True,
+        ),
+    )
+
+    # Enum's own hash runs in Python; passes are keys of large dicts.
+    __hash__ = str.__hash__
+
+    @property
+    def is_forward(self) -> bool:
+        """True for the passes that produce the output of the stage, which the next one takes."""
+        return Made.OUTPUT in self.rule.makes
+
+    @property
+    def is_backward(self) -> bool:
+        """True for the passes that produce the gradient of the stage's input, which the one before takes."""
+        return Made.GRADIENT in self.rule.makes
+
+    @property
+    def is_split(self) -> bool:
+        """True for a backward that leaves the gradient of the weights to a pass of its own."""
+        return self.is_backward and Made.WEIGHT_GRADIENT not in self.rule.makes
