@@ -12,13 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.training.step import Pipeline
 from pretrain_gpt import main
 
 FAULT, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-track, run, calls = P2PCommunicator._track, Pipeline.run, []
+track, run, calls = Messenger._track, Pipeline.run, []
 
 
 def fail(process: int, number: int) -> None:
@@ -49,7 +49,7 @@ def faulty_run(self, microbatches, consumed, **kwargs):
 
 
 if FAULT in ("skip", "kill", "stop") and RANK == WORLD - 2:
-    P2PCommunicator._track = faulty_track
+    Messenger._track = faulty_track
 if FAULT in ("ahead", "interrupt") and RANK == 0:
     Pipeline.run = faulty_run
 sys.argv = [sys.argv[0]]

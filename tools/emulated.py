@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.transport import Op, Transport
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
@@ -243,7 +243,7 @@ class Ours(Runner):
 
     def prepare(self) -> None:
         self.transport = _EmulatedLinks(self.mesh, self.device)
-        self.comm = P2PCommunicator(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
+        self.comm = Messenger(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
         self.program = lower(unpaired(self.schedule), self.costs)[self.mesh.pp.rank]
         self.modules = self.layers(split_by_autograd=False)
         self.x = torch.zeros(self.shape)

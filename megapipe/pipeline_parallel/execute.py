@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from megapipe.distributed.position import Position
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
 
@@ -73,7 +73,7 @@ def execute(
     program: Program,
     placement: Placement,
     stages: Mapping[int, Stage],
-    comm: P2PCommunicator,
+    comm: Messenger,
     *,
     on_stage_done: Callable[[int], None] | None = None,
     position: Position | None = None,
@@ -152,7 +152,7 @@ def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
     return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
 
 
-def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator) -> None:
+def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger) -> None:
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
     elif len(item) == 2:
@@ -204,9 +204,7 @@ def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
         hand[call.item] = made
 
 
-def _run_labelled(
-    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: P2PCommunicator
-) -> None:
+def _run_labelled(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger) -> None:
     if isinstance(item, Exchange):
         names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
     else:

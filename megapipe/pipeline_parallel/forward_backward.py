@@ -14,7 +14,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.transport import Transport
 from megapipe.schedule import (
@@ -152,7 +152,7 @@ def get_forward_backward_func(
         dtype = dtype or _message_dtype(modules, mesh.pp)
         transport = Transport(mesh.pp, p2p_mode)
         programs, in_flight = _programs(table, forward_only, overlap)
-        comm = P2PCommunicator(
+        comm = Messenger(
             mesh.pp,
             shape,
             dtype,

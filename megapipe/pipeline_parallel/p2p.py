@@ -1,134 +1,99 @@
-"""Messages between pipeline ranks: posted as lists of operations in one of three modes, waited for when used.
+"""Megatron-LM's P2PCommunicator, for code written against it: its constructor and its nine methods, by its names.
 
-Two ways in: `exchange` for the executor's messages, Megatron's nine methods for code written against Megatron-LM.
-Between two ranks messages have no names, only an order; every path here keeps that order the same at both ends.
+The executor does not use it: a program's messages go through `messenger`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import synchronize
-from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Transport
-from megapipe.schedule import Message, Pass, Placement
-
-Shape = Sequence[int]
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Shape, Transport
 
 
 class P2PCommunicator:
-    """Sends and receives of one pipeline rank.
+    """Sends and receives of one pipeline rank, called in Megatron's order.
 
     Args:
-        pp: the pipeline axis.
-        shape, dtype: of every message, hidden states [s, b, h] and their gradients.
-        transport: how they are posted; plain by default.
-        variable_seq_lengths: the shape of each message is sent before it; `shape` then says only its dimensions.
-        batch_p2p_sync: after a batch has been waited for, synchronize the device (Megatron's guard against a race in
-            batches of older PyTorch).
-        sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
-            Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
+        pp_group: the pipeline's process group, or our Axis.
+        config: of a Megatron ModelParallelConfig these are heeded: pipeline_dtype, the type of what is received;
+            variable_seq_lengths, the shape of each message is sent before it; use_ring_exchange_p2p and batch_p2p_comm
+            (Megatron's default), how messages are posted; batch_p2p_sync, after a batch has been waited for the device
+            is synchronized (a guard against a race in batches of older PyTorch).
+            virtual_pipeline_model_parallel_size is only kept.
     """
 
-    def __init__(
-        self,
-        pp: Axis,
-        shape: Shape,
-        dtype: torch.dtype,
-        *,
-        transport: Transport | None = None,
-        variable_seq_lengths: bool = False,
-        batch_p2p_sync: bool = False,
-        sends_in_flight: int = 16,
-    ) -> None:
-        self.pp, self.shape, self.dtype = pp, tuple(shape), dtype
-        self.transport = transport or Transport(pp)
-        self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
-        self._sync = batch_p2p_sync and self.transport.mode is P2PMode.BATCHED
-        self.sends: deque[tuple[Message, InFlight]] = deque()
+    def __init__(self, pp_group: dist.ProcessGroup | Axis, config: Any) -> None:
+        self.pp = pp_group if isinstance(pp_group, Axis) else axis_of(pp_group)
+        self.pp_group, self.config = self.pp.group, config
+        mode = P2PMode.BATCHED if getattr(config, "batch_p2p_comm", True) else P2PMode.PLAIN
+        if getattr(config, "use_ring_exchange_p2p", False):
+            mode = P2PMode.RING
+        self.transport = Transport(self.pp, mode)
+        self.variable_seq_lengths = bool(getattr(config, "variable_seq_lengths", False))
+        self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
+        self.prev_rank, self.next_rank = (self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (-1, 1))
+        self._sync = getattr(config, "batch_p2p_sync", True) and mode is P2PMode.BATCHED
 
     @property
-    def receives_ahead(self) -> int:
-        """How many receives may be posted before their turn; one of unknown size cannot be."""
-        return 0 if self.variable_seq_lengths else self.transport.receives_ahead
+    def is_pp_first_stage(self) -> bool:
+        return self.pp.rank == 0
 
-    def open_links(self, placement: Placement) -> None:
-        """Use every link of a placement once, in one order on all ranks.
+    @property
+    def is_pp_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
 
-        NCCL makes a communicator at first use; made lazily in the middle of a step, two ranks can wait for each other
-        in different ones. The barrier makes the axis' own, the messages those of rank pairs.
-        """
-        self.pp.barrier()
-        rank_of = placement.rank_of
-        pairs = {(rank_of[s], rank_of[s + 1]) for s in range(placement.num_stages - 1) if not placement.is_last(s)}
-        for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
-            for src, dst in ((low, high), (high, low)):
-                if self.pp.rank in (src, dst):
-                    sends = self.pp.rank == src
-                    one = torch.zeros(1, device=self.pp.device)
-                    self.transport.post([Op(sends, dst if sends else src, one)])[0].wait()
+    @property
+    def total_stages(self) -> int:
+        """Ranks of the pipeline, in Megatron's word."""
+        return self.pp.size
 
-    def exchange(self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]) -> dict[Pass, InFlight]:
-        """Post the messages; those of other ranks come back as receives, by the pass that made them.
+    @property
+    def current_stage(self) -> int:
+        """This rank's place among them."""
+        return self.pp.rank
 
-        Args:
-            messages: all with this rank as src or dst, in the global order of `schedule.lower`.
-            payload: gives the tensor of a message that leaves here.
-        """
-        if self.variable_seq_lengths:
-            return self._exchange_with_shapes(messages, payload)
-        rank = self.pp.rank
-        ops = [
-            Op(True, dst, payload(made_by).contiguous(), _tag(made_by))
-            if src == rank
-            else Op(False, src, self._buffer(self.shape), _tag(made_by))
-            for made_by, src, dst in messages
-        ]
-        return self._track(messages, ops)
+    # A neighbour that a first or last stage lacks makes that half of a call nothing. Where Megatron takes lists, of a
+    # shape or tensor per message, a single one comes back single.
 
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-        while self.sends:
-            self._finish_oldest()
-
-    # Megatron's nine methods. A neighbour that a first or last stage lacks makes that half of a call nothing.
-
-    def recv_forward(self, tensor_shape: Shape, is_first_stage: bool) -> Tensor | None:
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """The output of the stage before, [s, b, h] with requires_grad; None on the first stage."""
-        return self._communicate(recv_prev=None if is_first_stage else tensor_shape)[0]
+        return _each(tensor_shapes, lambda x: self._communicate(recv_prev=None if is_first_stage else x)[0])
 
-    def recv_backward(self, tensor_shape: Shape, is_last_stage: bool) -> Tensor | None:
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """The gradient from the stage after, [s, b, h]; None on the last stage."""
-        return self._communicate(recv_next=None if is_last_stage else tensor_shape)[1]
+        return _each(tensor_shapes, lambda x: self._communicate(recv_next=None if is_last_stage else x)[1])
 
-    def send_forward(self, output_tensor: Tensor | None, is_last_stage: bool) -> None:
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """An output to the stage after; nothing on the last stage."""
-        self._communicate(send_next=None if is_last_stage else output_tensor)
+        _each(output_tensors, lambda x: self._communicate(send_next=None if is_last_stage else x))
 
-    def send_backward(self, input_tensor_grad: Tensor | None, is_first_stage: bool) -> None:
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """A gradient to the stage before; nothing on the first stage."""
-        self._communicate(send_prev=None if is_first_stage else input_tensor_grad)
+        _each(input_tensor_grads, lambda x: self._communicate(send_prev=None if is_first_stage else x))
 
-    def send_forward_recv_backward(
-        self, output_tensor: Tensor | None, tensor_shape: Shape, is_last_stage: bool
-    ) -> Tensor | None:
+    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Both with the stage after: an output goes, a gradient comes. None on the last stage."""
-        if is_last_stage:
-            return None
-        return self._communicate(send_next=output_tensor, recv_next=tensor_shape)[1]
+        return _each(
+            output_tensors,
+            lambda x, shape: None if is_last_stage else self._communicate(send_next=x, recv_next=shape)[1],
+            tensor_shapes,
+        )
 
-    def send_backward_recv_forward(
-        self, input_tensor_grad: Tensor | None, tensor_shape: Shape, is_first_stage: bool
-    ) -> Tensor | None:
+    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Both with the stage before: a gradient goes, an output comes. None on the first stage."""
-        if is_first_stage:
-            return None
-        return self._communicate(send_prev=input_tensor_grad, recv_prev=tensor_shape)[0]
+        return _each(
+            input_tensor_grads,
+            lambda x, shape: None if is_first_stage else self._communicate(send_prev=x, recv_prev=shape)[0],
+            tensor_shapes,
+        )
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
@@ -181,7 +146,7 @@ class P2PCommunicator:
         if self.pp.rank % 2:
             order = ("recv_prev", "send_next", "recv_next", "send_prev")
         present = {name: x for name in order if (x := wanted[name]) is not None}
-        shapes = {name: x.shape if isinstance(x, Tensor) else x for name, x in present.items()}
+        shapes: dict[str, Shape] = {name: x.shape if isinstance(x, Tensor) else x for name, x in present.items()}
         if self.variable_seq_lengths:
             ops = {name: self._shape_op(name, x) for name, x in present.items()}
             for work in self.transport.post(list(ops.values())):
@@ -210,49 +175,34 @@ class P2PCommunicator:
         numbers = torch.tensor(x.shape if isinstance(x, Tensor) else tuple(x), device=self.pp.device)
         return Op(sends, self._peer(direction), numbers)
 
-    def _exchange_with_shapes(
-        self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
-    ) -> dict[Pass, InFlight]:
-        """One message after the other, its shape right before it: the other rank may have grouped them differently."""
-        received: dict[Pass, InFlight] = {}
-        for message in messages:
-            sends = message.src == self.pp.rank
-            peer = message.dst if sends else message.src
-            tensor = payload(message.made_by).contiguous() if sends else None
-            shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
-            tag = _tag(message.made_by)
-            (work,) = self.transport.post([Op(sends, peer, shape, tag)])
-            if tensor is None:
-                work.wait()
-                tensor = self._buffer(shape.tolist())
-            else:
-                self.sends.append((message, InFlight(shape, work)))
-            received |= self._track((message,), [Op(sends, peer, tensor, tag)])
-        return received
-
-    def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
-        received: dict[Pass, InFlight] = {}
-        sync = self._synchronize if self._sync else None
-        for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
-            if op.sends:
-                self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
-            else:
-                received[message.made_by] = InFlight(op.tensor, work, sync)
-        while len(self.sends) > self.sends_in_flight or (self.sends and self.sends[0][1].is_over):
-            self._finish_oldest()
-        return received
-
-    def _finish_oldest(self) -> None:
-        self.sends[0][1].wait()
-        self.sends.popleft()
-
     def _buffer(self, shape: Shape) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self.dtype, device=self.pp.device)
+        dtype = getattr(self.config, "pipeline_dtype", None)
+        if dtype is None:
+            raise ConfigError("P2PCommunicator: config.pipeline_dtype must say the type of what is received")
+        return torch.empty(tuple(shape), dtype=dtype, device=self.pp.device)
 
     def _synchronize(self) -> None:
         synchronize(self.pp.device)
 
 
-def _tag(made_by: Pass) -> int:
-    """A number for each message of a step."""
-    return made_by.microbatch << 13 | made_by.stage << 1 | (not made_by.kind.is_forward)
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    """A process group as an axis."""
+    kinds = {device.type for device in group._device_types}
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # one that torch.distributed does not know
+        ranks = tuple(range(group.size()))
+    return Axis(group.rank(), group.size(), ranks, group, torch.device("cuda" if "cuda" in kinds else "cpu"))
+
+
+def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
+    """`call` for each item of a list, or of a single item its own result."""
+    many = isinstance(tensors, list) and not all(isinstance(x, int) for x in tensors)
+    items = tensors if many else [tensors]
+    if shapes is None:
+        results = [call(x) for x in items]
+    else:
+        per = shapes if isinstance(shapes, list) and not all(isinstance(x, int) for x in shapes) else [shapes]
+        many = many or per is shapes
+        results = [call(x, shape) for x, shape in zip(items, per, strict=True)]
+    return results if many else results[0]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 
+Shape = Sequence[int]
+
 
 class P2PMode(StrEnum):
     """How the operations of one call are posted.

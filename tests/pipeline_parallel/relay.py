@@ -14,7 +14,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
 from megapipe.schedule import Kind, Placement, Schedule, lower, unpaired
 
@@ -59,7 +59,7 @@ def relay(mesh: ProcessMesh, schedule: Schedule, transport: Transport, *, variab
     place = schedule.placement
     length_of = (lambda microbatch: 1 + microbatch % 3) if variable else (lambda microbatch: 2)
     stages = {s: RelayStage(s, place, length_of) for s in place.stages_on(mesh.pp.rank)}
-    comm = P2PCommunicator(mesh.pp, (2, 1, 3), torch.float32, transport=transport, variable_seq_lengths=variable)
+    comm = Messenger(mesh.pp, (2, 1, 3), torch.float32, transport=transport, variable_seq_lengths=variable)
     execute(lower(unpaired(schedule))[mesh.pp.rank], place, stages, comm)
     mine = [p for step in schedule.ranks[mesh.pp.rank] for p in step]
     assert sum(len(stage.done) for stage in stages.values()) == sum(2 if p.kind is Kind.BW else 1 for p in mine)

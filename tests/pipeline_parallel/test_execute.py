@@ -16,7 +16,7 @@ from torch.profiler import profile
 from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.forward_backward import SLACK, get_forward_backward_func
-from megapipe.pipeline_parallel.p2p import P2PCommunicator
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
@@ -63,7 +63,7 @@ def run(schedule: Schedule, rank: int, kind: type[Stage] = Stage, **options: Any
     """The calls that one rank's stages see; messages of others come out of the void."""
     p, log = len(schedule.ranks), []
     axis = Axis(rank, p, tuple(range(p)))
-    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    comm = Messenger(axis, (1,), torch.float32, transport=Void(axis))
     stages = {s: kind(s, log) for s in schedule.placement.stages_on(rank)}
     execute(lower(schedule)[rank], schedule.placement, stages, comm, **options)
     return log
@@ -114,7 +114,7 @@ def test_a_stage_is_done_after_its_last_pass():
 def test_a_tensor_that_nobody_uses_is_named():
     schedule, rank = build("1f1b", 2, 2), 1
     axis = Axis(rank, 2, (0, 1))
-    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    comm = Messenger(axis, (1,), torch.float32, transport=Void(axis))
     program = tuple(item for item in lower(schedule)[rank] if isinstance(item, Exchange) or item[0].kind is not Kind.F)
     with pytest.raises(AssertionError, match="never used: 0F0, 0F1"):
         execute(program, schedule.placement, {1: Stage(1, [])}, comm)
@@ -165,7 +165,7 @@ def test_an_output_is_gone_once_it_is_sent_while_its_graph_stays(monkeypatch):
     """GPipe's rank 0 sends 8 outputs before its first backward; kept, they would all be alive at the last forward."""
     schedule, module = build("gpipe", 2, 8), Linear()
     axis = Axis(0, 2, (0, 1))
-    comm = P2PCommunicator(axis, (2, 1, 4), torch.float32, transport=Void(axis), sends_in_flight=0)
+    comm = Messenger(axis, (2, 1, 4), torch.float32, transport=Void(axis), sends_in_flight=0)
     stage = PipelineStage(
         module,
         lambda _, model: (model(), None),
@@ -220,7 +220,7 @@ class Slow:
 def test_a_send_that_says_it_is_over_is_let_go_at_the_next(monkeypatch):
     axis, works = Axis(0, 2, (0, 1)), []
     monkeypatch.setattr(Void, "one", lambda self, op: works.append(Slow()) or works[-1])
-    comm = P2PCommunicator(axis, (1,), torch.float32, transport=Void(axis))
+    comm = Messenger(axis, (1,), torch.float32, transport=Void(axis))
     for n in range(6):
         comm.exchange((Message(Pass(Kind.F, 0, n), 0, 1),), lambda _: torch.zeros(1))
         works[n].over = n < 3

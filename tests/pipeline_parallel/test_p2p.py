@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch import Tensor
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel import p2p
+from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
@@ -59,7 +63,9 @@ def test_every_schedule_completes_where_sends_wait_for_their_receives(p, mode, b
 
 
 def comm_of(mesh: ProcessMesh, mode: str, **options: bool) -> P2PCommunicator:
-    return P2PCommunicator(mesh.pp, (2, 1, 3), torch.float32, transport=Transport(mesh.pp, mode), **options)
+    """As Megatron's config says it: constructed from the process group."""
+    modes = {"use_ring_exchange_p2p": mode == "ring", "batch_p2p_comm": mode != "plain"}
+    return P2PCommunicator(mesh.pp.group, SimpleNamespace(pipeline_dtype=torch.float32, **modes, **options))
 
 
 def full(number: float, length: int = 2) -> Tensor:
@@ -140,6 +146,30 @@ def test_overlapped_calls_return_handles_to_wait_for(p):
     run_threads(body, pp=p, timeout_s=30)
 
 
+def test_lists_of_shapes_and_tensors_go_one_by_one_as_megatron_takes_them():
+    def body(mesh: ProcessMesh) -> None:
+        comm, first, last = comm_of(mesh, "batched"), mesh.pp.rank == 0, mesh.pp.rank == 1
+        assert (comm.is_pp_first_stage, comm.is_pp_last_stage) == (first, last)
+        assert (comm.total_stages, comm.current_stage, comm.next_rank) == (2, mesh.pp.rank, 1 - mesh.pp.rank)
+        got = comm.recv_forward([(1, 1, 3), (2, 1, 3)], first)
+        assert got == [None, None] if first else [x.shape[0] for x in got] == [1, 2]
+        comm.send_forward([full(1, 1), full(2, 2)], last)
+        grads = comm.recv_backward([(1, 1, 3)], last)
+        comm.send_backward([full(7, 1)], first)
+        assert grads == [None] if last else grads[0].eq(7).all()
+        assert comm.send_forward_recv_backward([full(3, 1)], [(1, 1, 3)], last) is not None or last
+        if last:
+            assert comm.send_backward_recv_forward([full(4, 1)], [(1, 1, 3)], first)[0].eq(3).all()
+
+    run_threads(body, pp=2, timeout_s=30)
+
+
+def test_a_receive_without_pipeline_dtype_is_refused_by_name():
+    comm = P2PCommunicator(Axis(1, 2, (0, 1)), SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"config\.pipeline_dtype must say the type"):
+        comm.recv_forward((2, 1, 3), False)
+
+
 def test_ring_mode_names_all_directions_in_one_native_call(monkeypatch):
     calls: list[dict[str, Tensor]] = []
     monkeypatch.setattr(torch.distributed, "ring_exchange", lambda group, **named: calls.append(named), raising=False)
@@ -182,7 +212,9 @@ def test_batch_p2p_sync_synchronizes_after_a_batch(monkeypatch, mode, syncs):
     seen: list[torch.device] = []
     monkeypatch.setattr(p2p, "synchronize", seen.append)
     axis = Axis(1, 3, (0, 1, 2))
-    comm = P2PCommunicator(axis, (2, 1, 3), torch.float32, transport=Void(axis, mode), batch_p2p_sync=True)
+    config = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=mode == "batched", batch_p2p_sync=True)
+    comm = P2PCommunicator(axis, config)
+    comm.transport = Void(axis, mode)
     comm.recv_forward((2, 1, 3), False)
     assert len(seen) == syncs
 
@@ -195,7 +227,7 @@ def test_links_open_in_one_order_on_all_ranks(monkeypatch, name):
     def links(rank: int) -> list[tuple[int, int]]:
         axis = Axis(rank, 4, (0, 1, 2, 3))
         void = Void(axis)
-        comm = P2PCommunicator(axis, (1, 1, 1), torch.float32, transport=void)
+        comm = Messenger(axis, (1, 1, 1), torch.float32, transport=void)
         comm.open_links(placement)
         return [(rank, op.peer) if op.sends else (op.peer, rank) for op in void.posted]
 

@@ -1,0 +1,131 @@
+"""Messages between pipeline ranks: posted as lists of operations in one of three modes, waited for when used.
+
+Between two ranks messages have no names, only an order; every path here keeps that order the same at both ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.pipeline_parallel.transport import InFlight, Op, Shape, Transport
+from megapipe.schedule import Message, Pass, Placement
+
+
+class Messenger:
+    """Sends and receives what one pipeline rank's program says.
+
+    Args:
+        pp: the pipeline axis.
+        shape, dtype: of every message, hidden states [s, b, h] and their gradients.
+        transport: how they are posted; plain by default.
+        variable_seq_lengths: the shape of each message is sent before it; `shape` then says only its dimensions.
+        sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
+            Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
+    """
+
+    def __init__(
+        self,
+        pp: Axis,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
+        transport: Transport | None = None,
+        variable_seq_lengths: bool = False,
+        sends_in_flight: int = 16,
+    ) -> None:
+        self.pp, self.shape, self.dtype = pp, tuple(shape), dtype
+        self.transport = transport or Transport(pp)
+        self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
+        self.sends: deque[tuple[Message, InFlight]] = deque()
+
+    @property
+    def receives_ahead(self) -> int:
+        """How many receives may be posted before their turn; one of unknown size cannot be."""
+        return 0 if self.variable_seq_lengths else self.transport.receives_ahead
+
+    def open_links(self, placement: Placement) -> None:
+        """Use every link of a placement once, in one order on all ranks.
+
+        NCCL makes a communicator at first use; made lazily in the middle of a step, two ranks can wait for each other
+        in different ones. The barrier makes the axis' own, the messages those of rank pairs.
+        """
+        self.pp.barrier()
+        rank_of = placement.rank_of
+        pairs = {(rank_of[s], rank_of[s + 1]) for s in range(placement.num_stages - 1) if not placement.is_last(s)}
+        for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
+            for src, dst in ((low, high), (high, low)):
+                if self.pp.rank in (src, dst):
+                    sends = self.pp.rank == src
+                    one = torch.zeros(1, device=self.pp.device)
+                    self.transport.post([Op(sends, dst if sends else src, one)])[0].wait()
+
+    def exchange(self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]) -> dict[Pass, InFlight]:
+        """Post the messages; those of other ranks come back as receives, by the pass that made them.
+
+        Args:
+            messages: all with this rank as src or dst, in the global order of `schedule.lower`.
+            payload: gives the tensor of a message that leaves here.
+        """
+        if self.variable_seq_lengths:
+            return self._exchange_with_shapes(messages, payload)
+        rank = self.pp.rank
+        ops = [
+            Op(True, dst, payload(made_by).contiguous(), _tag(made_by))
+            if src == rank
+            else Op(False, src, self._buffer(self.shape), _tag(made_by))
+            for made_by, src, dst in messages
+        ]
+        return self._track(messages, ops)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self.sends:
+            self._finish_oldest()
+
+    def _exchange_with_shapes(
+        self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
+    ) -> dict[Pass, InFlight]:
+        """One message after the other, its shape right before it: the other rank may have grouped them differently."""
+        received: dict[Pass, InFlight] = {}
+        for message in messages:
+            sends = message.src == self.pp.rank
+            peer = message.dst if sends else message.src
+            tensor = payload(message.made_by).contiguous() if sends else None
+            shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
+            tag = _tag(message.made_by)
+            (work,) = self.transport.post([Op(sends, peer, shape, tag)])
+            if tensor is None:
+                work.wait()
+                tensor = self._buffer(shape.tolist())
+            else:
+                self.sends.append((message, InFlight(shape, work)))
+            received |= self._track((message,), [Op(sends, peer, tensor, tag)])
+        return received
+
+    def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
+        received: dict[Pass, InFlight] = {}
+        for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
+            if op.sends:
+                self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
+            else:
+                received[message.made_by] = InFlight(op.tensor, work)
+        while len(self.sends) > self.sends_in_flight or (self.sends and self.sends[0][1].is_over):
+            self._finish_oldest()
+        return received
+
+    def _finish_oldest(self) -> None:
+        self.sends[0][1].wait()
+        self.sends.popleft()
+
+    def _buffer(self, shape: Shape) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self.dtype, device=self.pp.device)
+
+
+def _tag(made_by: Pass) -> int:
+    """A number for each message of a step."""
+    return made_by.microbatch << 13 | made_by.stage << 1 | (not made_by.kind.is_forward)
