@@ -19,4 +19,5 @@ ruff format --check --quiet .
 echo "== mypy"
 mypy
 echo "== pytest"
-python -m pytest "$@"
+# As many workers as cores are worth it: ranks are threads and forked processes in each of them. WORKERS=0 uses none.
+python -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"

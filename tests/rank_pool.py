@@ -3,11 +3,11 @@
 Tasks are found by name in the new processes, so they must lie in a module of this folder, not in a test file.
 """
 
-import multiprocessing
 import queue
 
 import torch
 import torch.distributed as dist
+from programs import FORKED
 from torch.distributed.device_mesh import init_device_mesh
 
 from megapipe.distributed.axis import CPU
@@ -42,11 +42,10 @@ def rank_main(rank, store, commands, results):
 
 class Pool:
     def __init__(self, folder):
-        spawn = multiprocessing.get_context("spawn")
-        self.commands = [spawn.Queue() for _ in range(WORLD)]
-        self.results = spawn.Queue()
+        self.commands = [FORKED.Queue() for _ in range(WORLD)]
+        self.results = FORKED.Queue()
         self.processes = [
-            spawn.Process(target=rank_main, args=(r, str(folder / "store"), inbox, self.results), daemon=True)
+            FORKED.Process(target=rank_main, args=(r, str(folder / "store"), inbox, self.results), daemon=True)
             for r, inbox in enumerate(self.commands)
         ]
         for process in self.processes:

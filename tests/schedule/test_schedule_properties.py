@@ -1,5 +1,6 @@
 """What holds for every schedule, size and cost."""
 
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from megapipe.schedule import (
     verify_programs,
 )
 
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh draws many
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
 amounts = st.one_of(st.integers(0, 20).map(float), st.floats(0.01, 100))
 
@@ -65,7 +67,7 @@ def singly(item: Step | Exchange) -> list[Step | Exchange]:
     return [Exchange((message,)) for message in item.messages] if isinstance(item, Exchange) else [item]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=2000 if NIGHTLY else 200, deadline=None)
 @given(st.data())
 def test_every_schedule_is_valid_under_every_cost(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
