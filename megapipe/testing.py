@@ -97,7 +97,7 @@ class _Case:
             order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
             ends = schedule.placement.is_first(stage) or schedule.placement.is_last(stage)
             iterators.append(map(make_batch, tokens[order]) if ends else None)
-        reported = get_forward_backward_func(mesh=mesh, schedule=schedule)(
+        reported = get_forward_backward_func(mesh=mesh, schedule=schedule, config=self.model)(
             forward_step_func=self.forward_step,
             data_iterator=iterators,
             model=modules,

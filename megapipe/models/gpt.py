@@ -5,9 +5,9 @@ Parameter names are global: a layer is called by its number in the whole model w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_c
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import dropout
 
-T = TypeVar("T")
 LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -120,17 +119,13 @@ class GPTModel(nn.Module):
         """Give a stage without embedding the output [s, b, h] of the one before it (Megatron's name)."""
         self._input = x
 
-    def overlapped_forward_backward(self, forward: Callable[[], T], between: Callable[[Tensor], Tensor]) -> T:
-        """Run `forward`, which calls this module, with `between` before each layer.
-
-        Args:
-            between: takes the hidden states and gives those to go on with. The pipeline cuts the graph there and runs a
-                piece of another microbatch's backward (pipeline_parallel.overlap).
-        Returns: what forward returns.
-        """
-        self.decoder.between = between
+    @contextmanager
+    def between_layers(self, cut: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Forward calls `cut` before each layer; it takes the hidden states and gives those to go on with. The pipeline
+        cuts the graph there and runs a piece of another microbatch's backward (pipeline_parallel.overlap)."""
+        self.decoder.between = cut
         try:
-            return forward()
+            yield
         finally:
             self.decoder.between = None
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.overlap import Layered
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
-from megapipe.pipeline_parallel.transport import Transport
+from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
     Placement,
     Program,
@@ -34,8 +36,6 @@ from megapipe.tensor_parallel.rng import Stream
 SLACK = 2
 """Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
 
-ForwardBackward = Callable[..., list[dict[str, Any]]]
-
 
 @lru_cache(maxsize=16)
 def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[tuple[Program, ...], tuple[int, ...]]:
@@ -52,33 +52,50 @@ def _kept(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     return share_of_window(schedule, n)
 
 
-def get_forward_backward_func(
-    pp_size: int | None = None,
-    vp_size: int | None = None,
-    *,
-    mesh: ProcessMesh,
-    schedule: Schedule | str | None = None,
-    p2p_mode: str = "plain",
-    variable_seq_lengths: bool = False,
-) -> ForwardBackward:
-    """The function that runs one step's forward and backward passes under a schedule.
+class _Agreed(NamedTuple):
+    """What the ranks of a pipeline ask of each other once, as their programs and messages must fit.
+
+    Attributes:
+        dtype: of the messages; a rank's stages may have no parameters to tell.
+        overlap: every stage can be cut between its layers.
+    """
+
+    dtype: torch.dtype
+    overlap: bool
+
+
+class ForwardBackward:
+    """One rank's way through the forward and backward passes of a step; call it once per step.
 
     Args:
-        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to one chunk.
         mesh: who this rank is.
-        schedule: a table, or a name that `schedule.build` knows; default 1f1b, interleaved with several chunks.
+        schedule: a table, or a name that `schedule.build` knows.
+        chunks: stages per rank, for a name.
         p2p_mode: how messages are posted, a `transport.P2PMode`.
+        config: says hidden_size and sequence_parallel, and may say
+            num_microbatches_with_partial_activation_checkpoints and variable_seq_lengths; None for the model's own
+            `.config`, which Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
-    Returns: a function with Megatron's keywords, see `forward_backward` below.
     """
-    pp_size = pp_size or mesh.pp.size
-    assert pp_size == mesh.pp.size, f"pp_size {pp_size}, but the mesh has {mesh.pp.size} pipeline ranks"
-    dtype: torch.dtype | None = None
-    overlap: bool | None = None
-    opened: set[Placement] = set()
-    name = schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b")
 
-    def forward_backward(
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        schedule: Schedule | str,
+        *,
+        chunks: int | None = None,
+        p2p_mode: str = P2PMode.PLAIN,
+        config: Any = None,
+        variable_seq_lengths: bool = False,
+    ) -> None:
+        self.mesh, self.schedule, self.chunks, self.config = mesh, schedule, chunks, config
+        self.variable_seq_lengths = variable_seq_lengths
+        self._transport = Transport(mesh.pp, p2p_mode)
+        self._agreed: _Agreed | None = None
+        self._opened: set[Placement] = set()
+
+    def __call__(
+        self,
         *,
         forward_step_func: ForwardStep,
         data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
@@ -113,81 +130,158 @@ def get_forward_backward_func(
             on_stage_done: called with a stage's number when its last pass is over.
             on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+        Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
         """
-        table = build(name, pp_size, num_microbatches, chunks=vp_size) if isinstance(name, str) else name
-        assert table.num_microbatches == num_microbatches, "the schedule is for another number of microbatches"
-        own = table.placement.stages_on(mesh.pp.rank)
-        modules = list(model) if isinstance(model, Sequence) else [model]
-        iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator] * len(modules)
-        assert len(modules) == len(iterators) == len(own), f"stages {own} need as many model chunks and iterators"
-        config: Any = modules[0].config
+        table, rank = self._table(num_microbatches), self.mesh.pp.rank
+        chunks = _chunks(table, rank, model, data_iterator)
+        config = _config_of(chunks) if self.config is None else self.config
+        self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
+        stage_of = partial(
+            PipelineStage,
+            forward_step=forward_step_func,
+            loss_divisor=num_microbatches,
+            loss_scale=loss_scale,
+            per_token=calculate_per_token_loss,
+            collect_non_loss_data=collect_non_loss_data,
+        )
         # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
         kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-
-        def stream_of(stage: int, microbatch: int) -> Stream:
-            drawn = stream(microbatch)
-            return replace(drawn, recomputes=False) if microbatch in kept[stage] else drawn
-
-        nonlocal dtype, overlap
-        if overlap is None:  # of all ranks, whose programs must fit one another
-            overlap = all(mesh.pp.gather_json(all(hasattr(m, "overlapped_forward_backward") for m in modules)))
         paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
         stages = {
-            number: PipelineStage(
+            number: stage_of(
                 module,
-                forward_step_func,
-                iterator,
+                data_iterator=iterator,
                 holds_loss=table.placement.is_last(number),
-                loss_divisor=num_microbatches,
-                loss_scale=loss_scale,
-                per_token=calculate_per_token_loss,
-                collect_non_loss_data=collect_non_loss_data,
-                stream=partial(stream_of, number),
-                overlaps=overlap and number in paired,
+                stream=partial(_drawn, stream, kept[number]),
+                overlaps=self._agreed.overlap and number in paired,
             )
-            for number, module, iterator in zip(own, modules, iterators, strict=True)
+            for number, (module, iterator) in chunks.items()
         }
-        shared = mesh.tp.size if config.sequence_parallel else 1
-        shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
-        dtype = dtype or _message_dtype(modules, mesh.pp)
-        transport = Transport(mesh.pp, p2p_mode)
-        programs, in_flight = _programs(table, forward_only, overlap)
-        comm = Messenger(
-            mesh.pp,
+        programs, in_flight = _programs(table, forward_only, self._agreed.overlap)
+        length = (decoder_seq_length or seq_length) // (self.mesh.tp.size if config.sequence_parallel else 1)
+        shape = (length, micro_batch_size, config.hidden_size)
+        comm = self._messenger(shape, self._agreed.dtype, config, in_flight[rank] + SLACK)
+        if table.placement not in self._opened:
+            comm.open_links(table.placement)
+            self._opened.add(table.placement)
+        with torch.set_grad_enabled(not forward_only):
+            where = self.mesh.position
+            execute(programs[rank], table.placement, stages, comm, on_stage_done=on_stage_done, position=where)
+        return _reported(stages.values(), on_loss)
+
+    def _messenger(self, shape: tuple[int, ...], dtype: torch.dtype, config: Any, in_flight: int) -> Messenger:
+        return Messenger(
+            self.mesh.pp,
             shape,
             dtype,
-            transport=transport,
-            variable_seq_lengths=variable_seq_lengths,
-            sends_in_flight=in_flight[mesh.pp.rank] + SLACK,
+            transport=self._transport,
+            variable_seq_lengths=self.variable_seq_lengths or getattr(config, "variable_seq_lengths", False),
+            sends_in_flight=in_flight,
         )
-        if table.placement not in opened:
-            comm.open_links(table.placement)
-            opened.add(table.placement)
-        with torch.set_grad_enabled(not forward_only):
-            execute(
-                programs[mesh.pp.rank],
-                table.placement,
-                stages,
-                comm,
-                on_stage_done=on_stage_done,
-                position=mesh.position,
+
+    def _table(self, num_microbatches: int) -> Schedule:
+        ranks, table = self.mesh.pp.size, self.schedule
+        if isinstance(table, str):
+            return build(table, ranks, num_microbatches, chunks=self.chunks)
+        if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
+            raise ConfigError(
+                f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
+                f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
+                "Build the table for these, or give get_forward_backward_func the schedule's name."
             )
-        for stage in stages.values():
-            stage.finish()
-        losses = {mb: loss for stage in stages.values() for mb, loss in stage.losses.items()}
-        if on_loss is not None:
-            for mb in sorted(losses):
-                on_loss(losses[mb])
-        results = {mb: loss.reported for mb, loss in losses.items()}
-        results |= {mb: result for stage in stages.values() for mb, result in stage.results.items()}
-        return [results[mb] for mb in sorted(results)]
-
-    return forward_backward
+        return table
 
 
-def _message_dtype(modules: Sequence[nn.Module], pp: Axis) -> torch.dtype:
-    """That of the parameters, asked of all ranks: a rank's stages may have none."""
-    mine = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
-    everyone = {dtype for rank in pp.gather_json(mine) for dtype in rank}
-    assert len(everyone) == 1, f"one dtype for all stages, got {sorted(everyone)}"
-    return getattr(torch, *everyone)  # type: ignore[no-any-return]
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    *,
+    mesh: ProcessMesh,
+    schedule: Schedule | str | None = None,
+    p2p_mode: str = P2PMode.PLAIN,
+    config: Any = None,
+    variable_seq_lengths: bool = False,
+) -> ForwardBackward:
+    """Megatron's way to ask for the function that runs one step's forward and backward passes.
+
+    Args:
+        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to one chunk.
+        schedule: default 1f1b, interleaved with several chunks. The rest as in ForwardBackward.
+    Raises: ConfigError if pp_size is not the mesh's.
+    """
+    if pp_size not in (None, mesh.pp.size):
+        raise ConfigError(
+            f"get_forward_backward_func: pp_size is {pp_size}, and the mesh has {mesh.pp.size} pipeline ranks. "
+            "Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
+        )
+    return ForwardBackward(
+        mesh,
+        schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b"),
+        chunks=vp_size,
+        p2p_mode=p2p_mode,
+        config=config,
+        variable_seq_lengths=variable_seq_lengths,
+    )
+
+
+def _chunks(
+    table: Schedule,
+    rank: int,
+    model: nn.Module | Sequence[nn.Module],
+    data: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+) -> dict[int, tuple[nn.Module, Iterator[Any] | None]]:
+    """Module and data of each stage of this rank."""
+    own = table.placement.stages_on(rank)
+    modules = list(model) if isinstance(model, Sequence) else [model]
+    iterators = list(data) if isinstance(data, Sequence) else [data] * len(modules)
+    if not len(modules) == len(iterators) == len(own):
+        raise ConfigError(
+            f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
+            f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
+        )
+    return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
+
+
+def _config_of(chunks: Mapping[int, tuple[nn.Module, object]]) -> Any:
+    """Megatron's way: the first module says it."""
+    module, _ = next(iter(chunks.values()))
+    if not hasattr(module, "config"):
+        raise ConfigError(
+            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
+            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
+        )
+    return module.config
+
+
+def _drawn(stream: Callable[[int], Stream], kept: frozenset[int], microbatch: int) -> Stream:
+    """A microbatch's randomness; `kept` are those whose activations are not computed again."""
+    drawn = stream(microbatch)
+    return replace(drawn, recomputes=False) if microbatch in kept else drawn
+
+
+def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
+    """What loss_func said, by microbatch."""
+    losses: dict[int, Loss] = {}
+    results: dict[int, Any] = {}
+    for stage in stages:
+        stage.finish()
+        losses |= stage.losses
+        results |= stage.results
+    if on_loss is not None:
+        for mb in sorted(losses):
+            on_loss(losses[mb])
+    results |= {mb: loss.reported for mb, loss in losses.items()}
+    return [results[mb] for mb in sorted(results)]
+
+
+def _agree(modules: Sequence[nn.Module], pp: Axis) -> _Agreed:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
+    everyone = pp.gather_json((dtypes, all(isinstance(module, Layered) for module in modules)))
+    found = sorted({dtype for dtypes, _ in everyone for dtype in dtypes})
+    if len(found) != 1:
+        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, (dtypes, _) in enumerate(everyone))
+        raise ConfigError(
+            f"parameters are of {len(found)} types ({of_ranks}), and messages between stages need one. "
+            "Let the model provider make all of one type."
+        )
+    return _Agreed(getattr(torch, found[0]), all(cut for _, cut in everyone))

@@ -1,15 +1,26 @@
 """The graph of a microbatch in pieces, so that its backward can run between the layers of another one's forward.
 
 DualPipe's pair (DeepSeek-V3 report, sec. 3.2.1) hides the communication of one microbatch behind the computation of the
-other. A model takes part by one method, `overlapped_forward_backward`, see GPTModel's; without it a pair is F, then B.
+other. A model takes part by being `Layered`; without that a pair is F, then B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A module whose forward can be cut between its layers."""
+
+    def between_layers(self, cut: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """While the context lasts, forward calls `cut` before each layer: it takes the hidden states and gives those to
+        go on with."""
 
 
 class Cuts:

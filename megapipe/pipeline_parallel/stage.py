@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc
-from megapipe.pipeline_parallel.overlap import Cuts
+from megapipe.pipeline_parallel.overlap import Cuts, Layered
 from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
@@ -73,9 +73,7 @@ class PipelineStage:
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
         self._context.run(self.weight_grads.capture)
-        self._overlapped: Callable[..., tuple[Tensor, LossFunc]] | None = (
-            getattr(module, "overlapped_forward_backward", None) if overlaps else None
-        )
+        self._layered = module if overlaps and isinstance(module, Layered) else None
         self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -113,10 +111,8 @@ class PipelineStage:
         self.module.set_input_tensor(x)  # type: ignore[operator]
         self.stream(microbatch).activate()
         meanwhile(cuts.advance)
-        if self._overlapped is None:
+        with self._layered.between_layers(cuts) if self._layered else nullcontext():
             output, loss_func = self.forward_step(self.data_iterator, self.module)
-        else:
-            output, loss_func = self._overlapped(lambda: self.forward_step(self.data_iterator, self.module), cuts)
         grad = None
         if self.holds_loss:
             output, grad = self._loss(microbatch, output, loss_func)

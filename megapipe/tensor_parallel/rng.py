@@ -113,7 +113,9 @@ def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, 
     row = math.prod(shape[1:])
     size = max(-(-shape[0] // _BLOCKS), -(-_BLOCK_ELEMENTS // max(row, 1)))
     start = first // size
-    drawn = torch.empty(min(-(-(first + rows) // size) * size, shape[0]) - start * size, *shape[1:], device=device)
+    drawn = torch.empty(
+        min(-(-(first + rows) // size) * size, shape[0]) - start * size, *shape[1:], dtype=torch.float32, device=device
+    )
     for number, block in enumerate(torch.split(drawn, size), start):
         block.uniform_(generator=generator(device, *name, number))
     return drawn[first - start * size :][:rows]

@@ -75,6 +75,7 @@ class Pipeline:
             mesh=mesh,
             schedule=schedule,
             p2p_mode=config.parallel.p2p_mode,
+            config=config.model,
             variable_seq_lengths=variable_seq_lengths,
         )
 
@@ -89,6 +90,8 @@ class Pipeline:
         """
         config, dp = self.config, self.mesh.dp
         b, s = config.train.micro_batch_size, config.train.seq_length
+        assert b is not None, "validated flags have a micro batch size"
+        assert s is not None, "validated flags have a sequence length"
         what = "evaluation" if evaluate else "iteration"
         self.mesh.position.begin(f"{what} {consumed // config.global_batch_size + 1}")
         for module in self.modules:
@@ -106,7 +109,7 @@ class Pipeline:
             loss_scale=loss_scale,
             on_loss=losses.append,
             stream=lambda i: Stream(
-                config.train.seed, consumed + (i * dp.size + dp.rank) * (b or 1), self._documents(microbatches, i)
+                config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
             ),
         )
         self.mesh.position.enter("the sum of the losses")
