@@ -21,7 +21,6 @@ from megapipe.schedule import (  # noqa: E402
     SCHEDULES,
     Costs,
     Entry,
-    Kind,
     Schedule,
     ScheduleError,
     build,
@@ -35,6 +34,7 @@ from megapipe.schedule import (  # noqa: E402
 )
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
+from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
 from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
 from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
 from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
@@ -119,6 +119,9 @@ def parser() -> Parser:
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 50 or 25)")
+    parts = "costs of reducing, updating and (ZeRO-1) gathering 1/P of the model, as passes of the step"
+    show.add_argument("--step", type=_step_costs, metavar="G,U[,A]", help=parts)
+    show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
     show.set_defaults(run=run_show)
@@ -152,7 +155,7 @@ def _own_entry(name: str) -> Entry:
     shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
     chunks = place.num_stages // place.num_ranks
     placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
-    split = any(item.kind is Kind.W for row in made.ranks for step in row for item in step)
+    split = any(kind.is_split for kind in made.kinds)
     takes_chunks = not is_file(name) and entry.chunks is None
     return replace(
         entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
@@ -161,9 +164,13 @@ def _own_entry(name: str) -> Entry:
 
 def run_show(args: argparse.Namespace) -> int:
     schedule, found = _schedule(args)
+    args.costs = replace(args.costs, **(args.step or {}))
+    if args.step or args.post_validation:
+        schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
+    table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
     files: list[tuple[Path | None, Callable[[], str]]] = [
-        (args.json, lambda: to_json(schedule)),
-        (args.csv, lambda: to_csv(schedule)),
+        (args.json, lambda: to_json(table)),
+        (args.csv, lambda: to_csv(table)),
         (args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
         (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
     ]
@@ -265,14 +272,26 @@ def _positive(text: str) -> float:
 
 
 def _costs(text: str) -> Costs:
+    numbers = _numbers(text)
+    if len(numbers) not in (3, 4) or not sum(numbers[:3]):
+        raise argparse.ArgumentTypeError(f"F,B,W or F,B,W,COMM is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}")
+    return Costs(*numbers[:3], comm=sum(numbers[3:]))
+
+
+def _step_costs(text: str) -> dict[str, float]:
+    numbers = _numbers(text)
+    if len(numbers) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"G,U or G,U,A is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
+    return dict(zip("gua", numbers, strict=False))
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers from 0 between commas; none if there is anything else."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if len(numbers) not in (3, 4) or not all(0 <= x < math.inf for x in numbers) or not sum(numbers[:3]):
-        raise argparse.ArgumentTypeError(f"F,B,W or F,B,W,COMM is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}")
-    f, b, w, *comm = numbers
-    return Costs(f, b, w, comm=sum(comm))
+        return []
+    return numbers if all(0 <= x < math.inf for x in numbers) else []
 
 
 if __name__ == "__main__":

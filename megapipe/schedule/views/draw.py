@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from html import escape
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Kind, Placement, Schedule, Step
+from megapipe.schedule.kinds import Kind, Lane
+from megapipe.schedule.passes import Placement, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
 
 COLOURS = {kind: kind.rule.colour for kind in Kind}
@@ -28,6 +29,17 @@ _STYLE = (
     ".axis{stroke:#888;fill:none}.held{fill:#8c7bb5;fill-opacity:.45;stroke:#5b4a8a}"
     ".limit{stroke:#c2185b;stroke-dasharray:5 3}"
 )
+
+
+def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
+    """The lines of a picture: each rank's compute lane, and below it those of its other lanes that the table uses."""
+    used = [lane for lane in Lane if lane is Lane.COMPUTE or any(kind.rule.lane is lane for kind in schedule.kinds)]
+    return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
+
+
+def on_track(schedule: Schedule, rank: int, lane: Lane) -> list[Step]:
+    """What runs on one lane of a rank, in order."""
+    return [step for step in schedule.ranks[rank] if step[0].kind.rule.lane is lane]
 
 
 def chunks(placement: Placement) -> list[int]:
@@ -70,7 +82,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     time = simulate(schedule, costs)
     plot = _plot_width(time)
     ranks = len(schedule.ranks)
-    rows_end = _TOP + ranks * (_ROW + _GAP)
+    rows_end = _TOP + len(tracks(schedule)) * (_ROW + _GAP)
     curves_top = rows_end + 44
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
@@ -138,12 +150,15 @@ def _legend(schedule: Schedule, names: _Names, memory: float | None) -> Iterator
 
 
 def _rows(schedule: Schedule, time: Timeline, names: _Names, scale: float, plot: int) -> Iterator[str]:
-    for rank, row in enumerate(schedule.ranks):
-        y = _TOP + rank * (_ROW + _GAP)
-        yield f'<g transform="translate({_LEFT} {y})"><text class="r" x="-6" y="16">rank {rank}</text>'
-        yield f'<text x="{plot + 6}" y="16">idle {short(time.idle[rank])}</text>'
+    for number, (rank, lane) in enumerate(tracks(schedule)):
+        y = _TOP + number * (_ROW + _GAP)
+        computes = lane is Lane.COMPUTE
+        label = f"rank {rank}" if computes else lane.value
+        yield f'<g transform="translate({_LEFT} {y})"><text class="r" x="-6" y="16">{label}</text>'
+        if computes:
+            yield f'<text x="{plot + 6}" y="16">idle {short(time.idle[rank])}</text>'
         yield f'<rect class="idle" width="{plot}" height="{_ROW}"/><g class="n">'
-        for step in row:
+        for step in on_track(schedule, rank, lane):
             x, end = time.start[step[0]] * scale, time.end[step[0]] * scale
             yield from _box(step, x, end - x, [names[item.kind, item.stage] for item in step])
         yield "</g></g>"

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import chunks
+from megapipe.schedule.views.draw import chunks, tracks
 
 _MICROSECONDS = 1000.0
 """Of one unit of cost: it reads as a millisecond."""
@@ -32,9 +33,15 @@ def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
 
 def _tracks(schedule: Schedule) -> Iterator[Event]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
-    for rank in range(len(schedule.ranks)):
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for index, (rank, lane) in enumerate(tracks(schedule)):
+        name = f"rank {rank}" if lane is Lane.COMPUTE else f"rank {rank} {lane.value}"
+        thread = _thread(schedule, rank, lane)
+        yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": index}}
+
+
+def _thread(schedule: Schedule, rank: int, lane: Lane) -> int:
+    return rank + list(Lane).index(lane) * len(schedule.ranks)
 
 
 def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
@@ -42,7 +49,7 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     for rank, row in enumerate(schedule.ranks):
         for item in (item for step in row for item in step):
             yield {
-                **_at(rank, time.start[item]),
+                **_at(_thread(schedule, rank, item.kind.rule.lane), time.start[item]),
                 "ph": "X",
                 "dur": (time.end[item] - time.start[item]) * _MICROSECONDS,
                 "name": f"{item.kind.value}{item.microbatch}",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.passes import Kind, Pass, Schedule, Step
+from megapipe.schedule.kinds import Kind, Lane
+from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import MEANING, chunks, is_dark, shades
+from megapipe.schedule.views.draw import MEANING, chunks, is_dark, on_track, shades, tracks
 
 _MOST_PER_PASS = 4
 """Columns of the shortest pass; more would only spread a small schedule out."""
@@ -29,13 +30,14 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
     scale = columns / time.makespan if time.makespan else 0.0
     pen = _Pen(chunks(schedule.placement), shades(schedule.placement) if colour else {})
     lines = []
-    for rank, row in enumerate(schedule.ranks):
+    for rank, lane in tracks(schedule):
         text, at = "", 0
-        for step in row:
+        for step in on_track(schedule, rank, lane):
             first, last = round(time.start[step[0]] * scale), round(time.end[step[0]] * scale)
             text += pen.idle * (first - at) + pen.step(step, last - first)
             at = last
-        lines.append(f"{f'rank {rank}':>{margin}} |{text}{pen.idle * (columns - at)}|")
+        label = f"rank {rank}" if lane is Lane.COMPUTE else lane.value
+        lines.append(f"{label:>{margin}} |{text}{pen.idle * (columns - at)}|")
     return "\n".join([*lines, _key(schedule, pen)])
 
 

@@ -1,0 +1,61 @@
+"""The optimizer's step as passes: U behind everything, A before the forwards that read its weights, V if none waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.transforms.reduction import with_reduction
+
+Gather = Literal["none", "behind", "ahead"]
+
+
+def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather = "none") -> Schedule:
+    """The table of one step, of `with_reduction`, with the update of every stage.
+
+    Args:
+        barrier: every update waits for the gradients of all ranks, whose norm it needs. Without, a rank updates when
+            its own are reduced, and V stands before the first pass of the next step that writes gradients.
+        gather: of the updated weights over data parallel: none, right behind the update, or at the start of the next
+            step, in the order in which its forwards need them.
+    """
+    rows = []
+    for rank, row in enumerate(schedule.ranks):
+        own = schedule.placement.stages_on(rank)
+        first = list(dict.fromkeys(x.stage for step in row for x in step if x.kind.is_forward))
+        reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
+        front = [Pass(Kind.A, s, 0) for s in first] if gather == "ahead" else []
+        back = [Pass(Kind.U, s, 0) for s in reduced]
+        if gather == "behind":
+            back = [x for s in first for x in (Pass(Kind.U, s, 0), Pass(Kind.A, s, 1))]
+        check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
+        cut = next(i for i, step in enumerate(row) if any(x.kind.is_backward for x in step))
+        rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
+    return replace(schedule, ranks=tuple(rows))
+
+
+def with_whole_step(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = True) -> Schedule:
+    """The table of one step with everything that belongs to it: reduction, update and, if it costs time, gathering."""
+    gathers = costs.a if isinstance(costs.a, tuple) else (costs.a,)
+    return with_optimizer(with_reduction(schedule, costs), barrier=barrier, gather="ahead" if any(gathers) else "none")
+
+
+def repeated(schedule: Schedule, training_steps: int) -> Schedule:
+    """The table of one step, so many times in a row: what follows in the next does not wait for other ranks' ends."""
+    m = schedule.num_microbatches
+    rows = (
+        tuple(
+            tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.rule.per_stage else m)) for x in step)
+            for n in range(training_steps)
+            for step in row
+        )
+        for row in schedule.ranks
+    )
+    return replace(schedule, ranks=tuple(rows), training_steps=training_steps)
+
+
+def _steps(passes: list[Pass]) -> tuple[Step, ...]:
+    return tuple((item,) for item in passes)

@@ -1,0 +1,44 @@
+"""The reduction of gradients as passes: a stage's G stands behind its last weight gradient, on a lane of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind, Lane, Made
+from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.simulate import simulate
+
+
+def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
+    """The table of one step with a G for each stage.
+
+    On each rank the reductions follow each other in the order in which their stages are done by the clock, replicas
+    with their replicas, so that two ranks that share several reduce them in one order.
+
+    Raises: ScheduleError if the schedule cannot proceed.
+    """
+    place, ends = schedule.placement, simulate(schedule, costs).end
+    done = [0.0] * place.num_stages
+    for item, end in ends.items():
+        if Made.WEIGHT_GRADIENT in item.kind.rule.makes:
+            done[item.stage] = max(done[item.stage], end)
+    ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
+    order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
+    rows = []
+    for rank, row in enumerate(schedule.ranks):
+        last = {x.stage: i for i, step in enumerate(row) for x in step if Made.WEIGHT_GRADIENT in x.kind.rule.makes}
+        behind: dict[int, list[Step]] = {}
+        at = 0
+        for stage in order:
+            if place.rank_of[stage] == rank:
+                at = max(at, last[stage])
+                behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
+        rows.append(tuple(x for i, step in enumerate(row) for x in (step, *behind.get(i, ()))))
+    return replace(schedule, ranks=tuple(rows))
+
+
+def exposed(schedule: Schedule, costs: Costs, lane: Lane = Lane.DP) -> float:
+    """How much longer the step takes by what runs on a lane."""
+    without = tuple(tuple(step for step in row if step[0].kind.rule.lane is not lane) for row in schedule.ranks)
+    return simulate(schedule, costs).makespan - simulate(replace(schedule, ranks=without), costs).makespan

@@ -1,0 +1,103 @@
+"""The rest of the step as passes, under every schedule: where they stand, and what the simulator says of them."""
+
+from itertools import pairwise
+
+import pytest
+
+from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, build, from_json, simulate, to_json, verify
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import Pass
+from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
+from megapipe.schedule.transforms.reduction import exposed, with_reduction
+from megapipe.schedule.views.perfetto import to_perfetto
+from megapipe.schedule.views.terminal import to_terminal
+
+FIXED = [name for name in SCHEDULES if name != "zb-auto"]
+
+
+def per_step(schedule: Schedule, costs: Costs) -> float:
+    """The time that one step more takes."""
+    return simulate(repeated(schedule, 9), costs).makespan - simulate(repeated(schedule, 8), costs).makespan
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_every_schedule_takes_the_rest_of_its_step(name: str) -> None:
+    plain, costs = build(name, 4, 8), Costs(10, 14, 7, g=4, u=1, a=2)
+    for barrier in (True, False):
+        table = with_optimizer(with_reduction(plain, costs), barrier=barrier, gather="ahead")
+        verify(repeated(table, 3), costs=costs)
+        assert from_json(to_json(table)) == table
+        assert [kind for kind in Kind if kind not in table.kinds - plain.kinds and kind.rule.per_stage] == (
+            [Kind.V] if barrier else []
+        )
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_reduction_is_never_worse_than_one_at_the_end(name: str) -> None:
+    """One all-reduce of a rank's gradients starts when its last pass is over, under DualPipe its twin's too."""
+    plain, costs = build(name, 4, 8), Costs(g=9)
+    time = simulate(plain, costs)
+    assert 0 <= exposed(with_reduction(plain, costs), costs) <= 9 * plain.placement.num_chains
+    if plain.placement.num_chains == 1:
+        after = max(
+            max(end for item, end in time.end.items() if plain.placement.rank_of[item.stage] == r) for r in range(4)
+        )
+        assert simulate(with_reduction(plain, costs), costs).makespan <= after + 9
+
+
+def test_two_chunks_hide_half_of_the_reduction() -> None:
+    """ZB-V's second chunk is done long before its first: only the first one's half is left behind the last pass."""
+    costs = Costs(g=2)
+    assert exposed(with_reduction(build("zb-v", 4, 12), costs), costs) == 1
+
+
+@pytest.mark.parametrize(("name", "period"), [("zb-h2", 36), ("zb-v", 36), ("1f1b", 45), ("zb-h1", 39)])
+def test_without_a_barrier_steps_follow_each_other_in_the_period(name: str, period: float) -> None:
+    """Qi et al. 2023, sec. 4: zero bubble needs that no rank waits for the others' last pass. 12 x (F+B+W) = 36."""
+    plain = with_reduction(build(name, 4, 12))
+    assert per_step(with_optimizer(plain, barrier=False), Costs()) == period == simulate(plain).period
+    assert per_step(with_optimizer(plain), Costs()) == simulate(plain).makespan
+
+
+def test_replicas_are_reduced_in_one_order_on_both_ranks() -> None:
+    table = with_reduction(build("dualpipe", 4, 8), Costs(10, 14, 7))
+    rows = [[x.stage % 4 for step in row for x in step if x.kind is Kind.G] for row in table.ranks]
+    assert rows[:2] == [rows[3], rows[2]]
+    row = table.ranks[0]
+    first, second = (i for i, step in enumerate(row) if step[0].kind is Kind.G)
+    swapped = list(row)
+    swapped[second], moved = row[first], row[second]
+    swapped = [*swapped[:first], *swapped[first + 1 :]]
+    swapped.insert(second - 1, moved)
+    wrong = Schedule("mine", table.placement, 8, (tuple(swapped), *table.ranks[1:]))
+    with pytest.raises(Exception, match="ranks 0 and 3 run G of the replicas they share in different orders"):
+        verify(wrong)
+
+
+def test_v_stands_before_what_writes_gradients_and_behind_forwards_alone() -> None:
+    table = with_optimizer(with_reduction(build("zb-h2", 4, 8)), barrier=False)
+    for row in table.ranks:
+        at = next(i for i, step in enumerate(row) if step[0].kind is Kind.V)
+        assert all(x.kind is Kind.F for step in row[:at] for x in step)
+        assert row[at + 1][0].kind is Kind.B
+
+
+def test_pictures_have_a_line_for_each_lane() -> None:
+    table = with_reduction(build("1f1b", 2, 2))
+    assert to_terminal(table, Costs(g=2), width=60).split("\n") == [
+        "rank 0 |F0  F1  ........BW0     ....BW1     ........|",
+        "    dp |....................................G0      |",
+        "rank 1 |....F0  BW0     F1  BW1     ................|",
+        "    dp |............................G0      ........|",
+        "F forward; BW both gradients; G reduce gradients; . idle",
+    ]
+    assert '"name":"rank 1 dp"' in to_perfetto(table)
+
+
+def test_passes_of_a_lane_do_not_overlap() -> None:
+    table = with_reduction(build("interleaved", 4, 8), costs := Costs(g=30))
+    time = simulate(table, costs)
+    for row in table.ranks:
+        for lane in Lane:
+            own: list[Pass] = [x for step in row for x in step[:1] if x.kind.rule.lane is lane]
+            assert all(time.end[a] <= time.start[b] for a, b in pairwise(own))
