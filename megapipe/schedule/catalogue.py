@@ -121,7 +121,7 @@ def build(
     microbatches: int,
     *,
     chunks: int | None = None,
-    costs: Costs = UNIT,
+    costs: Costs | None = None,
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
@@ -129,7 +129,7 @@ def build(
 
     Args:
         chunks: stages on each rank, where the schedule leaves a choice. None: the schedule's own default.
-        costs: for schedules that are searched.
+        costs: for schedules that are searched, or put W where these costs leave a wait. None: the papers' tables.
         memory: limit for a searched schedule; any other is refused if it holds more.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
@@ -137,7 +137,7 @@ def build(
     """
     if is_file(name):
         schedule = _from_file(name, ranks, microbatches)
-        verify(replace(schedule, name=name), memory=memory, costs=costs)
+        verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
         return schedule
     entry = entry_of(name)
     key = name if entry.placement == OWN else name.lower()
@@ -151,10 +151,13 @@ def build(
         options["chunks"] = chunks
     elif chunks not in (None, 1, entry.chunks):
         raise ScheduleError(f"{key} has {entry.chunks} chunk(s) per rank, not {chunks}.")
-    options |= {option: value for option, value in (("costs", costs), ("memory", memory)) if option in takes}
+    if "memory" in takes:
+        options["memory"] = memory
+    if "costs" in takes and (costs is not None or entry.placement == OWN):
+        options["costs"] = costs or UNIT
     generate = partial(entry.generate, ranks, microbatches, **options)
     schedule = own_schedule(key, generate, ranks, microbatches) if entry.placement == OWN else generate()
-    verify(replace(schedule, name=key), memory=memory, costs=costs)
+    verify(replace(schedule, name=key), memory=memory, costs=costs or UNIT)
     return schedule
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.schedule import Costs, Timeline, build, simulate
+from megapipe.schedule import Costs, Kind, Pass, Timeline, build, simulate
 
 UNIT = Costs()
 SIZES = [(2, 4), (4, 8), (4, 12), (6, 12), (8, 16), (8, 24)]
@@ -129,3 +129,46 @@ def test_makespans_that_another_clock_measured_of_other_generators(
 ) -> None:
     """8 ranks, 16 microbatches at a real model's costs; the peers are Megatron, sail-sg's zero bubble, and torch."""
     assert play(name, 8, 16, Costs(10, 11, 8), **options).makespan == makespan
+
+
+EQUAL, REAL, LONG = (1.0, 1.0, 1.0), (10.0, 11.0, 8.0), (10.0, 14.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "fbw", "comm", "makespan"),
+    [
+        ("v-half", 4, 8, EQUAL, 0, 26.5),
+        ("v-half", 4, 8, REAL, 0, 266.5),
+        ("v-half", 4, 8, LONG, 0, 299.5),
+        ("v-half", 8, 16, EQUAL, 0, 56.5),
+        ("v-half", 8, 16, REAL, 0, 568.5),
+        ("v-half", 8, 16, REAL, 0.5, 590.5),
+        ("v-half", 8, 16, LONG, 0, 641),
+        ("v-half", 16, 32, LONG, 0, 1327),
+        ("v-min", 8, 16, REAL, 0, 665.5),
+        ("zb-v", 4, 4, EQUAL, 0, 13.5),
+        ("zb-v", 4, 4, REAL, 0, 135.5),
+        ("zb-v", 4, 4, LONG, 0, 145),
+        ("zb-v", 8, 16, LONG, 0.5, 562),
+    ],
+)
+def test_not_longer_than_sail_sgs_own_order_at_its_memory(
+    name: str, p: int, m: int, fbw: tuple[float, float, float], comm: float, makespan: float
+) -> None:
+    """Their generators' tables, timed by an independent clock."""
+    costs = Costs(*fbw, comm=comm)
+    time = simulate(build(name, p, m, costs=costs), costs)
+    assert time.makespan <= makespan + 1e-9
+    assert max(time.peak) == {"v-half": (p + 2) // 2, "v-min": (p + 4) // 3, "zb-v": p}[name]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
+def test_costs_move_weight_gradients_alone(name: str) -> None:
+    """F and B keep the order of the papers' pattern, so that what costs can break is time, never the picture."""
+
+    def order(costs: Costs) -> list[list[Pass]]:
+        return [
+            [x for step in row for x in step if x.kind is not Kind.W] for row in build(name, 4, 8, costs=costs).ranks
+        ]
+
+    assert order(Costs(*LONG)) == order(Costs(*LONG, comm=0.5))

@@ -2,41 +2,22 @@
 
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 2 and 3). On the V, what a rank holds is the
 lifespans of its two stages in the block together; the offsets choose how soon B follows F, and are the same memory on
-every rank. A block takes six slots, one for each pass of a rank.
+every rank. Slots decide the order of F and B; given costs decide where W stand.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.fit import shortest
+from megapipe.schedule.generators.packing import Block, packed
 from megapipe.schedule.passes import Kind, Pass, Schedule, Step, vee
-from megapipe.schedule.simulate import simulate
 
 
-@dataclass(frozen=True)
-class Block:
-    """The slots of a rank's passes of microbatch 0; microbatch i runs 6 i later. Chunk 0 goes down, chunk 1 up."""
-
-    f0: int
-    f1: int
-    b1: int
-    b0: int
-
-    def weights(self) -> tuple[int, int]:
-        """Slots of (W0, W1): the first that stay free behind their B, the earlier B first."""
-        taken = {slot % 6 for slot in (self.f0, self.f1, self.b1, self.b0)}
-        slots = {}
-        for backward in sorted((self.b0, self.b1)):
-            slot = next(s for s in range(backward + 1, backward + 7) if s % 6 not in taken)
-            taken.add(slot % 6)
-            slots[backward] = slot
-        return slots[self.b0], slots[self.b1]
-
-
-def v_half(ranks: int, microbatches: int) -> Schedule:
+def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Memory (p+2)//2; about half of 1F1B's bubble at F = B = W."""
     clash = 0 if ranks % 2 else 3
 
@@ -44,10 +25,10 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         down, up = 2 * rank, 3 * ranks - rank - 2
         return Block(down, up, 3 * ranks + clash + 2 * rank - 1, 6 * ranks + clash - rank - 2)
 
-    return _best("v-half", ranks, microbatches, block, (ranks + 2) // 2)
+    return _best("v-half", ranks, microbatches, block, (ranks + 2) // 2, costs)
 
 
-def v_min(ranks: int, microbatches: int) -> Schedule:
+def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Memory (p+4)//3. Each pass waits for the one before, so that unequal costs add up and make it slow."""
     clash = 0 if ranks % 3 else 2
 
@@ -55,32 +36,16 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
         down, up = rank, 2 * ranks - rank - 1
         return Block(down, up, 2 * ranks + clash + rank, 4 * ranks + clash - rank - 1)
 
-    return _best("v-min", ranks, microbatches, block, (ranks + 4) // 3)
+    return _best("v-min", ranks, microbatches, block, (ranks + 4) // 3, costs)
 
 
-def _best(name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int) -> Schedule:
-    """The repeated block, or the squeezed one where that is shorter."""
+def _best(
+    name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int, costs: Costs
+) -> Schedule:
+    """The block repeated with its ramps packed, or run slot by slot, whichever is shorter, its W refilled for costs."""
     blocks = [block(rank) for rank in range(ranks)]
-    rows = (_repeat(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
-    return min((Schedule(name, vee(ranks), microbatches, r) for r in rows), key=lambda s: simulate(s).makespan)
-
-
-def _repeat(blocks: list[Block], microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    rows = []
-    for rank, block in enumerate(blocks):
-        down, up = rank, 2 * len(blocks) - 1 - rank
-        w0, w1 = block.weights()
-        passes = (
-            (block.f0, Kind.F, down),
-            (block.f1, Kind.F, up),
-            (block.b1, Kind.B, up),
-            (block.b0, Kind.B, down),
-            (w0, Kind.W, down),
-            (w1, Kind.W, up),
-        )
-        timed = [(slot + 6 * i, Pass(kind, stage, i)) for slot, kind, stage in passes for i in range(microbatches)]
-        rows.append(tuple((item,) for _, item in sorted(timed)))
-    return tuple(rows)
+    rows = (packed(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
+    return shortest([Schedule(name, vee(ranks), microbatches, r) for r in rows], costs, memory)
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:

@@ -5,6 +5,8 @@ Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 and ZB-H2 (sec. 2), ZB
 
 from __future__ import annotations
 
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.generators.fit import shortest
 from megapipe.schedule.generators.recorder import Recorder
 from megapipe.schedule.passes import Schedule, loop, vee
 
@@ -38,10 +40,13 @@ def _handcrafted(name: str, ranks: int, microbatches: int, depth: int) -> Schedu
     return Schedule(name, loop(ranks), microbatches, tuple(rows))
 
 
-def zb_v(ranks: int, microbatches: int) -> Schedule:
+def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """No bubble at F = B = W, at memory p as 1F1B: rank 0 holds both ends, so that its first B follows F at once.
 
     The order is made for at least 2p-1 microbatches; with fewer, those that do not exist are left out.
+
+    Args:
+        costs: W are refilled where that is shorter under them; None: the paper's table as it is.
     """
     rows = []
     for rank in range(ranks):
@@ -77,4 +82,5 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         for _ in range(rank):
             rec.w(down)
         rows.append(tuple(step for step in rec.steps if step[0].microbatch < microbatches))
-    return Schedule("zb-v", vee(ranks), microbatches, tuple(rows))
+    pattern = Schedule("zb-v", vee(ranks), microbatches, tuple(rows))
+    return pattern if costs is None else shortest([pattern], costs, ranks)

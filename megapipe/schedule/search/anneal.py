@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
-from megapipe.schedule.search.problem import (
+from megapipe.schedule.orders import (
     Orders,
     Problem,
     backward_sooner,

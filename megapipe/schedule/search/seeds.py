@@ -16,9 +16,7 @@ from random import Random
 from megapipe.schedule.generators.blocks import v_half, v_min
 from megapipe.schedule.generators.interleaved import interleaved_zb
 from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
-from megapipe.schedule.passes import Schedule
-from megapipe.schedule.search.anneal import PATIENCE, Found
-from megapipe.schedule.search.problem import (
+from megapipe.schedule.orders import (
     Orders,
     Problem,
     backward_sooner,
@@ -29,6 +27,8 @@ from megapipe.schedule.search.problem import (
     length,
     one_by_one,
 )
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.search.anneal import PATIENCE, Found
 
 
 def patterns(problem: Problem) -> list[Found]:

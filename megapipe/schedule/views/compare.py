@@ -192,7 +192,7 @@ def _makers(
     """What makes each schedule of the comparison, by label."""
 
     def fixed(name: str, chunks: int | None = None) -> _Make:
-        return lambda report: build(name, ranks, microbatches, chunks=chunks)
+        return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
 
     def searched(objective: str) -> _Make:
         return lambda report: zb_auto(

@@ -1,4 +1,4 @@
-"""The search's view of a schedule: passes as integers, a rank's order as a list of them, one tight clock.
+"""A schedule as orders of integers, with one tight clock: what generators that take costs and the search work on.
 
 Pass (kind k, stage s, microbatch i) is (3 s + k) m + i with F, B, W = 0, 1, 2, so a whole number names its class
 (kind and stage) and the next microbatch of the class is the next number. Orders keep every class FIFO.
