@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "plan": "config errors models.overrides pipeline_parallel.layout_string pipeline_parallel.partition schedule "
     "tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.overrides models.transformer_engine optim plan schedule",
-    "training": "checks config data distributed errors models optim pipeline_parallel plan schedule tensor_parallel",
+    "training": "checks config data distributed errors flags models optim pipeline_parallel plan schedule "
+    "tensor_parallel",
     "convert": "config data distributed errors models pipeline_parallel.partition training",
     "testing": "config data distributed errors models pipeline_parallel schedule tensor_parallel training",
 }

@@ -6,67 +6,50 @@ import os
 from collections.abc import Callable, Iterator
 from shutil import which
 
-from megapipe.checks.numbers import flag
 from megapipe.config import Config
 from megapipe.data.blend import parse_data_path, split_ranges
 from megapipe.data.indexed import IndexedDataset
+from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Token files and the split. What a file must hold is the data package's to say."""
+    """Where tokens come from, and the split. What they must hold is the data package's to say."""
     data = config.data
     if data.mock_data and data.data_path:
         yield "--mock-data makes tokens, --data-path reads them. Leave one out."
     if data.split is not None:
         split = data.split
         yield from ask(lambda: split_ranges(split, 1))
-    if data.mock_data:
-        return
-    try:
-        prefixes, _ = parse_data_path(data.data_path)
-    except UserError as error:
-        yield from error.problems
-        return
-    for prefix in prefixes:
-        yield from ask(lambda: IndexedDataset(prefix))  # noqa: B023
+    if not data.mock_data:
+        yield from ask(lambda: parse_data_path(data.data_path))
 
 
-def tokenizer_problems(config: Config) -> Iterator[str]:
-    """Flags of one kind of tokenizer given with another; the tokenizer itself is built by the caller."""
-    data = config.data
-    if data.tokenizer_type == "NullTokenizer":
-        if data.tokenizer_model:
-            yield f"--tokenizer-type NullTokenizer reads no --tokenizer-model {data.tokenizer_model}. Leave one out."
-    elif data.vocab_size is not None:
-        yield f"--vocab-size {data.vocab_size} is for --tokenizer-type NullTokenizer. Leave it out."
+def path_problems(config: Config) -> Iterator[str]:
+    """Files and folders that cannot be read, of flags that are sound."""
+    data, load = config.data, config.checkpoint.load
+    if not data.mock_data and not ask(lambda: parse_data_path(data.data_path)):
+        for prefix in parse_data_path(data.data_path)[0]:
+            yield from ask(lambda: IndexedDataset(prefix))  # noqa: B023
+    yield from ask(lambda: build_tokenizer(data))
+    # A script that says --save X --load X resumes if it can; its first run finds nothing.
+    if load and not os.path.isdir(load) and load != config.checkpoint.save:
+        yield f"--load {load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Flags of saving and loading that need each other, and the folder to load."""
+    """Flags of saving and loading that need each other."""
     c = config.checkpoint
     if c.save and c.save_interval is None:
         yield f"--save {c.save} needs --save-interval, for example --save-interval 1000"
-    if c.save_interval is not None and not c.save:
-        yield f"--save-interval {c.save_interval} needs --save, for example --save checkpoints"
-    # A script that says --save X --load X resumes if it can; its first run finds nothing.
-    if c.load and not os.path.isdir(c.load) and c.load != c.save:
-        yield f"--load {c.load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
-    if not c.load:
-        given = {name: getattr(c, name) for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim")}
-        yield from (f"{flag(name)} needs --load" for name, on in given.items() if on)
-        if c.ckpt_step is not None:
-            yield f"--ckpt-step {c.ckpt_step} needs --load"
 
 
 def profile_problems(config: Config) -> Iterator[str]:
     """A profile of nothing, or of ranks that do not exist."""
     log = config.log
-    if not log.profile:
+    if not (log.profile and log.use_pytorch_profiler):
         return
-    if not log.use_pytorch_profiler:
-        yield "--profile records nothing without --use-pytorch-profiler. Add it."
     if log.profile_step_end <= log.profile_step_start:
         yield (
             f"--profile-step-start {log.profile_step_start} to --profile-step-end {log.profile_step_end} is an empty "

@@ -45,6 +45,8 @@ def recompute_problems(model: ModelConfig) -> Iterator[str]:
         if model.recompute_activations:
             yield "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out."
         return
+    if not model.recompute_selective:
+        return  # Megatron ignores the two then, and so do we: flags.idle
     for name in ("recompute_method", "recompute_num_layers"):
         if (value := getattr(model, name)) is not None:
             yield f"{flag(name)} {value} has no effect without --recompute-granularity full. Add it."

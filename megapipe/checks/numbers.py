@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from megapipe.config import Config
@@ -23,11 +23,12 @@ RULES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda v: v >= 1,
     "above 0": lambda v: v > 0,
     "at least 0": lambda v: v >= 0,
+    "at least -1": lambda v: v >= -1,
     "at least 0 and below 1": lambda v: 0 <= v < 1,
     "above 0 and at most 1": lambda v: 0 < v <= 1,
 }
 _FIELDS = {
-    "at least 1": "loss_scale_window hysteresis "
+    "at least 1": "loss_scale_window hysteresis world_size "
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
@@ -40,7 +41,8 @@ _FIELDS = {
     "distributed_timeout_seconds_after_init exit_duration_in_mins lr adam_eps",
     "at least 0": "init_method_std embedding_init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init "
     "weight_decay clip_grad "
-    "num_workers eval_iters ckpt_step seed profile_step_start",
+    "num_workers ckpt_step seed profile_step_start",
+    "at least -1": "eval_iters",
     "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     "above 0 and at most 1": "rotary_percent",
 }
@@ -51,10 +53,10 @@ RANGES = {field: rule for rule, names in _FIELDS.items() for field in names.spli
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
     """Problems of single values, and the configuration with those values at their defaults for the other checks."""
     problems = []
-    for section in fields(config):
-        part = getattr(config, section.name)
+    for section in (section.name for section in fields(config) if is_dataclass(getattr(config, section.name))):
+        part = getattr(config, section)
         reset = {}
-        for field in fields(part) if section.name != "world_size" else ():
+        for field in fields(part):
             name, value, rule = field.name, getattr(part, field.name), RANGES.get(field.name)
             if value is None and name in REQUIRED:
                 problems.append(f"{flag(name)} is missing, for example {flag(name)} {REQUIRED[name]}")
@@ -62,7 +64,7 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
                 problems.append(f"{flag(name)} {value} must be {rule}")
                 reset[name] = field.default
         if reset:
-            config = replace(config, **{section.name: replace(part, **reset)})
+            config = replace(config, **{section: replace(part, **reset)})
     return config, problems
 
 

@@ -14,8 +14,8 @@ from megapipe.checks.inputs import (
     checkpoint_problems,
     data_problems,
     machine_problems,
+    path_problems,
     profile_problems,
-    tokenizer_problems,
 )
 from megapipe.checks.model import recompute_problems, variant_problems
 from megapipe.checks.numbers import check_numbers, flag
@@ -23,7 +23,7 @@ from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config
 from megapipe.data.tokenizer import build_tokenizer
-from megapipe.errors import ConfigError, UserError
+from megapipe.errors import ConfigError
 from megapipe.models.overrides import layer_config
 from megapipe.optim.lr import LRSchedule
 
@@ -38,6 +38,14 @@ def validate(config: Config, *, has_cuda: bool) -> None:
         has_cuda: can torch use a GPU here?
     Raises: ConfigError with every problem.
     """
+    problems = [*flag_problems(config), *path_problems(config), *vocabulary_problems(config)]
+    problems += machine_problems(check_numbers(config)[0], has_cuda)
+    if problems:
+        raise ConfigError(problems)
+
+
+def flag_problems(config: Config) -> list[str]:
+    """What is wrong with the flags by themselves, wherever they are used."""
     sound, problems = check_numbers(config)
     problems += _model(sound)
     problems += variant_problems(sound.model)
@@ -48,12 +56,17 @@ def validate(config: Config, *, has_cuda: bool) -> None:
     problems += _learning_rate(sound)
     problems += training_problems(sound)
     problems += data_problems(sound)
-    problems += _vocabulary(sound)
     problems += checkpoint_problems(sound)
     problems += profile_problems(sound)
-    problems += machine_problems(sound, has_cuda)
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def vocabulary_problems(config: Config) -> list[str]:
+    """An embedding that does not fit the tokenizer, if that can be read."""
+    sound, _ = check_numbers(config)
+    if ask(lambda: build_tokenizer(sound.data)):
+        return []
+    return ask(lambda: validate_vocab(sound, build_tokenizer(sound.data).vocab_size))
 
 
 def validate_vocab(config: Config, vocab_size: int) -> None:
@@ -194,14 +207,6 @@ def _learning_rate(config: Config) -> Problems:
     fits = t.micro_batch_size and config.data_parallel_size
     if t.lr is not None and fits and (t.train_iters is None) != (t.train_samples is None):
         yield from ask(lambda: LRSchedule.of(config))
-
-
-def _vocabulary(config: Config) -> Problems:
-    yield from tokenizer_problems(config)
-    try:
-        validate_vocab(config, build_tokenizer(config.data).vocab_size)
-    except UserError as error:
-        yield from error.problems
 
 
 def _division(value: int, by: int) -> str:

@@ -1,13 +1,10 @@
-"""Flags of precision, of sequence parallelism and of leaving a run that need or exclude each other."""
+"""Flags of precision and of sequence parallelism that need or exclude each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.checks.numbers import flag
-from megapipe.config import Config, TrainConfig
-
-_DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+from megapipe.config import Config
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -27,12 +24,3 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--initial-loss-scale {t.initial_loss_scale:g} is below --min-loss-scale {t.min_loss_scale:g}. "
             f"Use --initial-loss-scale {t.min_loss_scale:g}."
         )
-    if not t.exit_signal_handler and t.exit_signal != TrainConfig.exit_signal:
-        yield f"--exit-signal {t.exit_signal} has no effect without --exit-signal-handler. Add it."
-
-
-def idle_flags(config: Config) -> list[str]:
-    """Flags that were given and change nothing, though they contradict nothing: scripts carry them from run to run."""
-    t = config.train
-    given = [name for name in _DYNAMIC if getattr(t, name) != getattr(TrainConfig, name)]
-    return [] if t.dynamic_loss_scale else [flag(name) for name in given]

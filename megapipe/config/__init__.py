@@ -8,16 +8,26 @@ Nothing here is ever changed after parsing: what Megatron fills in during valida
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Suppress
 
+from megapipe.config.check import CheckConfig
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig
 
-__all__ = ["CheckpointConfig", "Config", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig", "TrainConfig"]
+__all__ = [
+    "CheckConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +40,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     world_size: Annotated[int, Suppress] = 1
     """Number of processes, from the launcher; not a flag."""
+    holding: Annotated[tuple[tuple[str, str], ...], Suppress] = field(default=(), compare=False)
+    """Flags given that set no field, each with what happens instead, see flags.holds; not a flag."""
+
+    @property
+    def sections(self) -> tuple[Any, ...]:
+        """What the run is made of, without how it was started."""
+        return self.model, self.parallel, self.train, self.data, self.checkpoint, self.log
 
     @property
     def data_parallel_size(self) -> int:

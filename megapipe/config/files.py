@@ -37,9 +37,19 @@ class DataConfig:
     vocab_size: int | None = None
     """Ids of the NullTokenizer; the last one ends a document."""
     eval_iters: int = 100
-    """Batches per evaluation."""
+    """Batches per evaluation; with 0 or -1 nothing is evaluated."""
     eval_interval: int | None = None
     """Evaluate every so many steps."""
+
+    @property
+    def eval_batches(self) -> int:
+        """Per evaluation."""
+        return max(0, self.eval_iters)
+
+    @property
+    def tokenizer(self) -> str:
+        """The kind, by the name that our own code uses."""
+        return self.tokenizer_type
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ class CheckpointConfig:
     """Leave the optimizer state out."""
     no_load_optim: bool = False
     """Do not load the optimizer state."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """torch distributed checkpoint, stored as safetensors."""
+    ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
+    """torch distributed checkpoint, stored as safetensors; torch asks for the same."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class LogConfig:
     log_memory_to_tensorboard: bool = False
     """Device memory in TensorBoard too (GPU only)."""
     profile: bool = False
-    """Record the steps of the window below; needs --use-pytorch-profiler."""
+    """Record the steps of the window below, with --use-pytorch-profiler."""
     use_pytorch_profiler: bool = False
     """One Perfetto-readable trace per rank, torch_profile/rank-N.json.gz beside --tensorboard-dir."""
     profile_step_start: int = 10

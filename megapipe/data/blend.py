@@ -71,7 +71,7 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     Args:
         split: up to three proportions, such as "969, 30, 1"; they need not sum to anything.
     """
-    numbers = re.findall(r"[^,/\s]+", split)
+    numbers = re.findall(r"[^,/\s]+", split.strip("'\""))  # Megatron's own scripts quote it twice
     if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers):
         raise DataError(f"--split {split!r} is not up to three numbers of at least 0, such as --split 969,30,1")
     values = [float(n) for n in numbers] + [0.0] * (3 - len(numbers))

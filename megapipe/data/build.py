@@ -78,7 +78,7 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
     if data.eval_interval is None:
         return train, 0, 0
     evaluations = 1 + config.train_iters // data.eval_interval
-    return train, evaluations * data.eval_iters * batch, data.eval_iters * batch
+    return train, evaluations * data.eval_batches * batch, data.eval_batches * batch
 
 
 def _open(prefixes: Sequence[str], vocab_size: int) -> list[TokenSource]:

@@ -91,6 +91,11 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     return SentencePieceTokenizer(data.tokenizer_model)
 
 
+def assumed_vocab_size(data: DataConfig) -> int:
+    """What a plan may count with while the tokenizer's files are not at hand."""
+    return data.vocab_size or {"GPT2BPETokenizer": 50257}.get(data.tokenizer, 32000)
+
+
 def _load(path: str) -> sentencepiece.SentencePieceProcessor:
     remedy = "Give a SentencePiece model; tools/train_tokenizer.py makes one."
     try:

@@ -17,6 +17,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def built_for_cpus() -> bool:
+    """Can this build of torch use no GPU, whatever the machine has?"""
+    return torch.version.cuda is None and torch.version.hip is None
+
+
 def pick_device(parallel: ParallelConfig) -> torch.device:
     """This process's device: its own GPU where there is one and gloo was not asked for, else the CPU."""
     if has_cuda() and parallel.distributed_backend != "gloo":

@@ -22,9 +22,14 @@ import tyro
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.rules import ACCEPTED, KNOWN, accepted_problem, refusal
+from megapipe.flags.holds import HOLDS
+from megapipe.flags.rules import KNOWN, refusal, value_problem
+from megapipe.flags.zero_bubble import SWITCHES, chosen
 
 T = TypeVar("T")
+OLD_NAMES = {"--use-rotary-position-embeddings": ("--position-embedding-type", "rope")}
+"""A switch -> the flag and value that it means."""
+
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
@@ -42,12 +47,18 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
     flags = flags_of(cls)
     given, others, problems = _split(argv, flags)
+    holding: dict[str, str] = {}
+    if issubclass(cls, Config):
+        problems += _old_names(given, others)
+        problems += _schedule_switches(given, others, holding)
+        holding |= {" ".join((name, *values)): HOLDS[name].because for name, values in others if name in HOLDS}
     known = KNOWN if issubclass(cls, Config) else frozenset()
     problems += [line for name, values in others if (line := _other(name, values, flags, known))]
     problems += [line for name, values in given.items() if (line := flags[name].count_problem(values))]
     try:
         if not problems:
-            return _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
+            parsed = _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
+            return dataclasses.replace(parsed, holding=tuple(holding.items())) if holding else parsed  # type: ignore
     except SystemExit:
         pass  # tyro stops at the first value it cannot read; each is tried alone below
     problems += [line for name, values in given.items() if (line := flags[name].value_problem(values))]
@@ -194,10 +205,47 @@ def _split(
     return given, others, stray
 
 
+def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]]) -> Iterator[str]:
+    """Names that mean a value of another flag. A line for what contradicts it."""
+    for old, (name, value) in OLD_NAMES.items():
+        said = [values for other, values in others if other == old]
+        if not said:
+            continue
+        others[:] = [(other, values) for other, values in others if other != old]
+        if said[-1]:
+            yield f"{old} is a switch and takes no value, got {' '.join(said[-1])}"
+        given[name] = [value]  # as upstream, where it wins over the other flag
+    rope = given.get("--position-embedding-type", [""])[-1:] == ["rope"]
+    if not rope and any(name == "--no-position-embedding" for name, _ in others):
+        yield (
+            "--no-position-embedding is ignored beside --position-embedding-type rope and refused without, as in "
+            "Megatron-LM. For rotary positions add --position-embedding-type rope; for no positions at all use "
+            "--position-embedding-type none instead."
+        )
+
+
+def _schedule_switches(
+    given: dict[str, list[str]], others: list[tuple[str, list[str]]], holding: dict[str, str]
+) -> Iterator[str]:
+    """Put --pipeline-schedule for the zero-bubble fork's switches; a line for what cannot be met."""
+    switches = {name: values for name, values in others if name in SWITCHES}
+    others[:] = [(name, values) for name, values in others if name not in SWITCHES]
+    size = given.get("--pipeline-model-parallel-size", ["1"])
+    name, problems = chosen(switches, int(size[0]) if size and size[0].isdecimal() else 1)
+    yield from problems
+    text = " ".join(token for switch, values in switches.items() for token in (switch, *values))
+    if name is not None and (also := given.get("--pipeline-schedule")):
+        yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."
+    elif name is not None:
+        given["--pipeline-schedule"] = [name]
+    if text:
+        holding[text] = f"--pipeline-schedule {name}" if name else "without effect, as there is no --enable-zero-bubble"
+
+
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
-    """The line about a flag that is no field; None if it asks for what is always so."""
+    """The line about a flag that is no field; None if it holds already."""
     if name in known:
-        return accepted_problem(name, values) if name in ACCEPTED else refusal(name)
+        return value_problem(name, values) if name in HOLDS else refusal(name)
     near = difflib.get_close_matches(name, {*ours, *known}, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 

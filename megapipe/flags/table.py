@@ -9,29 +9,41 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.config import Config
+from megapipe.flags.holds import HOLDS
+from megapipe.flags.idle import IDLE
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import Flag, flags_of
-from megapipe.flags.rules import ACCEPTED, reason
+from megapipe.flags.parse import OLD_NAMES, Flag, flags_of
+from megapipe.flags.rules import reason
+from megapipe.flags.zero_bubble import SWITCHES
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 BEGIN, END = "<!-- flags: begin -->\n", "<!-- flags: end -->\n"
 
 
 def table() -> str:
-    """Markdown: flags that act, flags accepted, flags refused by reason."""
+    """Markdown: flags that act, hold already, have nothing to act on, or are refused, by reason."""
     ours = flags_of(Config)
     spelled = {spelling for name in ours for spelling in (name, name.replace("_", "-"))}
     acts = [(f"`{flag.name}`", _default(flag), _help(flag)) for _, flag in sorted(ours.items())]
-    accepted = [(f"`{name}`", _values(rule.values), rule.because) for name, rule in sorted(ACCEPTED.items())]
+    means = {old: f"{flag} {value}" for old, (flag, value) in OLD_NAMES.items()}
+    means |= {name: f"--pipeline-schedule {schedule}" for name, schedule in SWITCHES.items()}
+    holds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, rule in sorted(HOLDS.items()):
+        holds[rule.because, _values(rule.values)].append(f"`{name}`")
+    idle = [(f"--{row.field.replace('_', '-')} without {row.without}", row.instead) for row in IDLE]
     refused: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(MEGATRON_FLAGS - spelled - set(ACCEPTED)):
+    for name in sorted(MEGATRON_FLAGS - spelled - set(HOLDS) - set(OLD_NAMES)):
         refused[reason(name) or "not implemented yet"].append(f"`{name}`")
     return "\n".join(
         (
             f"### Flags that act ({len(acts)})\n",
             *_rows(("flag", "default", "meaning"), acts),
-            f"\n### Accepted, because it is always so ({len(accepted)})\n",
-            *_rows(("flag", "values", "because"), accepted),
+            f"\n### Old names and switches of forks, which act through another flag ({len(means)})\n",
+            *_rows(("flag", "means"), ((f"`{name}`", flag) for name, flag in sorted(means.items()))),
+            f"\n### Hold already: accepted, and a line at start says what happens instead ({len(HOLDS)})\n",
+            *_rows(("what happens instead", "values", "flags"), sorted((*row, " ".join(holds[row])) for row in holds)),
+            "\n### Accepted with a line where there is nothing to act on, as in Megatron-LM\n",
+            *_rows(("flag", "what happens instead"), idle),
             f"\n### Refused in one line ({sum(map(len, refused.values()))})\n",
             *_rows(("what the line says", "flags"), ((why, " ".join(refused[why])) for why in sorted(refused))),
             "",

@@ -85,11 +85,7 @@ def perplexity(loss: float) -> float:
 
 def arguments(config: Config) -> str:
     """Every setting of the run, sorted without case."""
-    values = {
-        f.name: getattr(group, f.name)
-        for group in (getattr(config, g.name) for g in fields(config) if g.name != "world_size")
-        for f in fields(group)
-    }
+    values = {f.name: getattr(group, f.name) for group in config.sections for f in fields(group)}
     values["world_size"] = config.world_size
     values["data_parallel_size"] = config.data_parallel_size
     rows = [f"  {name} ".ljust(50, ".") + f" {values[name]}" for name in sorted(values, key=str.lower)]

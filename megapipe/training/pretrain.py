@@ -11,12 +11,19 @@ from datetime import datetime
 import torch
 from torch import nn
 
+from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import validate
-from megapipe.checks.training import idle_flags
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megapipe.distributed.device import be_deterministic, has_cuda, keep_freed_memory, pick_device, versions
+from megapipe.distributed.device import (
+    be_deterministic,
+    built_for_cpus,
+    has_cuda,
+    keep_freed_memory,
+    pick_device,
+    versions,
+)
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.models.layer import compile_layers
@@ -30,6 +37,7 @@ from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, table
 from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.check import check, start_block
 from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
@@ -61,7 +69,11 @@ def pretrain(
         datasets: gives the token datasets.
     Raises: UserError with a text for the user, before any process group exists where that is possible.
     """
+    if config.check.check:
+        check(config)
+        return
     started = time.monotonic()
+    config = on_cpus(config) if built_for_cpus() else config
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = with_checkpoint_args(config)
     validate(config, has_cuda=has_cuda())
@@ -111,8 +123,8 @@ class Run:
         self.report = Reporter(config, mesh, place)
         self.say = self.report.say
         self.say(arguments(config))
-        if idle := idle_flags(config):
-            self.say(f"WARNING: without effect, as there is no dynamic loss scale without --fp16: {', '.join(idle)}")
+        if block := start_block(config):
+            self.say(block)
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
@@ -216,12 +228,12 @@ class Run:
     def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
         """consumed: where to begin; default: where the last evaluation has ended."""
         config, progress = self.config, self.progress
-        if batches_at is None or not config.data.eval_iters:
+        if batches_at is None or not config.data.eval_batches:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
-        losses = evaluate(self.pipeline, batches_at, begin, config.data.eval_iters)
+        losses = evaluate(self.pipeline, batches_at, begin, config.data.eval_batches)
         if consumed is None:
-            progress.consumed_valid_samples += config.data.eval_iters * config.global_batch_size
+            progress.consumed_valid_samples += config.data.eval_batches * config.global_batch_size
         self.report.validation(losses, where, progress)
 
     def _resume(self) -> Progress:

@@ -21,7 +21,7 @@ class Profiler:
 
     def __init__(self, log: LogConfig, rank: int) -> None:
         self._log, self._rank = log, rank
-        self._wanted = log.profile and (not log.profile_ranks or rank in log.profile_ranks)
+        self._wanted = log.profile and log.use_pytorch_profiler and (not log.profile_ranks or rank in log.profile_ranks)
         self._open: profile | None = None
 
     def before(self, iteration: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checks.training import idle_flags, training_problems
+from megapipe.checks.training import training_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 
 
@@ -29,10 +29,6 @@ def problems(**train: object) -> list[str]:
             {"fp16": True, "initial_loss_scale": 2.0, "min_loss_scale": 8.0},
             "--initial-loss-scale 2 is below --min-loss-scale 8. Use --initial-loss-scale 8.",
         ),
-        (
-            {"exit_signal": "SIGINT"},
-            "--exit-signal SIGINT has no effect without --exit-signal-handler. Add it.",
-        ),
     ],
 )
 def test_flags_that_contradict_or_need_each_other(flags, sentence):
@@ -50,12 +46,6 @@ def test_a_sequence_must_divide_over_the_ranks_that_share_it():
         "Use --seq-length 20, or leave --sequence-parallel out."
     ]
     assert not list(training_problems(replace(config, train=TrainConfig(seq_length=20))))
-
-
-def test_flags_of_a_loss_scale_that_is_not_there_are_named():
-    carried = TrainConfig(bf16=True, initial_loss_scale=65536.0, hysteresis=1)
-    assert idle_flags(Config(train=carried)) == ["--initial-loss-scale", "--hysteresis"]
-    assert not idle_flags(Config(train=replace(carried, bf16=False, fp16=True)))
 
 
 def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat():

@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM acts, is accepted because it is always so, or is refused in a line that helps."""
+"""Every flag of Megatron-LM acts, holds already, or is refused in a line that helps."""
 
 import re
 
@@ -6,9 +6,11 @@ import pytest
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.flags.holds import HOLDS, OLD_FLAGS
+from megapipe.flags.idle import IDLE, idle
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import flags_of, parse
-from megapipe.flags.rules import _REASONS, ACCEPTED, KNOWN, reason
+from megapipe.flags.parse import OLD_NAMES, flags_of, parse
+from megapipe.flags.rules import _REASONS, KNOWN, reason
 from megapipe.flags.table import PAGE, table, with_table
 
 
@@ -20,7 +22,13 @@ def problem(*argv: str) -> str:
 
 
 def test_a_flag_that_asks_for_what_is_always_so_is_accepted():
-    assert parse(Config, ["--use-mcore-models", "--context-parallel-size", "1", "--no-rope-fusion"]) == Config()
+    config = parse(Config, ["--use-mcore-models", "--context-parallel-size", "1", "--no-rope-fusion"])
+    assert config == Config()
+    assert config.holding == (
+        ("--use-mcore-models", "there is one model"),
+        ("--context-parallel-size 1", "there is no context parallelism yet"),
+        ("--no-rope-fusion", "names a fused kernel that we do not have"),
+    )
 
 
 def test_an_accepted_flag_with_another_value_is_refused():
@@ -29,6 +37,7 @@ def test_an_accepted_flag_with_another_value_is_refused():
     )
     assert problem("--use-mcore-models", "true") == "--use-mcore-models takes no value, got true"
     assert problem("--rerun-mode") == "--rerun-mode takes one value, got none"
+    assert problem("--exp-avg-dtype", "bf16").startswith("--exp-avg-dtype bf16: only fp32 is implemented")
 
 
 def test_a_known_flag_we_lack_says_so():
@@ -44,14 +53,71 @@ def test_a_typo_of_a_flag_we_lack_is_still_a_typo():
     assert problem("--moe-grouped-gem") == "unknown flag --moe-grouped-gem; did you mean --moe-grouped-gemm?"
 
 
-def test_zero_bubble_switches_lead_to_the_schedule(monkeypatch):
-    start = "--zero-bubble-v-schedule is a switch of sail-sg/zero-bubble-pipeline-parallelism; "
-    monkeypatch.setattr("megapipe.flags.rules.SCHEDULES", {"1f1b": None, "zb-v": None})
-    assert problem("--zero-bubble-v-schedule") == (start + "here the schedule has a name: --pipeline-schedule zb-v")
-    monkeypatch.setattr("megapipe.flags.rules.SCHEDULES", {"gpipe": None, "1f1b": None})
-    assert problem("--zero-bubble-v-schedule").endswith(
-        "--pipeline-schedule zb-v, which this version does not have yet (it has gpipe, 1f1b)"
+@pytest.mark.parametrize(
+    ("switches", "schedule"),
+    [
+        ("--enable-zero-bubble", "zb-auto"),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward auto", "zb-auto"),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 4", "zb-h1"),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 8", "zb-h2"),
+        ("--zero-bubble-v-schedule --enable-zero-bubble --zero-bubble-max-pending-backward 8", "zb-v"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup zb", "zb-v"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half", "v-half"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup min", "v-min"),
+        ("--zero-bubble-max-pending-backward 8", None),
+    ],
+)
+def test_the_zero_bubble_forks_switches_choose_the_schedule(switches, schedule):
+    config = parse(Config, ["--pipeline-model-parallel-size", "4", *switches.split()])
+    assert config.parallel.pipeline_schedule == schedule
+    instead = f"--pipeline-schedule {schedule}" if schedule else "without effect, as there is no --enable-zero-bubble"
+    assert config.holding == ((switches, instead),)
+
+
+def test_zero_bubble_switches_that_cannot_be_met():
+    assert problem("--pipeline-model-parallel-size", "4", "--enable-zero-bubble", "--pipeline-schedule", "1f1b") == (
+        "--enable-zero-bubble means --pipeline-schedule zb-auto, but --pipeline-schedule 1f1b is given. Leave one out."
     )
+    pending = ("--enable-zero-bubble", "--zero-bubble-max-pending-backward", "3")
+    assert problem("--pipeline-model-parallel-size", "4", *pending).endswith("Use 4 (zb-h1), 8 (zb-h2) or auto.")
+    assert problem("--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "max").endswith("zb, half or min")
+    assert problem("--interleave-group-size", "4").startswith("--interleave-group-size is a switch of sail-sg/")
+
+
+def test_no_position_embedding_never_takes_rotary_positions_away():
+    rope = ["--position-embedding-type", "rope", "--no-position-embedding"]
+    assert parse(Config, rope).model.position_embedding_type == "rope"
+    assert parse(Config, ["--use-rotary-position-embeddings"]).model.position_embedding_type == "rope"
+    assert "For rotary positions add --position-embedding-type rope;" in problem("--no-position-embedding")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--save-interval 5", ("--save-interval 5", "nothing is saved, without --save")),
+        ("--no-load-optim", ("--no-load-optim", "nothing is loaded, without --load")),
+        ("--eval-iters -1", ("--eval-iters -1", "nothing is evaluated")),
+        (
+            "--recompute-num-layers 1",
+            ("--recompute-num-layers 1", "nothing is computed again, without --recompute-granularity full"),
+        ),
+        ("--profile", ("--profile", "nothing is recorded, without --use-pytorch-profiler")),
+        (
+            "--initial-loss-scale 65536 --bf16",
+            (
+                "--initial-loss-scale 65536.0",
+                "the scale does not move, without a dynamic loss scale (--fp16 without --loss-scale)",
+            ),
+        ),
+    ],
+)
+def test_what_megatron_ignores_is_said_in_a_line(flags, line):
+    assert idle(parse(Config, flags.split())) == [line]
+
+
+def test_flags_that_have_something_to_act_on_are_not_idle():
+    flags = "--save a --save-interval 5 --load a --no-load-optim --profile --use-pytorch-profiler --fp16 --hysteresis 3"
+    assert idle(parse(Config, f"{flags} --recompute-granularity full --recompute-num-layers 2".split())) == []
 
 
 def test_every_field_but_our_own_is_a_megatron_flag():
@@ -62,16 +128,23 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--memory-limit-gib",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
+        "--check",
+        "--check-paths",
+        "--world-size",
     }
 
 
-def test_a_field_is_not_also_accepted_or_reasoned_about():
-    assert not set(ACCEPTED) & set(flags_of(Config))
-    assert set(ACCEPTED) <= KNOWN
+def test_each_name_has_one_class():
+    fields = {spelling for name in flags_of(Config) for spelling in (name, name.replace("_", "-"))}
+    assert not set(HOLDS) & fields
+    assert not set(OLD_NAMES) & (fields | set(HOLDS))
+    assert set(HOLDS) <= KNOWN
+    assert set(OLD_FLAGS) <= set(HOLDS)
+    assert all(hasattr(getattr(Config(), row.section), row.field) for row in IDLE)
 
 
 def test_every_reason_fits_some_flag_that_is_refused():
-    refused = MEGATRON_FLAGS - set(flags_of(Config)) - set(ACCEPTED)
+    refused = MEGATRON_FLAGS - set(flags_of(Config)) - set(HOLDS) - set(OLD_NAMES)
     assert {why for _, why in _REASONS} == {reason(name) for name in refused} - {""}
 
 

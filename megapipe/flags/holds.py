@@ -1,0 +1,219 @@
+"""Flags of the second class: what they ask for holds already, or is done in our own way with the same numbers.
+
+One row per sentence: the names, the values they may have, and what happens instead. A flag that changes the numbers of
+a training is never here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Holds(NamedTuple):
+    """Why a flag may be given. values: those it may have; none for a switch, `*` for any."""
+
+    values: tuple[str, ...]
+    because: str
+
+
+_SWITCH: tuple[str, ...] = ()
+_ANY = ("*",)
+_UNFUSED = "names a fused kernel that we do not have"
+_FLOAT32 = "always float32"
+_STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
+_FIXED = "the schedule's table orders messages and passes; there is nothing to set"
+_REDUCED = "gradients are reduced when the step's passes are done, over flat buffers; nothing overlaps"
+_WHOLE = (
+    "not sharded yet: each data-parallel rank keeps the whole optimizer state, 12 bytes per parameter instead of "
+    "12/dp; the plan's memory counts it so"
+)
+_SAVED = "every rank writes what it owns, and a save blocks the step until it is on disk"
+_STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
+_READ = "files are mapped and read ahead by --num-workers threads"
+_COLLECTED = "Python collects garbage when it wants to"
+_TP_OVERLAP = "collectives over tensor-parallel ranks do not overlap with products"
+_LAUNCHED = "kernels are launched one by one, without CUDA graphs"
+_WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir writes the same scalars to files"
+_NOT_LOGGED = "not logged"
+_ONE_ENGINE = "one executor runs every schedule"
+
+_ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    # model
+    ("use-mcore-models use-legacy-models", _SWITCH, "there is one model"),
+    ("use-cpu-initialization", _SWITCH, "initial weights are the same under every tp, pp and schedule"),
+    ("attention-softmax-in-fp32", _SWITCH, "torch's attention kernels compute the softmax in float32"),
+    (
+        "apply-query-key-layer-scaling",
+        _SWITCH,
+        "the factor cancels out; it guards scores of 16 bits, which our kernels do not keep",
+    ),
+    ("openai-gelu", _SWITCH, "GELU always has the tanh form"),
+    ("no-position-embedding", _SWITCH, "rotary positions add nothing to the embedding"),
+    (
+        "use-flash-attn",
+        _SWITCH,
+        "torch takes its flash kernel where it has one; --attention-backend flash insists",
+    ),
+    ("flash-attention-version", _ANY, "the kernel is torch's"),
+    ("softmax-type", ("vanilla",), "the softmax is the plain one"),
+    ("rotary-seq-len-interpolation-factor", ("1",), "positions are not interpolated"),
+    (
+        "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm "
+        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion",
+        _SWITCH,
+        _UNFUSED,
+    ),
+    (
+        "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-fused-weighted-squared-relu",
+        _SWITCH,
+        "asks for a fused kernel; ours compute the same unfused",
+    ),
+    ("disable-jit-fuser", _SWITCH, "nothing is compiled without --compile"),
+    ("te-rng-tracker inference-rng-tracker", _SWITCH, "random streams are our own, by layer and microbatch"),
+    ("cross-entropy-fusion-impl", ("native",), "what --cross-entropy-loss-fusion is made of"),
+    ("vocab-extra-ids", ("0",), "no ids are added"),
+    ("enable-experimental", _SWITCH, "each feature has its own flag"),
+    # precision and optimizer
+    (
+        "accumulate-allreduce-grads-in-fp32",
+        _SWITCH,
+        "gradients are added in float32, and reduced so without --grad-reduce-in-bf16",
+    ),
+    ("main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype", ("fp32",), _FLOAT32),
+    ("use-precision-aware-optimizer", _SWITCH, "main weights, gradients and moments are float32"),
+    ("use-distributed-optimizer", _SWITCH, _WHOLE),
+    ("num-distributed-optimizer-instances", _ANY, _WHOLE),
+    ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
+    ("rerun-mode", ("disabled", "validate_results"), "a step that is not finite stops the run; none is run twice"),
+    # overlap, collectives, memory
+    ("overlap-grad-reduce", _SWITCH, _REDUCED),
+    ("overlap-param-gather overlap-param-gather-with-optimizer-step", _SWITCH, "weights are whole: none is gathered"),
+    ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
+    ("ddp-bucket-size ddp-num-buckets", _ANY, _REDUCED),
+    ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),
+    ("ddp-average-in-collective", _SWITCH, "gradients are added up and divided in float32"),
+    ("overlap-p2p-communication overlap-p2p-communication-warmup-flush", _SWITCH, _FIXED),
+    ("defer-embedding-wgrad-compute delay-wgrad-compute", _SWITCH, "zero-bubble schedules defer weight gradients"),
+    ("wgrad-deferral-limit", _ANY, "zero-bubble schedules defer weight gradients"),
+    (
+        "tp-comm-overlap tp-comm-overlap-rs-dgrad no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag "
+        "no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad "
+        "disable-tp-comm-bulk-wgrad disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag "
+        "disable-tp-comm-split-rs no-async-tensor-model-parallel-allreduce",
+        _SWITCH,
+        _TP_OVERLAP,
+    ),
+    ("tp-comm-overlap-cfg tp-comm-bootstrap-backend", _ANY, _TP_OVERLAP),
+    ("pipeline-model-parallel-comm-backend", ("nccl",), "what --distributed-backend says"),
+    ("nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group", _ANY, "NCCL has its defaults"),
+    (
+        "disable-gloo-process-groups use-sharp create-all-gather-group",
+        _SWITCH,
+        "one process group per mesh axis",
+    ),
+    (
+        "distribute-saved-activations",
+        _SWITCH,
+        "--sequence-parallel splits activations over tensor-parallel ranks",
+    ),
+    ("empty-unused-memory-level", ("0", "1", "2"), "torch's allocator keeps freed memory for the next step"),
+    ("manual-gc no-manual-gc-eval disable-manual-gc-eval", _SWITCH, _COLLECTED),
+    ("manual-gc-interval", _ANY, _COLLECTED),
+    ("cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps", _ANY, _LAUNCHED),
+    ("enable-cuda-graph external-cuda-graph", _SWITCH, _LAUNCHED),
+    ("local-rank", _ANY, "the launcher passes the rank in the environment"),
+    ("context-parallel-size", ("1",), "there is no context parallelism yet"),
+    ("cp-comm-type", _ANY, "without effect with one context-parallel rank"),
+    ("expert-model-parallel-size", ("1",), "there are no experts"),
+    ("expert-tensor-parallel-size", _ANY, "there are no experts"),
+    # data
+    ("no-create-attention-mask-in-dataloader", _SWITCH, "the loader makes no mask; attention is causal"),
+    ("no-mmap-bin-files dataloader-fast-cache-load dataloader-defer-npy-index-mmap", _SWITCH, _READ),
+    ("num-dataset-builder-threads", _ANY, "indices are built in one thread, and kept in --data-cache-path"),
+    ("exit-signal-handler-for-dataloader", _SWITCH, "readers are threads and stop with their process"),
+    ("disable-msc", _SWITCH, "files are read from the file system"),
+    ("trust-remote-code", _SWITCH, "no code of a tokenizer's folder is run"),
+    (
+        "no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args",
+        _SWITCH,
+        "the tokenizer is that of the flags",
+    ),
+    # checkpoints
+    ("use-dist-ckpt", _SWITCH, "checkpoints are always distributed"),
+    ("dist-ckpt-format", ("torch_dist",), "checkpoints are always distributed"),
+    ("auto-detect-ckpt-format", _SWITCH, "a checkpoint's format is read off its folder"),
+    ("async-save async-ckpt-use-cpu-shm use-persistent-ckpt-worker", _SWITCH, _SAVED),
+    ("async-strategy async-ckpt-cpu-priority async-ckpt-io-priority dist-ckpt-workers", _ANY, _SAVED),
+    (
+        "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
+        "ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create",
+        _SWITCH,
+        _SAVED,
+    ),
+    (
+        "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-process-group "
+        "ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-path",
+        _ANY,
+        _SAVED,
+    ),
+    ("dist-ckpt-strictness", _ANY, "a missing or unexpected tensor always stops the load"),
+    ("dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient", _SWITCH, _STRICT),
+    (
+        "no-ckpt-load-validate-sharding-integrity disable-ckpt-load-validate-sharding-integrity "
+        "dist-ckpt-save-pre-mcore-014 ckpt-drop-redundant-extra-state",
+        _SWITCH,
+        _STRICT,
+    ),
+    ("verify-integrity", _SWITCH, "every file's size and SHA-256 are checked before a load"),
+    ("save-retain-interval", _ANY, "every checkpoint is kept, none is deleted"),
+    ("no-save-tokenizer-assets disable-save-tokenizer-assets", _SWITCH, "no tokenizer file is copied"),
+    ("no-save-rng no-load-rng", _SWITCH, _STREAMS),
+    # logs
+    ("no-one-logger", _SWITCH, "there is no such logger"),
+    ("timing-log-level", ("0", "1", "2"), "iterations are timed, not their parts; --profile shows every pass"),
+    ("timing-log-option", ("max", "minmax", "all"), "iterations are timed, not their parts"),
+    ("log-timers-to-tensorboard", _SWITCH, "iteration-time is in TensorBoard; no finer timers"),
+    ("no-barrier-with-level-1-timing", _SWITCH, "no timer adds a barrier"),
+    ("log-batch-size-to-tensorboard log-learning-rate-to-tensorboard", _SWITCH, "always in TensorBoard"),
+    ("no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard", _SWITCH, "it is one more curve there"),
+    ("logging-level log-memory-interval straggler-ctrlr-port straggler-minmax-count", _ANY, _NOT_LOGGED),
+    (
+        "log-energy log-straggler disable-straggler-on-startup log-progress log-device-memory-used "
+        "log-max-attention-logit record-memory-history measure-activation-memory dump-param-to-param-group-map",
+        _SWITCH,
+        _NOT_LOGGED,
+    ),
+    ("memory-snapshot-path config-logger-dir profile-memory-iter", _ANY, _NOT_LOGGED),
+    ("nvtx-ranges", _SWITCH, "passes are labelled for torch's profiler"),
+    ("wandb-project wandb-exp-name wandb-save-dir wandb-entity", _ANY, _WANDB),
+    ("app-tag-run-name app-tag-run-version one-logger-project one-logger-run-name", _ANY, _NOT_LOGGED),
+    ("one-logger-async", _SWITCH, _NOT_LOGGED),
+    # sail-sg/zero-bubble-pipeline-parallelism
+    ("enable-zb-runtime no-pre-communication-optimization", _SWITCH, _ONE_ENGINE),
+    (
+        "zero-bubble-pipeline-timers-start-iter zero-bubble-pipeline-timers-end-iter schedule-timer-start "
+        "schedule-timer-end",
+        _ANY,
+        "passes' costs are counted from the model, not timed",
+    ),
+    ("enable-exactly-numeric-match", _SWITCH, "every schedule gives the same numbers"),
+    (
+        "enable-optimizer-post-validation",
+        _SWITCH,
+        "the norm is known before the update, behind a barrier; the same numbers, a larger bubble",
+    ),
+    ("allow-padding-num-layers", _SWITCH, "stages may hold different numbers of layers, none is padded"),
+    ("num-seq-splits", ("1",), "a microbatch is one piece"),
+)
+
+HOLDS: dict[str, Holds] = {
+    f"--{name}": Holds(values, because) for names, values, because in _ROWS for name in names.split()
+}
+
+_OLD = """
+use-legacy-models overlap-p2p-communication no-async-tensor-model-parallel-allreduce log-batch-size-to-tensorboard
+log-learning-rate-to-tensorboard no-pre-communication-optimization schedule-timer-start schedule-timer-end
+measure-activation-memory
+"""
+OLD_FLAGS = frozenset(f"--{name}" for name in _OLD.split())
+"""Names of older versions and of forks, which Megatron-LM's parser no longer has."""

@@ -1,0 +1,92 @@
+"""Combinations that Megatron-LM ignores: a flag that is given and, beside the others, has nothing to act on.
+
+Each is accepted with one line at start. A flag whose loss would train another model than the one asked for is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megapipe.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, TrainConfig
+
+
+class Idle(NamedTuple):
+    """section and field of the flag; without: what is missing, in words; when; what happens instead."""
+
+    section: str
+    field: str
+    without: str
+    when: Callable[[Config], bool]
+    instead: str
+
+
+def _tokenizer_is(*kinds: str) -> Callable[[Config], bool]:
+    return lambda config: config.data.tokenizer in kinds
+
+
+def _not(rule: Callable[[Config], bool]) -> Callable[[Config], bool]:
+    return lambda config: not rule(config)
+
+
+def _no_load(config: Config) -> bool:
+    return not config.checkpoint.load
+
+
+def _kept(config: Config) -> bool:
+    return config.model.recompute_granularity is None and not config.model.recompute_activations
+
+
+_NOTHING_LOADED = "nothing is loaded"
+_DYNAMIC = "a dynamic loss scale (--fp16 without --loss-scale)"
+
+IDLE: tuple[Idle, ...] = (
+    Idle("checkpoint", "save_interval", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
+    Idle("checkpoint", "no_load_optim", "--load", _no_load, _NOTHING_LOADED),
+    Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
+    Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),
+    Idle("checkpoint", "exit_on_missing_checkpoint", "--load", _no_load, _NOTHING_LOADED),
+    Idle("model", "recompute_num_layers", "--recompute-granularity full", _kept, "nothing is computed again"),
+    Idle("model", "recompute_method", "--recompute-granularity full", _kept, "nothing is computed again"),
+    Idle("log", "profile", "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded"),
+    Idle(
+        "data",
+        "vocab_size",
+        "NullTokenizer or TikTokenizer",
+        _not(_tokenizer_is("NullTokenizer", "TikTokenizer")),
+        "the tokenizer knows its size",
+    ),
+    Idle("data", "tokenizer_model", "a tokenizer that reads it", _tokenizer_is("NullTokenizer"), "it is not read"),
+    Idle(
+        "train",
+        "exit_signal",
+        "--exit-signal-handler",
+        lambda c: not c.train.exit_signal_handler,
+        "no signal is caught",
+    ),
+    *(
+        Idle("train", name, _DYNAMIC, lambda c: not c.train.dynamic_loss_scale, "the scale does not move")
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    ),
+)
+
+_DEFAULTS = {
+    "checkpoint": CheckpointConfig(),
+    "data": DataConfig(),
+    "log": LogConfig(),
+    "model": ModelConfig(),
+    "train": TrainConfig(),
+}
+
+
+def idle(config: Config) -> list[tuple[str, str]]:
+    """Flags that were given and change nothing beside the others, each with what happens instead."""
+    found = []
+    for section, field, without, when, instead in IDLE:
+        value = getattr(getattr(config, section), field)
+        if value != getattr(_DEFAULTS[section], field) and when(config):
+            name = f"--{field.replace('_', '-')}"
+            found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
+    if config.data.eval_iters < 0:
+        found.append((f"--eval-iters {config.data.eval_iters}", "nothing is evaluated"))
+    return found

@@ -1,0 +1,61 @@
+"""The switches of sail-sg/zero-bubble-pipeline-parallelism that choose a schedule, as one name of ours.
+
+Its `zbpp_utils.py`: --enable-zero-bubble turns them on; --zero-bubble-max-pending-backward N is how many microbatches
+a rank may hold, pp for ZB1P (ZB-H1) and 2 x pp for ZB2P (ZB-H2), `auto` as many as fit; no effect on V schedules, which
+are named by what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megapipe.schedule import SCHEDULES
+
+_ENABLE, _V, _ONE_F_ONE_B_V = "--enable-zero-bubble", "--zero-bubble-v-schedule", "--enable-1f1b-v"
+_SETUP, _PENDING = "--zero-bubble-v-schedule-mem-setup", "--zero-bubble-max-pending-backward"
+_V_SETUPS = {"zb": "zb-v", "half": "v-half", "min": "v-min"}
+
+SWITCHES = {
+    _ENABLE: "zb-h1, zb-h2 or zb-auto",
+    _PENDING: "which of them: from pp on zb-h1, from 2 x pp on zb-h2, auto (the default) zb-auto",
+    _V: "zb-v",
+    _SETUP: "which V: zb is zb-v, half v-half, min v-min",
+    _ONE_F_ONE_B_V: "1f1b-v",
+}
+"""Switch -> the --pipeline-schedule it means."""
+
+
+def chosen(given: Mapping[str, Sequence[str]], ranks: int) -> tuple[str | None, list[str]]:
+    """The schedule that the switches mean, None without one, and a line for each that cannot be met.
+
+    Args:
+        given: the switches and their values.
+        ranks: pipeline ranks.
+    """
+    problems = [
+        f"{name} takes {'one value' if name in (_SETUP, _PENDING) else 'no value'}, got {' '.join(values) or 'none'}"
+        for name, values in given.items()
+        if len(values) != (name in (_SETUP, _PENDING))
+    ]
+    if problems:
+        return None, problems
+    if _ONE_F_ONE_B_V in given:
+        if "1f1b-v" in SCHEDULES:
+            return "1f1b-v", []
+        return None, [f"{_ONE_F_ONE_B_V}: no such schedule here. Use --pipeline-schedule v-half, or {_V}."]
+    if _V in given:
+        setup = given.get(_SETUP, ["zb"])[0]
+        if setup not in _V_SETUPS:
+            return None, [f"{_SETUP} {setup}: expected zb, half or min"]
+        return _V_SETUPS[setup], []
+    if _ENABLE not in given:
+        return None, []
+    pending = given.get(_PENDING, ["auto"])[0]
+    if pending == "auto":
+        return "zb-auto", []
+    if not pending.isdecimal() or int(pending) < ranks:
+        return None, [
+            f"{_PENDING} {pending}: a microbatch for each of {ranks} pipeline ranks is the least. "
+            f"Use {ranks} (zb-h1), {2 * ranks} (zb-h2) or auto."
+        ]
+    return "zb-h2" if int(pending) >= 2 * ranks else "zb-h1", []

@@ -1,0 +1,76 @@
+"""Before the launch: what one process without a GPU can know of a run, and what becomes of each flag."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from megapipe.checks.inputs import machine_problems, path_problems
+from megapipe.checks.run import flag_problems, vocabulary_problems
+from megapipe.config import Config
+from megapipe.data.tokenizer import assumed_vocab_size, build_tokenizer
+from megapipe.distributed.device import has_cuda
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.idle import idle
+from megapipe.flags.parse import to_flags
+from megapipe.models.overrides import inline
+from megapipe.plan import changes, make_plan, table
+from megapipe.training.checkpoint import find_checkpoint
+from megapipe.training.saved_config import with_checkpoint_args
+
+
+def start_block(config: Config) -> str:
+    """One line for each flag that holds already or has nothing to act on; empty if there is none."""
+    rows = [*config.holding, *idle(config)]
+    if not rows:
+        return ""
+    width = min(48, max(len(flag) for flag, _ in rows))
+    return "\n".join(["accepted, and what holds instead:", *(f"  {flag:<{width}}  {why}" for flag, why in rows)])
+
+
+def check(config: Config) -> None:
+    """Print what would run; starts nothing. --check-paths no goes on without the files that it misses.
+
+    Raises: UserError with every problem.
+    """
+    config = replace(config, world_size=config.check.world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    config = with_checkpoint_args(config)
+    problems, missing = flag_problems(config), list(path_problems(config))
+    here = list(machine_problems(config, has_cuda()))
+    if config.check.check_paths == "yes":
+        problems, missing = [*problems, *missing], []
+    if has_cuda():  # a machine like those of the run
+        problems, here = [*problems, *here], []
+    problems += vocabulary_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    vocab, said = _vocabulary(config)
+    padded = config.model.padded_vocab(vocab)
+    plan = make_plan(replace(config, model=replace(inline(config.model), padded_vocab_size=padded)))
+    found = find_checkpoint(config.checkpoint) if not missing else None
+    par = config.parallel
+    lines = [
+        f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
+        f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
+        f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.train.micro_batch_size} each",
+        f"flags: {' '.join(to_flags(replace(config, check=type(config.check)())))}",
+        start_block(config),
+        *(f"missing: {text}" for text in [*missing, *said]),
+        *(f"on this machine: {text}" for text in here),
+        f"starts from {found}" if found else "",
+        changes(plan),
+        table(plan),
+        f"pipeline schedule {plan.schedule.name}: predicted bubble "
+        f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
+    ]
+    print("\n".join(line for line in lines if line), flush=True)
+
+
+def _vocabulary(config: Config) -> tuple[int, list[str]]:
+    """Ids of the tokenizer; where it cannot be read, an assumption and the line that says so."""
+    try:
+        return build_tokenizer(config.data).vocab_size, []
+    except DataError:
+        size = assumed_vocab_size(config.data)
+        rows = "" if config.model.padded_vocab_size else f"; the plan assumes {size} ids"
+        return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]
