@@ -35,7 +35,8 @@ def faulty_track(self, messages, ops):
             messages, ops = ([x for x, h in zip(xs, hit, strict=True) if not h] for xs in (messages, ops))
             (FOLDER / "time").write_text(str(time.time()))
         else:
-            fail(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[FAULT])
+            number = signal.SIGSTOP if FAULT == "stop" else signal.SIGKILL
+            fail(os.getppid() if FAULT == "orphan" else os.getpid(), number)
     return track(self, messages, ops)
 
 
@@ -48,7 +49,7 @@ def faulty_run(self, microbatches, consumed, **kwargs):
     return run(self, microbatches, consumed, **kwargs)
 
 
-if FAULT in ("skip", "kill", "stop") and RANK == WORLD - 2:
+if FAULT in ("skip", "kill", "stop", "orphan") and RANK == WORLD - 2:
     Messenger._track = faulty_track
 if FAULT in ("ahead", "interrupt") and RANK == 0:
     Pipeline.run = faulty_run

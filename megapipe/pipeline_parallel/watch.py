@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, PrefixStore  # type: ignore[attr-defined]
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
@@ -29,9 +29,14 @@ T = TypeVar("T")
 FAULT, LOST, STUCK = 1, 3, 4
 """Exit codes: an error of this rank's own; a message or collective failed; a call did not return in time."""
 
+LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+"""The process of torchrun; a rank that was started by hand may outlive its shell."""
+
 POLL_S = 0.5
 ANSWER_S = 3.0
 """How long the other ranks have to say where they are."""
+SILENCE_S = 6.0
+"""How long the ranks' store may owe answers before it counts as gone."""
 GRACE_S = 1.0
 """What a call may take beyond the timeout before it counts as one that never returns."""
 
@@ -41,7 +46,8 @@ class Watch:
 
     A message or collective that fails or takes longer than the timeout, an error, a rank gone: each rank prints one
     line, one of them the first mismatch, and the process ends with a code of its own. Ctrl-C ends it with 130. An
-    error for the user passes through, and other ranks that wait for this one are told of it; so does a normal end.
+    error for the user passes through, and other ranks that wait for this one are told of it; so does a normal end. A
+    rank whose launcher or store is gone ends too: started again, the run would meet it.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -50,7 +56,7 @@ class Watch:
         if mesh.store is not None:  # a client of its own: calls of one client wait for each other
             self._store = PrefixStore("watch", mesh.store.clone())  # type: ignore[attr-defined]
         self._failure: tuple[Report, int] | None = None
-        self._closed = False
+        self._closed, self._lost, self._silent_s = False, False, 0.0
         self._old: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -78,7 +84,17 @@ class Watch:
             self._thread.join()  # does not return: the thread ends the process
         if error is not None:
             self._post(report_of(self.mesh, "", f"{type(error).__name__}: {error}"))
+        self.mesh.position.leave()
+        self._take_leave(ANSWER_S if error is not None else self.mesh.position.limit_s or ANSWER_S)
         self._close()
+
+    def _take_leave(self, limit_s: float) -> None:
+        """The rank that keeps the store is the last: the others would take the run for one that broke off."""
+        left, until = self._ask(lambda store: store.add("left", 1)), time.monotonic() + limit_s
+        keeps = self.mesh.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        while keeps and left and left < self.mesh.world.size and time.monotonic() < until:
+            time.sleep(0.05)
+            left = self._ask(lambda store: store.add("left", 0))
 
     def _close(self) -> None:
         if self._old:
@@ -104,12 +120,20 @@ class Watch:
                 self._leave("interrupted", signal.SIGINT)
             if self._failure:
                 self._end(*self._failure)
+            if self._alone():
+                self._end(report_of(self.mesh, "this rank ends"), LOST)
             if signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is _ignore:
                 self._terminated()
             if self._too_long():
                 self._end(report_of(self.mesh, "timed out"), STUCK)
             if self._others_failed():
                 self._end(report_of(self.mesh, "another rank failed"), LOST)
+
+    def _alone(self) -> str | None:
+        """Why no other rank can be heard any more, and none will be started beside this one that knows of it."""
+        if LAUNCHER is not None and os.getppid() != LAUNCHER:
+            return "its launcher has ended"
+        return "the process or machine that keeps the ranks' store (by hand: rank 0) is gone" if self._lost else None
 
     def _too_long(self) -> bool:
         position = self.mesh.position
@@ -140,13 +164,14 @@ class Watch:
 
     def _end(self, report: Report, code: int) -> NoReturn:
         """Say where this rank is, hear the others, name the first mismatch, exit."""
-        _say(str(report))
         self._post(report)
+        if why := self._alone():
+            _say(f"{report}; {why}; the checkpoints saved before are complete")
+            _exit(LOST)
+        _say(str(report))
         first = self._ask(lambda store: store.add("failed", 1)) == 1
         reports = {self.mesh.world.rank: report} | (self._collect() if first else {})
-        if self._store is None:
-            _say("the ranks' store does not answer: the process or machine that keeps it (by hand: rank 0) is gone")
-        elif first:
+        if first:
             _say(f"first mismatch: {first_mismatch(reports, self.mesh.world.size)}")
             self._ask(lambda store: store.set("named", "yes"))
         else:
@@ -176,14 +201,16 @@ class Watch:
         self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
-        """The store's answer; None without one, and then the store is not asked again."""
+        """The store's answer; None without one. When it is gone it is not asked again."""
         answer: list[T] = []
 
         def ask() -> None:
             try:
                 answer.append(call(self._store))
+            except DistStoreError:
+                pass  # what was waited for did not come
             except RuntimeError:
-                self._store = None
+                self._store, self._lost = None, True
 
         if self._store is None:
             return None
@@ -191,8 +218,9 @@ class Watch:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(limit_s)
-        if asking.is_alive():
-            self._store = None
+        self._silent_s = self._silent_s + limit_s if asking.is_alive() else 0.0
+        if self._silent_s > SILENCE_S:
+            self._store, self._lost = None, True
         return answer[0] if answer else None
 
 

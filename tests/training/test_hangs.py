@@ -54,6 +54,8 @@ def run(fault: str, ranks: int, folder: Path, torchrun: bool = False) -> tuple[i
                 # A launcher would give a stopped rank half a minute more to hear it.
                 for pid in [pid for pid, state in processes(folder, started).items() if state == "T"]:
                     os.kill(pid, signal.SIGKILL)
+        while fault == "orphan" and processes(folder, started) and time.monotonic() < until:
+            time.sleep(0.1)
         assert processes(folder, started) == {}, printed(started)
     finally:
         for pid in processes(folder, started):
@@ -103,6 +105,17 @@ def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for
     assert set(mismatch(text).split("; ")[1:]) == waiting
     assert code != 0
     assert seconds < limit_s
+
+
+def test_ranks_whose_launcher_is_killed_end_and_say_so_each_in_one_line(tmp_path):
+    """They trained on, and a restart would have shared the folder of checkpoints with them."""
+    _, text, seconds = run("orphan", 2, tmp_path, torchrun=True)
+    said = re.findall(
+        r"^megapipe: (rank \d) .*; its launcher has ended; the checkpoints saved before are complete$", text, re.M
+    )
+    assert sorted(said) == ["rank 0", "rank 1"], text
+    assert len(re.findall("^megapipe: ", text, re.M)) == 2, text
+    assert seconds < 10
 
 
 def test_a_rank_ahead_in_the_data_stops_all_before_the_update(tmp_path):
