@@ -41,11 +41,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     # model
     ("use-mcore-models use-legacy-models", _SWITCH, "there is one model"),
     ("use-cpu-initialization", _SWITCH, "initial weights are the same under every tp, pp and schedule"),
-    ("attention-softmax-in-fp32", _SWITCH, "torch's attention kernels compute the softmax in float32"),
+    ("attention-softmax-in-fp32", _SWITCH, "the softmax of attention is computed in float32"),
     (
         "apply-query-key-layer-scaling",
         _SWITCH,
-        "the factor cancels out; it guards scores of 16 bits, which our kernels do not keep",
+        "the factor cancels out; it guards scores of fp16, which are float32 here",
     ),
     ("openai-gelu", _SWITCH, "GELU always has the tanh form"),
     ("no-position-embedding", _SWITCH, "rotary positions add nothing to the embedding"),

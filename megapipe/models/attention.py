@@ -1,12 +1,12 @@
 """Causal self-attention with heads split over tensor-parallel ranks; grouped-query, rotary and head norms as asked.
 
-Documents and sliding windows cut the sequence instead of masking it, so that nothing of s x s is kept.
+Documents and sliding windows cut the sequence instead of masking it, and dropout computes its blocks again: nothing of
+s x s is kept.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,12 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.tokens import Documents, restarting_positions
 from megapipe.models.cpu_attention import causal_attention
+from megapipe.models.dropout_attention import attention_with_dropout, band
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.rng import current_stream, dropout
+from megapipe.tensor_parallel.rng import current_stream
 
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -79,8 +80,13 @@ class SelfAttention(nn.Module):
         if config.position_embedding_type == "rope":
             positions = _positions(x.device)
             q, k = (rotate(part, Rotary.of(config), positions) for part in (q, k))
-        attended = recompute(self._attend, q, k, v) if config.recompute_attention else self._attend(q, k, v)
-        return self.linear_proj(attended)  # type: ignore[no-any-return]
+        # with dropout it computes itself again in backward
+        again = config.recompute_attention and not self._drops
+        return self.linear_proj(recompute(self._attend, q, k, v) if again else self._attend(q, k, v))  # type: ignore[no-any-return]
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.config.attention_dropout > 0
 
     @eager
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,31 +94,19 @@ class SelfAttention(nn.Module):
         documents = current_stream().documents
         if documents is not None and not documents.isolate:
             documents = None
-        drops = self.training and self.config.attention_dropout > 0
-        if self.kernel is not None and documents is None and not drops:
+        if self.kernel is not None and documents is None and not self._drops:
             return self.kernel(q, k, v)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        if drops:
-            out = self._attend_with_dropout(q, k, v, documents)
+        if self._drops:
+            p, window = self.config.attention_dropout, self.config.window
+            out = attention_with_dropout(
+                q, k, v, p, self.layer, "attention", tp=self.tp, window=window, documents=documents
+            )
         elif documents is not None:
             out = _by_document(q, k, v, self.config, documents)
         else:
             out = _by_window(q, k, v, config=self.config)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        # torch's kernels draw their mask from a global generator; ours belongs to layer and sample.
-        if (per_group := q.shape[1] // k.shape[1]) > 1:
-            k, v = (part.repeat_interleave(per_group, dim=1) for part in (k, v))
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        s = q.shape[2]
-        seen = _band(s, s, 0, s if self.config.window is None else self.config.window, q.device)
-        if documents is not None:
-            of = [torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in documents.lengths]
-            number = torch.stack(of).to(q.device)
-            seen = seen & (number[:, None, :, None] == number[:, None, None, :])
-        probs = scores.masked_fill_(~seen, float("-inf")).softmax(-1)  # in float32, rounded at the end
-        return dropout(probs, self.config.attention_dropout, self.layer, "attention", tp=self.tp, dim=1) @ v
 
 
 @eager
@@ -141,7 +135,7 @@ def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tenso
     step = max(window, _SMALLEST_BLOCK)
     for begin in range(0, s, step):
         end, first = min(begin + step, s), max(0, begin - window)
-        seen = _band(end - begin, end - first, begin - first, window, q.device)
+        seen = band(end - begin, end - first, begin - first, window, q.device)
         outs.append(_sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen, backend))
     return torch.cat(outs, dim=2)
 
@@ -156,10 +150,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, backend: str) ->
         per_group = 1
     with nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1)
-
-
-@lru_cache(maxsize=8)  # shared by all layers and blocks
-def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
-    """[queries, keys], True where query i, which is key i + ahead, sees key j: 0 <= i + ahead - j <= window."""
-    distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
-    return (distance >= 0) & (distance <= window)

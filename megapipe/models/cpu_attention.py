@@ -36,10 +36,10 @@ class _CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v = ctx.saved_tensors
         grads = tuple(map(_empty_like, (q, k, v)))
-        scale, wide = _scale(q), torch.promote_types(q.dtype, torch.float32)
+        scale, sums = _scale(q), torch.promote_types(q.dtype, torch.float32)
         for queries, keys, values, outs, dq, dk, dv in _pairs(q, k, v, grad, *grads):
             q_rows, k_rows, v_rows, do_rows = map(_rows, (queries, keys, values, outs))
-            dk_sum, dv_sum = (torch.zeros_like(k_rows, dtype=wide) for _ in range(2))
+            dk_sum, dv_sum = (torch.zeros_like(k_rows, dtype=sums) for _ in range(2))
             space, second_space = _space(queries), _space(queries)
             for first, end, rows in _blocks(queries):
                 q_block, do_block = (x[:, rows].contiguous() for x in (q_rows, do_rows))
@@ -64,8 +64,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Args:
         q: [b, heads, s, d].
         k, v: [b, groups, s, d], each group for heads/groups successive heads.
-    Returns: [b, heads, s, d], contiguous as [s, b, heads, d]. Scores and probabilities have q's type, softmax and the
-        sums over blocks are float32 in between. Memory: two blocks of scores, at most 2M each or one group's.
+    Returns: [b, heads, s, d], contiguous as [s, b, heads, d]. Scores and probabilities have q's type, float32 for fp16;
+        softmax and the sums over blocks are float32 in between. Memory: two blocks of scores, at most 2M each or one
+        group's.
     """
     return _causal_attention(q, k, v)
 
@@ -89,13 +90,18 @@ def _empty_like(x: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """[n, s, g, d] -> [n, s g, d], contiguous: products of strided rows take longer than this copy."""
-    return x.contiguous().flatten(1, 2)
+    return x.to(_wide(x)).contiguous().flatten(1, 2)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Of scores. fp16 ends at 65504, which they can pass."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def _space(queries: Tensor) -> Tensor:
     """Room for the scores of any block: allocated once, for the system clears what it hands out."""
     n, s, per_token, _ = queries.shape
-    return queries.new_empty(n * min(_BLOCK, s) * per_token * s)
+    return queries.new_empty(n * min(_BLOCK, s) * per_token * s, dtype=_wide(queries))
 
 
 def _part(space: Tensor, shape: torch.Size) -> Tensor:

@@ -94,15 +94,23 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """
     if p == 0.0:
         return x
-    shape, first, rows = list(x.shape), 0, x.shape[0]
+    mask = dropped(x.shape, p, *site, device=x.device, tp=tp, dim=dim)
+    return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
+
+
+def dropped(
+    shape: Sequence[int], p: float, *site: object, device: torch.device, tp: Axis | None = None, dim: int = 1
+) -> Tensor:
+    """Which elements of an x of this shape `dropout` zeroes, bool."""
+    whole, first, rows = list(shape), 0, shape[0]
     if tp is not None:
-        shape[dim] *= tp.size
+        whole[dim] *= tp.size
         first = tp.rank * rows if dim == 0 else 0
     stream = current_stream()
-    draw = _uniform(shape, first, rows, x.device, stream.seed, stream.sample, *site)
+    draw = _uniform(whole, first, rows, device, stream.seed, stream.sample, *site)
     if tp is not None and dim != 0:
         draw = draw.chunk(tp.size, dim)[tp.rank]
-    return x.masked_fill(draw < p, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
+    return draw < p
 
 
 def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object) -> Tensor:
