@@ -20,6 +20,7 @@ class Row(NamedTuple):
     stage: int
     shape: list[int]
     tied_to: str | None
+    dtype: str
 
 
 class Census(NamedTuple):
@@ -37,10 +38,11 @@ class Census(NamedTuple):
 def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     """Ask all ranks of the pipeline. Of twins the one whose stage is of the first chain, the earlier on its rank, owns.
 
-    Raises: ConfigError, the same on all ranks, for names that occur twice otherwise and ties that cannot be kept.
+    Raises: ConfigError, the same on all ranks, for names that occur twice otherwise, ties that cannot be kept,
+        and parameters of several types.
     """
     mine = [
-        (name, mesh.pp.rank, number, list(layout_of(param).full), layout_of(param).tied_to)
+        (name, mesh.pp.rank, number, list(layout_of(param).full), layout_of(param).tied_to, str(param.dtype))
         for number, stage in enumerate(stages)
         for name, param in stage.named_parameters()
     ]
@@ -63,6 +65,12 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     for row in owners.values():
         if row.tied_to is not None:
             problems += _tie_problems(row, owners.get(row.tied_to), mesh.pp.size, across=any(with_ends))
+    if len(examples := {row.dtype: row.name for row in owners.values()}) > 1:
+        found = ", ".join(f"{name} is {dtype.removeprefix('torch.')}" for dtype, name in sorted(examples.items()))
+        problems.append(
+            f"the parameters of a model must have one type, and {found}. "
+            "Make them so in the model provider, or give --bf16 or --fp16, which convert all of them"
+        )
     if problems:
         raise ConfigError(problems)
     return Census(owners, twins)

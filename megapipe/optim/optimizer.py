@@ -66,6 +66,7 @@ class Optimizer:
         census, twins = take_census(stages, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         self._index = {name: n for n, name in enumerate(owners)}
+        self._placed: dict[tuple[str, ...], Tensor] = {}
         ties = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
         self._ties_here = [(user, owner) for user, owner in ties if user in self.params and owner in self.params]
         self._ties_across = [
@@ -206,9 +207,16 @@ class Optimizer:
         for b, flat in zip(self.owned, flats, strict=True):
             if names := self._counted(b):
                 rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square()
-                squares[[self._index[n] for n in names]] = torch.stack([rows[b.rows(n)].sum() for n in names])
+                squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
         self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares))
         return math.sqrt(squares.sum().item())  # .item() waits for the GPU
+
+    def _places(self, names: Sequence[str]) -> Tensor:
+        """Of parameters in the global order, on the device once: a list would be copied there in every step."""
+        key = tuple(names)
+        if key not in self._placed:
+            self._placed[key] = torch.tensor([self._index[n] for n in names], device=self.mesh.device)
+        return self._placed[key]
 
     def _count_zeros(self) -> int:
         zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)

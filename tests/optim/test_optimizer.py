@@ -217,6 +217,21 @@ def problems_of(stages, mesh):
     return caught.value.problems
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_of_two_types_are_told_in_one_sentence(pp):
+    """It was an assertion about the dtype of a stage."""
+
+    def body(mesh):
+        types = [torch.float32, torch.float64][mesh.pp.rank :][: 3 - pp]
+        return problems_of([Bag({f"w{t.itemsize}": nn.Parameter(torch.ones(2, dtype=t)) for t in types})], mesh)
+
+    (problems,) = set(run_threads(body, pp=pp))
+    assert problems == (
+        "the parameters of a model must have one type, and w4 is float32, w8 is float64. "
+        "Make them so in the model provider, or give --bf16 or --fp16, which convert all of them",
+    )
+
+
 def test_names_must_be_global():
     def body(mesh):
         return problems_of([Bag({"layers.0.w": nn.Parameter(torch.ones(2))})], mesh)
