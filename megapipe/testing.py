@@ -23,13 +23,13 @@ from megapipe.data.loader import Batch, make_batch
 from megapipe.distributed.layout import Layout, layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
+from megapipe.models.build import build_stage
 from megapipe.models.provider import Provider, stage_provider
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.partition import nearly_even, spans
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Schedule, build
-from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 
 RANKS, MICROBATCHES, BATCH = 2, 4, 2
@@ -113,11 +113,8 @@ class _Case:
         """The modules of a rank, in float64."""
         counts = nearly_even(self.model.layers, schedule.placement.chain)
         own = [spans(counts, schedule.placement)[stage] for stage in schedule.placement.stages_on(mesh.pp.rank)]
-        build_stage = stage_provider(self.provider, own)
-        modules = [build_stage(self.model, span, mesh.tp) for span in own]
-        for module in modules:
-            initialize(module, seed, mesh.tp)
-        return [module.double() for module in modules]
+        provider = stage_provider(self.provider, own)
+        return [build_stage(provider, self.model, span, mesh.tp, seed).double() for span in own]
 
     def round_trip(self) -> list[str]:
         """Save the whole, load it into two pieces that were initialised otherwise."""

@@ -56,7 +56,9 @@ class ProcessMesh:
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
         """One process, no groups."""
-        return ProcessMesh(device=device or CPU)
+        device = device or CPU
+        one = Axis(device=device)
+        return ProcessMesh(tp=one, dp=one, pp=one, world=one, ends=one, twins=one, device=device)
 
     @staticmethod
     def create(

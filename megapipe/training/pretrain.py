@@ -26,6 +26,7 @@ from megapipe.distributed.device import (
 )
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, TrainingError
+from megapipe.models.build import build_stage
 from megapipe.models.layer import compile_layers
 from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
@@ -36,7 +37,6 @@ from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, table
-from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.check import check, start_block
 from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.training.log import arguments
@@ -44,6 +44,7 @@ from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress
 from megapipe.training.reading import BatchesAt, Reading
+from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
@@ -134,6 +135,7 @@ class Run:
             where = f"({mesh.tp.rank}, {mesh.pp.rank})"
             print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
+        check_replicas(self.modules, mesh, mirrored=place.num_chains > 1)
         if plan.before is not None:
             self.say(changes(plan))
         if mesh.world.rank == 0:
@@ -207,8 +209,7 @@ class Run:
         return result
 
     def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
-        module = provider(self.config.model, span, self.mesh.tp).to(self.mesh.device)
-        initialize(module, self.config.train.seed, self.mesh.tp)
+        module = build_stage(provider, self.config.model, span, self.mesh.tp, self.config.train.seed)
         if self.config.train.half:
             module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
         if self.config.train.compile and not compile_layers(module) and span.count:

@@ -1,0 +1,71 @@
+"""A stage with its initial values: each follows from its name and the seed, wherever it lies and whoever builds it.
+
+A parameter with a Layout is drawn from the stream of its name. Any other keeps the values that its module gives it, and
+those come from torch's global generator in the order in which the modules of a stage are made: another on each rank and
+under each split. So each layer, and what stands before and after the layers, is made once more by itself after a seed
+of its own, and its values are taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import ModelConfig
+from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
+from megapipe.models.provider import StageProvider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.rng import initialize, stream_key
+
+_GLOBAL_GENERATOR = Lock()  # torch has one for all threads
+
+
+def build_stage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis, seed: int) -> nn.Module:
+    """The provider's stage with initial values, on the device of tp.
+
+    Raises: ConfigError if the provider does not make a parameter without Layout where its layer is made by itself.
+    """
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+        module = provider(model, span, tp)
+        if plain := {name for name, param in module.named_parameters() if not hasattr(param, "mesh_layout")}:
+            wanted = {name: x for name, x in _tensors(module).items() if not hasattr(x, "mesh_layout")}
+            for piece in _pieces(model, span):
+                torch.manual_seed(stream_key(seed, piece.first, piece.embedding, piece.loss))
+                _take_over(wanted, provider(model, piece, tp))
+            _check_taken(plain & wanted.keys(), span)
+    module = module.to(tp.device)
+    initialize(module, seed, tp)
+    return module
+
+
+@torch.no_grad()
+def _take_over(wanted: dict[str, Tensor], piece: nn.Module) -> None:
+    for name, value in _tensors(piece).items():
+        if name in wanted and wanted[name].shape == value.shape:
+            wanted.pop(name).copy_(value)
+
+
+def _check_taken(missing: set[str], span: LayerSpan) -> None:
+    if missing:
+        raise ConfigError(
+            f"the model provider makes {min(missing)} for layers {span.first} to {span.first + span.count - 1}, and "
+            "not, or in another shape, for one of them alone. A parameter without Layout must depend on its layer "
+            "alone: build what span.layers, span.embedding and span.loss say, or give it a Layout."
+        )
+
+
+def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
+    """What a span is made of; a layer belongs to the piece that is that layer alone."""
+    yield from (LayerSpan(layer, 1, False, False) for layer in span.layers)
+    if span.embedding:
+        yield LayerSpan(0, 1, True, False)
+    if span.loss:
+        yield LayerSpan(model.layers - 1, 1, False, True)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

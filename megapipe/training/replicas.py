@@ -1,0 +1,59 @@
+"""Do replicas start equal? They get equal gradients from then on, so what differs at the start differs for ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+
+
+def check_replicas(modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool) -> None:
+    """Compare parameters and buffers over data parallel and, if `mirrored`, with DualPipe's twins, and over tensor
+    parallel the parameters that are whole on each rank: one hash of a rank where all is well. Collective over the mesh.
+
+    Raises: ConfigError on every rank, with the names of those that differ.
+    """
+    params = dict(pair for module in modules for pair in module.named_parameters())
+    tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
+    whole = {name: param for name, param in params.items() if layout_of(param).dim is None}
+    groups: list[tuple[str, Axis, Mapping[str, Tensor]]] = [
+        ("data-parallel", mesh.dp, tensors),
+        ("tensor-parallel", mesh.tp, whole),
+        ("pipeline", mesh.twins if mirrored else Axis(), tensors),
+    ]
+    problems = [line for what, axis, compared in groups for line in _differing(what, axis, compared)]
+    found = list(dict.fromkeys(line for lines in mesh.world.gather_json(problems) for line in lines))
+    if found:
+        raise ConfigError(
+            "replicas of the model start with different values, and would stay different:"
+            + "".join(f"\n      {line}" for line in found[:20])
+            + (f"\n      and {len(found) - 20} more" if len(found) > 20 else "")
+            + "\n      Let the model provider draw initial values by torch's functions alone, the same on every rank "
+            "(not by random, numpy or the rank), or give the parameter a Layout."
+        )
+
+
+def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    if axis.size == 1:
+        return
+    hashes = {name: _hash(x) for name, x in sorted(tensors.items())}
+    if len(set(axis.gather_json(sha256(json.dumps(hashes).encode()).hexdigest()))) == 1:
+        return
+    everyone = axis.gather_json(hashes)
+    for name in hashes:
+        rows = zip(axis.ranks, everyone, strict=True)
+        if others := [str(rank) for rank, row in rows if row.get(name) != everyone[0].get(name)]:
+            yield f"{name} on {what} ranks {axis.ranks[0]} and {', '.join(others)}"
+
+
+def _hash(x: Tensor) -> str:
+    """Of a tensor's bits."""
+    return sha256(x.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]

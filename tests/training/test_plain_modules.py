@@ -1,0 +1,188 @@
+"""The promise of docs/model_provider.md: any nn.Module can be a stage. Layers are torch's here, none has a Layout."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.models.build import build_stage
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.partition import LayerSpan, partition
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import build
+from megapipe.testing import check_provider
+from megapipe.training.ownership import check_ownership
+from megapipe.training.replicas import check_replicas
+from megapipe.training.step import Pipeline, train_step
+from pretrain_gpt import forward_step
+
+LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8
+MODEL = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, padded_vocab_size=VOCAB)
+TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=BATCH, seq_length=SEQ, lr=0.05, weight_decay=0.1)
+ALL = {"tp": 2, "dp": 2, "pp": 2}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+        self.gain = nn.Parameter(torch.randn(HIDDEN))
+        self.register_buffer("shift", torch.randn(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x) * self.gain + self.shift)
+
+
+class Plain(nn.Module):
+    def __init__(self, span: LayerSpan) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN) if span.embedding else None
+        self.layers = nn.ModuleDict({str(n): Block() for n in span.layers})
+        self.head = nn.Linear(HIDDEN, VOCAB) if span.loss else None
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.input = x
+
+    def forward(self, tokens=None, position_ids=None, labels=None) -> Tensor:
+        x = self.input if self.embedding is None else self.embedding(tokens.t())
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else F.cross_entropy(self.head(x).permute(1, 2, 0), labels, reduction="none")
+
+
+def provider(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+    return Plain(span)
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+
+
+def stages(mesh: ProcessMesh, schedule, make=provider) -> list[nn.Module]:
+    spans = partition(LAYERS, schedule.placement)
+    own = schedule.placement.stages_on(mesh.pp.rank)
+    return [build_stage(make, MODEL, spans[stage], mesh.tp, 1234).double() for stage in own]
+
+
+def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3):
+    """Losses, gradient norms, initial and trained parameters of this rank, and its optimizer."""
+    config = Config(model=MODEL, train=train, world_size=mesh.world.size)
+    microbatches = BATCH // mesh.dp.size
+    schedule = build(name, mesh.pp.size, microbatches)
+    modules = stages(mesh, schedule, make)
+    check_ownership(modules, MODEL, make, schedule.placement, mesh)
+    check_replicas(modules, mesh, mirrored=schedule.placement.num_chains > 1)
+    named = dict(pair for module in modules for pair in module.named_parameters())
+    before = {name: param.detach().clone() for name, param in named.items()}
+    pipeline, optimizer = Pipeline(config, schedule, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
+    told = []
+    for step in range(steps):
+        share = tokens(step).unflatten(0, (microbatches, mesh.dp.size))[:, mesh.dp.rank]
+        result = train_step(pipeline, optimizer, list(share[:, None]), step * BATCH, 0.05)
+        told += [result.losses["lm loss"], result.grad_norm]
+    return told, before, {name: param.detach() for name, param in named.items()}, optimizer
+
+
+def oracle(make=provider):
+    """The same in plain torch: one module, one batch, torch's AdamW and clipping."""
+    module = build_stage(make, MODEL, LayerSpan(0, LAYERS, True, True), Axis(), 1234).double()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(
+        [{"params": [p for p in trained if (p.ndim > 1) == decays], "weight_decay": 0.1 * decays} for decays in (0, 1)],
+        lr=0.05,
+    )
+    before, told = {name: param.detach().clone() for name, param in module.named_parameters()}, []
+    for step in range(3):
+        adam.zero_grad()
+        batch = tokens(step)
+        module.set_input_tensor(None)
+        loss = module(batch[:, :-1], labels=batch[:, 1:]).mean()
+        loss.backward()
+        told += [loss.item(), float(nn.utils.clip_grad_norm_(trained, 1.0))]
+        adam.step()
+    return told, before, {name: param.detach() for name, param in module.named_parameters()}
+
+
+def test_initial_values_follow_name_and_seed_under_every_split_and_on_every_rank():
+    # Each rank drew from its own global generator: sums of one weight were 4.57 and -4.16 on two data-parallel ranks.
+    _, want, _ = oracle()
+    assert len({tuple(x.flatten().tolist()) for x in want.values()}) == len(want)  # no two start equal
+    for name, sizes in (
+        ("gpipe", {}),
+        ("1f1b", ALL),
+        ("zb-v", {"pp": 2}),
+        ("interleaved", {"pp": 2}),
+        ("naive", {"pp": 4}),
+    ):
+        for start in run_threads(partial(run, name=name, steps=0), **sizes):
+            assert all(torch.equal(value, want[key]) for key, value in start[1].items())
+    again = build_stage(provider, MODEL, LayerSpan(1, 2, False, False), Axis(), 1)
+    assert not torch.equal(again.layers["1"].mix.weight.double(), want["layers.1.mix.weight"])
+
+
+def test_random_buffers_too():
+    whole = build_stage(provider, MODEL, LayerSpan(0, LAYERS, True, True), Axis(), 1234)
+    last = build_stage(provider, MODEL, LayerSpan(2, 2, False, True), Axis(), 1234)
+    assert torch.equal(whole.layers["3"].shift, last.layers["3"].shift)
+
+
+def test_the_users_own_generator_is_left_where_it_was():
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    build_stage(provider, MODEL, LayerSpan(0, 1, True, False), Axis(), 1234)
+    assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize("name, sizes", [("1f1b", ALL), ("zb-v", ALL), ("dualpipe", {"pp": 2})])
+def test_training_is_plain_torchs(name, sizes):
+    told, _, want = oracle()
+    for rank in run_threads(partial(run, name=name), **sizes):
+        assert rank[0] == pytest.approx(told, rel=1e-9)
+        for key, value in rank[2].items():
+            torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-12)
+
+
+def test_check_provider_takes_it():
+    check_provider(provider, MODEL, schedules=["zb-v"], tensor_parallel=2)
+
+
+def refusal(make, **sizes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_threads(partial(run, name="1f1b", make=make), **sizes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axis, what", [("dp", "data-parallel"), ("tp", "tensor-parallel")])
+def test_replicas_that_start_otherwise_are_named(axis, what):
+    """A provider may draw by other means than torch's."""
+    numbers = iter(range(100))
+
+    def by_rank(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = Plain(span)
+        if "2" in stage.layers:
+            nn.init.constant_(stage.layers["2"].mix.bias, next(numbers))
+        return stage
+
+    text = refusal(by_rank, **{axis: 2})
+    assert text.splitlines()[:2] == [
+        "replicas of the model start with different values, and would stay different:",
+        f"      layers.2.mix.bias on {what} ranks 0 and 1",
+    ]
+
+
+def test_a_value_that_depends_on_the_whole_stage_is_refused():
+    def by_count(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = Plain(span)
+        stage.register_parameter("scale", nn.Parameter(torch.ones(span.count)))
+        return stage
+
+    assert "the model provider makes scale for layers 0 to 3, and not, or in another shape" in refusal(by_count)
