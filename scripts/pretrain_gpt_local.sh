@@ -16,7 +16,7 @@ fi
 
 exec torchrun --nproc-per-node "${NPROC:-2}" pretrain_gpt.py \
   --pipeline-model-parallel-size 2 \
-  --num-layers 6 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
+  --num-layers 8 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
   --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size 4 --global-batch-size 32 --train-iters 20 \
   --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --adam-beta2 0.95 \

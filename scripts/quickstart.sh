@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a trained GPT in minutes, no GPU and no download of data: installs, makes a corpus of the Python
 # standard library, trains a tokenizer, tokenises, pretrains on 2 pipeline stages under 1F1B, samples.
-# Run again, it reuses what it made. RUN=folder puts everything elsewhere than runs/quickstart.
+# Run again, it reuses what it made. RUN=folder puts everything elsewhere than runs/quickstart; flags given here come last
+# and win in the pretraining: bash scripts/quickstart.sh --pipeline-schedule zb-v
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -9,31 +10,31 @@ install_megapipe ""
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" # the profiler library would print into the log
 RUN="${RUN:-runs/quickstart}"
-SPLIT="969,30,1"
-ITERS="${ITERS:-120}"
+SPLIT="${SPLIT:-969,30,1}"
+VOCAB_SIZE="${VOCAB_SIZE:-4096}"
 mkdir -p "$RUN"
 
 echo "== 1/5 Corpus: the source text of the Python standard library"
 python tools/make_stdlib_corpus.py --output "$RUN/stdlib.jsonl" --reuse
 
-echo "== 2/5 Tokenizer: a SentencePiece model of 4096 ids"
-python tools/train_tokenizer.py --input "$RUN/stdlib.jsonl" --output "$RUN/tokenizer.model" --vocab-size 4096 --reuse
+echo "== 2/5 Tokenizer: a SentencePiece model of $VOCAB_SIZE ids"
+python tools/train_tokenizer.py --input "$RUN/stdlib.jsonl" --output "$RUN/tokenizer.model" --vocab-size "$VOCAB_SIZE" --reuse
 
 echo "== 3/5 Tokens: Megatron's .bin/.idx"
 python tools/preprocess_data.py --input "$RUN/stdlib.jsonl" --output-prefix "$RUN/stdlib" --workers 2 --append-eod \
   --tokenizer-model "$RUN/tokenizer.model" --reuse
 
-echo "== 4/5 Pretraining: 2 pipeline stages, 1F1B, 8 microbatches, $ITERS iterations"
+echo "== 4/5 Pretraining: 2 pipeline stages, 1F1B, 8 microbatches"
 torchrun --nproc-per-node 2 pretrain_gpt.py \
   --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b \
-  --num-layers 6 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
+  --num-layers 8 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
   --attention-dropout 0 --hidden-dropout 0 \
-  --micro-batch-size 4 --global-batch-size 32 --train-iters "$ITERS" \
+  --micro-batch-size 4 --global-batch-size 32 --train-iters 120 \
   --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 \
   --data-path "$RUN/stdlib_text_document" --split "$SPLIT" --tokenizer-model "$RUN/tokenizer.model" \
   --eval-interval 60 --eval-iters 10 --log-interval 10 \
   --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 \
-  --tensorboard-dir "$RUN/tensorboard" --profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 \
+  --tensorboard-dir "$RUN/tensorboard" --profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 "$@" \
   2>&1 | tee -a "$RUN/log.txt"
 
 echo "== 5/5 What it learned"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from programs import ROOT, run_ranks
+from programs import run_ranks
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from megapipe.schedule.views.traces import order_of, read
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -104,44 +100,3 @@ def test_tensorboard_has_megatrons_tags(unbroken):
     logged = {e.step: e.value for e in events.Scalars("lm loss")}
     assert logged == pytest.approx({int(k): float(v[0]) for k, v in numbers(output).items() if k.isdigit()}, rel=1e-6)
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [8 * n for n in range(1, 21)]
-
-
-SCRIPTS = sorted(p.name for p in (ROOT / "scripts").glob("pretrain_*.sh") if "857m" not in p.name)  # that one below
-SMALL = (
-    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
-    "--max-position-embeddings 16 --eval-iters 0 --log-interval 1 --lr-decay-iters 10"
-)
-
-
-def run_script(name: str, run: Path, flags: str) -> str:
-    """Standard output of a shipped script with its sizes overridden."""
-    done = subprocess.run(
-        ["bash", f"scripts/{name}", *f"{SMALL} {flags}".split()],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "RUN": str(run)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_shipped_script_trains_a_step(script, tmp_path):
-    flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1"
-    assert "iteration        1/       1 |" in run_script(script, tmp_path, flags)
-
-
-def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
-    """Its pipeline as it is: 4 stages, global batch 16, micro batch 2."""
-    profile = f"--tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-start 1"
-    output = run_script(
-        "pretrain_gpt3_857m.sh", tmp_path, f"--train-iters 2 --lr-warmup-fraction 0.1 {profile} --profile-step-end 2"
-    )
-    assert "global batch size:    16" in output
-    order = order_of(read(tmp_path / "torch_profile" / "rank-0.json.gz"))
-    assert order[:3] == ["0F0", "0F1", "0F2"]
-    assert order[3:13] == [label for n in range(5) for label in (f"0F{3 + n}", f"0BW{n}")]
-    assert order[13:] == ["0BW5", "0BW6", "0BW7"]

@@ -1,0 +1,72 @@
+"""The shipped scripts as a user calls them, with their sizes overridden: real torchrun, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from programs import ROOT
+
+from megapipe.schedule.views.traces import order_of, read
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --eval-iters 0 --log-interval 1 --lr-decay-iters 10"
+)
+
+
+def run_script(name: str, run: Path, flags: str, **env: str) -> str:
+    """Standard output of a script that must succeed."""
+    done = subprocess.run(
+        ["bash", f"scripts/{name}", *f"{SMALL} {flags}".split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RUN": str(run)} | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_local.sh", "pretrain_gpt_slurm.sh"])
+def test_a_launch_script_trains_a_step(script, tmp_path):
+    flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1"
+    assert "iteration        1/       1 |" in run_script(script, tmp_path, flags)
+
+
+def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
+    """Its pipeline as it is: 4 stages, global batch 16, micro batch 2."""
+    profile = f"--tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-start 1"
+    output = run_script(
+        "pretrain_gpt3_857m.sh", tmp_path, f"--train-iters 2 --lr-warmup-fraction 0.1 {profile} --profile-step-end 2"
+    )
+    assert "global batch size:    16" in output
+    order = order_of(read(tmp_path / "torch_profile" / "rank-0.json.gz"))
+    assert order[:3] == ["0F0", "0F1", "0F2"]
+    assert order[3:13] == [label for n in range(5) for label in (f"0F{3 + n}", f"0BW{n}")]
+    assert order[13:] == ["0BW5", "0BW6", "0BW7"]
+
+
+def test_the_quickstart_goes_from_text_to_a_sample(tmp_path):
+    """With 60 modules of the standard library for its corpus and a schedule that a visitor swaps in."""
+    folder = Path(json.__file__).parents[1]
+    lines = (
+        json.dumps({"text": path.read_text("utf-8"), "path": path.name}) for path in sorted(folder.glob("*.py"))[:60]
+    )
+    (tmp_path / "stdlib.jsonl").write_text("\n".join(lines))
+    flags = "--eval-iters 1 --eval-interval 2 --train-iters 4 --lr-warmup-iters 1 --save-interval 4"
+    flags += " --pipeline-schedule zb-v --profile-step-start 2 --profile-step-end 3"
+    output = run_script("quickstart.sh", tmp_path, flags, VOCAB_SIZE="500", SPLIT="90,10,0")
+    assert output.count("stdlib.jsonl: up to date") == 1
+    assert "iteration        4/       4 |" in output
+    assert re.search(r"Unigram entropy of \d+ validation tokens: [3-6]\.\d+ nats", output)
+    assert re.search(r"loss at iteration 4 on validation set .*lm loss value", output)
+    assert "def main(" in output.split("== 5/5")[1]
+    names = ("log.txt", "tensorboard", "torch_profile/rank-1.json.gz", "checkpoints/iter_0000004/manifest.json")
+    assert [name for name in names if not (tmp_path / name).exists()] == []
