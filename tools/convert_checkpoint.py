@@ -63,9 +63,9 @@ def main(argv: Sequence[str]) -> None:
         ours = done.folder
     else:
         assert flags.to_huggingface
-        checkpoint = CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step, exit_on_missing_checkpoint=True)
-        found = find_checkpoint(checkpoint)
-        assert found is not None
+        found = find_checkpoint(CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step))
+        if found is None:
+            raise CheckpointError(f"--load {flags.load} holds no checkpoint")
         ours, theirs = found, Path(flags.to_huggingface)
         done = export_checkpoint(
             ours,

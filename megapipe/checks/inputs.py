@@ -28,14 +28,16 @@ def data_problems(config: Config) -> Iterator[str]:
 
 def path_problems(config: Config) -> Iterator[str]:
     """Files and folders that cannot be read, of flags that are sound."""
-    data, load = config.data, config.checkpoint.load
+    data, load, save = config.data, config.checkpoint.load, config.checkpoint.save
     if not data.mock_data and not ask(lambda: parse_data_path(data.data_path)):
         for prefix in parse_data_path(data.data_path)[0]:
             yield from ask(lambda: IndexedDataset(prefix))  # noqa: B023
     yield from ask(lambda: build_tokenizer(data))
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
-    if load and not os.path.isdir(load) and load != config.checkpoint.save:
+    if load and not os.path.isdir(load) and load != save:
         yield f"--load {load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
+    if save and os.path.exists(save) and not os.path.isdir(save):
+        yield f"--save {save} is a file, not a folder. Give another name."
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
@@ -55,8 +57,21 @@ def profile_problems(config: Config) -> Iterator[str]:
             f"--profile-step-start {log.profile_step_start} to --profile-step-end {log.profile_step_end} is an empty "
             f"window. Use --profile-step-end {log.profile_step_start + 2}."
         )
+    elif (length := _iterations(config)) is not None and log.profile_step_start >= length:
+        yield (
+            f"--profile-step-start {log.profile_step_start} is behind the last of {length} iterations: nothing would "
+            f"be recorded. Use --profile-step-start {max(0, length - 2)} --profile-step-end {length}."
+        )
     if outside := [r for r in log.profile_ranks if not 0 <= r < config.world_size]:
         yield f"--profile-ranks {' '.join(map(str, outside))}: ranks are 0 to {config.world_size - 1}"
+
+
+def _iterations(config: Config) -> int | None:
+    """Length of the run, if the flags give one."""
+    t = config.train
+    if t.train_iters is not None or t.train_samples is None or not t.micro_batch_size:
+        return t.train_iters
+    return config.train_iters if config.data_parallel_size else None
 
 
 def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:

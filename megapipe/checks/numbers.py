@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -22,8 +23,10 @@ REQUIRED = {
 RULES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda v: v >= 1,
     "above 0": lambda v: v > 0,
+    "above 0 and at most 1e9": lambda v: 0 < v <= 1e9,
     "at least 0": lambda v: v >= 0,
     "at least -1": lambda v: v >= -1,
+    "at least 0 and below 2^32": lambda v: 0 <= v < 2**32,
     "at least 0 and below 1": lambda v: 0 <= v < 1,
     "above 0 and at most 1": lambda v: 0 < v <= 1,
 }
@@ -37,17 +40,19 @@ _FIELDS = {
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
     "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
-    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib distributed_timeout_minutes "
-    "distributed_timeout_seconds_after_init exit_duration_in_mins lr adam_eps",
+    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr adam_eps",
+    # What a clock of the system can count.
+    "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
     "at least 0": "init_method_std embedding_init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init "
     "weight_decay clip_grad "
-    "num_workers ckpt_step seed profile_step_start",
+    "num_workers ckpt_step profile_step_start",
     "at least -1": "eval_iters",
+    "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more
     "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     "above 0 and at most 1": "rotary_percent",
 }
 RANGES = {field: rule for rule, names in _FIELDS.items() for field in names.split()}
-"""Field -> rule. A NaN breaks every rule."""
+"""Field -> rule. NaN and infinity break every rule."""
 
 
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
@@ -60,8 +65,9 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
             name, value, rule = field.name, getattr(part, field.name), RANGES.get(field.name)
             if value is None and name in REQUIRED:
                 problems.append(f"{flag(name)} is missing, for example {flag(name)} {REQUIRED[name]}")
-            elif value is not None and rule and not RULES[rule](value):
-                problems.append(f"{flag(name)} {value} must be {rule}")
+            elif value is not None and rule and (not RULES[rule](value) or value == math.inf):
+                finite = " and finite" if RULES[rule](value) else ""
+                problems.append(f"{flag(name)} {value} must be {rule}{finite}")
                 reset[name] = field.default
         if reset:
             config = replace(config, **{section: replace(part, **reset)})

@@ -21,7 +21,7 @@ from megapipe.checks.model import recompute_problems, variant_problems
 from megapipe.checks.numbers import check_numbers, flag
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
-from megapipe.config import Config
+from megapipe.config import Config, TrainConfig
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.models.overrides import layer_config
@@ -103,6 +103,11 @@ def _model(config: Config) -> Problems:
         yield (
             f"--position-embedding-type rope turns pairs, but --rotary-percent {m.rotary_percent} of a head of "
             f"{m.head_dim} is {int(m.head_dim * m.rotary_percent)}, an odd number."
+        )
+    elif hidden and heads and m.position_embedding_type == "rope" and int(m.head_dim * m.rotary_percent) == 0:
+        yield (
+            f"--rotary-percent {m.rotary_percent:g} of a head of {m.head_dim} turns no channel. "
+            f"Use at least --rotary-percent {2 / m.head_dim:g}, or --position-embedding-type none."
         )
     if not m.group_query_attention and m.num_query_groups != 1:
         yield f"--num-query-groups {m.num_query_groups} has no effect without --group-query-attention. Add it."
@@ -203,6 +208,15 @@ def _learning_rate(config: Config) -> Problems:
             "--override-opt_param-scheduler takes the settings from the command line, "
             "--use-checkpoint-opt_param-scheduler from the checkpoint. Leave one out."
         )
+    if config.checkpoint.no_load_optim and t.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--no-load-optim begins the learning rate's curve anew, as in Megatron-LM, so there is nothing for "
+            "--use-checkpoint-opt_param-scheduler to take. Leave one out."
+        )
+    if t.lr_decay_style != "WSD":
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"):
+            if (value := getattr(t, name)) != getattr(TrainConfig, name):
+                yield f"{flag(name)} {value} has no effect without --lr-decay-style WSD. Add it, or leave it out."
     # The curve needs a batch, a length, and the length one way to count.
     fits = t.micro_batch_size and config.data_parallel_size
     if t.lr is not None and fits and (t.train_iters is None) != (t.train_samples is None):

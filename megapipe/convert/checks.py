@@ -71,7 +71,8 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
     """What changes its meaning without a word between the two (and Megatron-LM)."""
     if not model.gated:
         yield f"activation {content.get('activation_function')} is the tanh form of GELU; ours always is"
-    yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
+    if model.norm_epsilon != ModelConfig.norm_epsilon:
+        yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
     if model.position_embedding_type == "rope":
         scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1" if model.use_rope_scaling else ""
         yield f"rope base is {model.rotary_base:g}{scaled}; the halves of a head are rotated, no rows are permuted"

@@ -172,7 +172,6 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._num_tokens = 0
         self._temporary = [Path(f"{self.prefix}.{end}.{os.getpid()}.tmp") for end in ("bin", "idx")]
         with writing(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +195,6 @@ class IndexedWriter:
                 raise DataError(f"{self.prefix}: token {high if high > limit.max else low} does not fit {self.dtype}")
         with writing(self.prefix):
             self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._num_tokens += tokens.size
         before = len(self._lengths)
         self._lengths.extend(lengths[lengths > 0].tolist())
         self._documents.extend((before + np.cumsum(lengths > 0)).tolist())
@@ -211,6 +209,7 @@ class IndexedWriter:
             if kind is None:
                 with writing(self.prefix):
                     self._finish()
+                self._publish()
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)
@@ -229,7 +228,15 @@ class IndexedWriter:
             os.fsync(idx.fileno())
         self._bin.flush()
         os.fsync(self._bin.fileno())
+
+    def _publish(self) -> None:
         # The old index goes first: a crash between the renames leaves no pair rather than a mixed one.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        self._temporary[0].rename(f"{self.prefix}.bin")
-        self._temporary[1].rename(f"{self.prefix}.idx")
+        try:
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            self._temporary[0].rename(f"{self.prefix}.bin")
+            self._temporary[1].rename(f"{self.prefix}.idx")
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix}: the finished pair cannot take its name: {error.strerror}. A former one may be gone; "
+                "write it again."
+            ) from error

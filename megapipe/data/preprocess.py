@@ -69,6 +69,8 @@ def preprocess(
         report: called with the documents and bytes of text done so far.
     Raises: DataError for the first chunk with bad lines (up to ten of them); nothing is left behind then.
     """
+    if problems := list(_bad_keys(encoding.keys)):
+        raise DataError(problems)
     dtype = token_dtype(build_tokenizer(encoding.data).vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoding.keys]
     documents = num_bytes = 0
@@ -85,6 +87,15 @@ def preprocess(
         if not all(tokens):
             raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
     return [Written(prefix, documents, n) for prefix, n in zip(prefixes, tokens, strict=True)]
+
+
+def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
+    """Each key is a part of the name of its own pair of files."""
+    for key in dict.fromkeys(keys):
+        if keys.count(key) > 1:
+            yield f"--json-keys {' '.join(keys)} names {key} {keys.count(key)} times. Give each key once"
+        if not key or "/" in key or "\0" in key:
+            yield f"--json-keys {key!r} cannot be a part of a file's name, PREFIX_KEY_document.bin"
 
 
 def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:

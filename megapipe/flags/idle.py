@@ -56,6 +56,13 @@ IDLE: tuple[Idle, ...] = (
         _not(_tokenizer_is("NullTokenizer", "TikTokenizer")),
         "the tokenizer knows its size",
     ),
+    Idle(
+        "data",
+        "no_data_sharding",
+        "--dataloader-type cyclic",
+        lambda c: c.data.dataloader_type != "cyclic",
+        "samples are read in order",
+    ),
     Idle("data", "tokenizer_model", "a tokenizer that reads it", _tokenizer_is("NullTokenizer"), "it is not read"),
     Idle(
         "train",

@@ -11,10 +11,11 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 OLD_NAMES = {"--use-rotary-position-embeddings": ("--position-embedding-type", "rope")}
 """A switch -> the flag and value that it means."""
 
+_FLAG = re.compile(r"--|-[A-Za-z]")
+_NUMBERS = ("-inf", "-infinity", "-nan")
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
@@ -43,9 +46,9 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse would.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in argv or "-h" in argv:
-        tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
     flags = flags_of(cls)
+    if _asks_for_help(argv, flags):
+        tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
     given, others, problems = _split(argv, flags)
     holding: dict[str, str] = {}
     if issubclass(cls, Config):
@@ -134,7 +137,8 @@ class Flag:
         if self.count == "none":
             return f"{self.name} is a switch and takes no value, got {text}" if values else None
         if not values:
-            return f"{self.name} needs a value: {self.allowed}"
+            dashes = f"; one that begins with a dash is written {self.name}=-..." if self.kind is str else ""
+            return f"{self.name} needs a value: {self.allowed}{dashes}"
         if self.count == "one" and len(values) > 1:
             return f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")'
         return None
@@ -180,6 +184,14 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
+def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:
+    """A text is forgotten, or begins with dashes, where --help follows its flag."""
+    awaiting = {name for name, flag in flags.items() if flag.kind is str}
+    return any(
+        token in ("--help", "-h") and before not in awaiting for before, token in zip(["", *argv], argv, strict=False)
+    )
+
+
 def _split(
     argv: Sequence[str], flags: dict[str, Flag]
 ) -> tuple[dict[str, list[str]], list[tuple[str, list[str]]], list[str]]:
@@ -192,7 +204,7 @@ def _split(
     values: list[str] | None = None
     for token in argv:
         name, equals, value = token.partition("=")
-        if name.startswith("--"):
+        if _FLAG.match(name) and name not in _NUMBERS:
             values = [value] if equals else []
             if name in ours:
                 given[ours[name]] = values
@@ -246,7 +258,7 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
     """The line about a flag that is no field; None if it holds already."""
     if name in known:
         return value_problem(name, values) if name in HOLDS else refusal(name)
-    near = difflib.get_close_matches(name, {*ours, *known}, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name if name.startswith("--") else f"-{name}", {*ours, *known}, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -30,7 +30,7 @@ from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
-from megapipe.training.resume import resume_problems, settings
+from megapipe.training.resume import other_settings, resume_problems, settings
 
 T = TypeVar("T")
 STATE = "state.json"
@@ -38,10 +38,11 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """What a run continues with; all zero with --finetune.
+    """What a run continues with; all zero with --finetune; with --no-load-optim the learning rate begins anew.
 
     Attributes:
         state: what was given to `save_checkpoint`.
+        other: settings of the checkpoint's run that this one does not share, see `resume.other_settings`.
         schedule: the checkpoint's learning-rate curve if the flags ask for it, else None: use that of the flags.
     """
 
@@ -50,6 +51,7 @@ class LoadedState:
     consumed_valid_samples: int = 0
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schedule: LRSchedule | None = None
+    other: Sequence[str] = ()
 
 
 def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None:
@@ -61,6 +63,16 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None
         commit.refuse_to_overwrite(root, iteration)
 
     _on_first(mesh, check)
+
+
+def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
+    """What `check_save` would refuse, without a model and without making a folder. start: the checkpoint to load.
+
+    Raises: CheckpointError.
+    """
+    if config.save is not None:
+        after = 0 if start is None or config.finetune else commit.iteration_of(start)
+        commit.refuse_to_overwrite(Path(config.save), after)
 
 
 def save_checkpoint(
@@ -171,8 +183,15 @@ def load_checkpoint(
         with_optimizer.weight_decay = saved.pop("weight_decay")
         schedule = LRSchedule(**saved)
     state = content["state"]
+    if with_optimizer is None:  # as in Megatron-LM: a warm-up for moments that are zero again
+        state["skipped_samples"] = state["consumed_train_samples"]
     return LoadedState(
-        content["iteration"], state["consumed_train_samples"], state["consumed_valid_samples"], state, schedule
+        content["iteration"],
+        state["consumed_train_samples"],
+        state["consumed_valid_samples"],
+        state,
+        schedule,
+        other_settings(content["config"], config),
     )
 
 

@@ -42,6 +42,11 @@ def folder_of(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
+def iteration_of(folder: Path) -> int:
+    """The number in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("iter_"))
+
+
 def iterations_in(root: Path) -> list[int]:
     """Iterations that have a folder, ascending."""
     names = os.listdir(root) if root.is_dir() else []
@@ -57,7 +62,7 @@ def newest(root: Path) -> int | None:
     if (root / MANIFEST).exists():
         raise CheckpointError(
             f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
-            f"--load {root.parent} --ckpt-step {int(root.name.removeprefix('iter_'))}"
+            f"--load {root.parent} --ckpt-step {iteration_of(root)}"
             if _NAME.fullmatch(root.name)
             else f"{root} is one checkpoint, and its folder was renamed; it was called iter_ and seven digits"
         )

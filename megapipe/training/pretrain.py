@@ -38,7 +38,14 @@ from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, table
 from megapipe.training.check import check, start_block
-from megapipe.training.checkpoint import LoadedState, check_save, find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.training.checkpoint import (
+    LoadedState,
+    check_save,
+    find_checkpoint,
+    load_checkpoint,
+    refuse_save,
+    save_checkpoint,
+)
 from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
@@ -86,7 +93,7 @@ def pretrain(
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
     config = dataclasses.replace(config, model=model)
     plan = make_plan(config)
-    find_checkpoint(config.checkpoint)
+    refuse_save(config.checkpoint, find_checkpoint(config.checkpoint))
     data = datasets(config, tokenizer)
 
     if config.train.deterministic_mode:
@@ -153,6 +160,8 @@ class Run:
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = self._resume()
         self.batches_at = self.reading.training(data.train, self.progress)
+        if config.checkpoint.save:
+            check_save(config.checkpoint.save, self.progress.iteration, mesh)
 
     def train(self) -> None:
         """From where the run is to its last iteration."""
@@ -244,9 +253,9 @@ class Run:
             loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
             self.lr = loaded.schedule or self.lr
             self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
+            if loaded.other:
+                self.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
             progress = Progress.after(loaded, self.config.train)
-        if self.config.checkpoint.save:
-            check_save(self.config.checkpoint.save, progress.iteration, self.mesh)
         return progress
 
     def _save(self) -> int:

@@ -36,6 +36,35 @@ def settings(config: Config, weight_decay: float, schedule: LRSchedule | None = 
     return {**dataclasses.asdict(schedule or LRSchedule.of(config)), "weight_decay": weight_decay}
 
 
+# Settings that a run may change on its way, but seldom means to: what it reads, and how it follows the gradient.
+_WATCHED = {
+    "train": "seq_length seed calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps",
+    "data": "mock_data data_path split dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
+    "reset_attention_mask tokenizer_type tokenizer_model vocab_size",
+    "model": "attention_dropout hidden_dropout",
+}
+
+
+def other_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Flags of what is trained on and how that are not those of the run that saved; Megatron-LM goes on without a word.
+
+    Args:
+        saved: the configuration as it was saved.
+    """
+    return [
+        f"--{name.replace('_', '-')} {_shown(here)}, there {_shown(there)}"
+        for section, names in _WATCHED.items()
+        for name in names.split()
+        if isinstance(saved.get(section), Mapping) and name in saved[section]
+        for here, there in [(getattr(getattr(config, section), name), saved[section][name])]
+        if (list(here) if isinstance(here, tuple) else here) != there
+    ]
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def resume_problems(
     model: Mapping[str, Any], scheduler: Mapping[str, Any] | None, config: Config, name: str
 ) -> list[str]:

@@ -123,3 +123,26 @@ def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path:
     preprocess([corpus], f"{tmp_path}/out", Encoding(NUMBERS.data), workers=1)
     done = run("unigram_entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0")
     assert done.stdout == f"Unigram entropy of 8 validation tokens: {np.log(8):.4f} nats\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (("text", "text"), "--json-keys text text names text 2 times. Give each key once"),
+        (("../evil",), "--json-keys '../evil' cannot be a part of a file's name, PREFIX_KEY_document.bin"),
+        (("",), "--json-keys '' cannot be a part of a file's name, PREFIX_KEY_document.bin"),
+    ],
+)
+def test_a_key_that_cannot_name_its_files_is_refused_before_anything_is_made(tmp_path, keys, sentence) -> None:
+    corpus = json_lines(tmp_path / "c.jsonl", {"text": "1", "../evil": "2", "": "3"})
+    with pytest.raises(DataError) as error:
+        preprocess([corpus], str(tmp_path / "out"), Encoding(NUMBERS.data, keys), workers=1)
+    assert str(error.value) == sentence
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_a_pair_that_cannot_take_its_name_does_not_promise_the_former_one(tmp_path: Path) -> None:
+    (tmp_path / "out_text_document.bin").mkdir()
+    corpus = json_lines(tmp_path / "c.jsonl", {"text": "1"})
+    with pytest.raises(DataError, match=r"cannot take its name: Is a directory. A former one may be gone; write it"):
+        preprocess([corpus], str(tmp_path / "out"), NUMBERS, workers=1)

@@ -153,3 +153,35 @@ def test_data_sets_that_nothing_is_evaluated_on_are_not_asked_for(tmp_path: Path
     parts = build_datasets(config(train_iters=5, data=data), NullTokenizer(127))
     assert parts.train is not None
     assert (parts.valid, parts.test) == (None, None)
+
+
+def test_no_load_optim_begins_the_curve_anew(tmp_path, capsys):
+    """As in Megatron-LM: the rate went on at full height on moments that were zero."""
+    flags = config(train_iters=6, lr_warmup_iters=3, exit_interval=4)
+    run(replace(flags, checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=2)))
+    fresh = re.findall(r"learning rate: (\S+)", capsys.readouterr().out)[:2]
+    resumed = replace(flags, train=replace(flags.train, exit_interval=None))
+    run(replace(resumed, checkpoint=CheckpointConfig(load=str(tmp_path), no_load_optim=True)))
+    assert re.findall(r"iteration +(\d+)/.*learning rate: (\S+)", capsys.readouterr().out) == [
+        ("5", fresh[0]),
+        ("6", fresh[1]),
+    ]
+
+
+def test_a_resumed_run_says_which_settings_it_does_not_share(tmp_path, capsys):
+    """--seq-length 8 for 16, another seed, other betas and ids went on without a word."""
+    run(replace(config(train_iters=1), checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1)))
+    assert "WARNING" not in capsys.readouterr().out
+    other = config(train_iters=1, seed=7, adam_beta2=0.95, data={"vocab_size": 120, "data_path": ("1", "a")})
+    run(replace(other, checkpoint=CheckpointConfig(load=str(tmp_path))))
+    assert (
+        "WARNING: goes on with other settings than iter_0000001: --seed 7, there 1234; --adam-beta2 0.95, there 0.999; "
+        "--data-path 1 a, there ; --vocab-size 120, there 127\n"
+    ) in capsys.readouterr().out
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path):
+    flags = CheckpointConfig(save=str(tmp_path / "new"), save_interval=1)
+    with pytest.raises(DataError):
+        run(replace(config(train_iters=10), checkpoint=flags), train=Reads(3))
+    assert not (tmp_path / "new").exists()

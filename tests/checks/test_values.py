@@ -1,0 +1,102 @@
+"""Values and pairs of flags that ended in a trace, an hour later or in nothing: each is one sentence at the start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapipe.checks.numbers import RANGES
+from megapipe.checks.run import validate
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import flags_of, parse
+
+SOUND = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 --lr 1e-3 "
+    "--micro-batch-size 2 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
+def problems(flags: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(replace(parse(Config, f"{SOUND} {flags}".split()), world_size=1), has_cuda=False)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--seed 20261121145500", "--seed 20261121145500 must be at least 0 and below 2^32"),
+        ("--seed 4294967296", "--seed 4294967296 must be at least 0 and below 2^32"),
+        ("--lr inf", "--lr inf must be above 0 and finite"),
+        ("--lr 1e400", "--lr inf must be above 0 and finite"),
+        ("--weight-decay inf", "--weight-decay inf must be at least 0 and finite"),
+        (
+            "--distributed-timeout-minutes inf",
+            "--distributed-timeout-minutes inf must be above 0 and at most 1e9",
+        ),
+        (
+            "--distributed-timeout-minutes 1e12",
+            "--distributed-timeout-minutes 1000000000000.0 must be above 0 and at most 1e9",
+        ),
+        (
+            "--profile --use-pytorch-profiler --profile-step-start 100 --profile-step-end 110",
+            "--profile-step-start 100 is behind the last of 10 iterations: nothing would be recorded. "
+            "Use --profile-step-start 8 --profile-step-end 10.",
+        ),
+        (
+            "--lr-wsd-decay-iters 5",
+            "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD. Add it, or leave it out.",
+        ),
+        (
+            "--position-embedding-type rope --rotary-percent 0.1",
+            "--rotary-percent 0.1 of a head of 8 turns no channel. Use at least --rotary-percent 0.25, or "
+            "--position-embedding-type none.",
+        ),
+        (
+            "--load . --no-load-optim --use-checkpoint-opt_param-scheduler",
+            "--no-load-optim begins the learning rate's curve anew, as in Megatron-LM, so there is nothing for "
+            "--use-checkpoint-opt_param-scheduler to take. Leave one out.",
+        ),
+    ],
+)
+def test_one_sentence(flags, sentence):
+    assert problems(flags) == [sentence]
+
+
+def test_the_largest_seed_is_good():
+    validate(parse(Config, f"{SOUND} --seed {2**32 - 1}".split()), has_cuda=False)
+
+
+def test_no_number_with_a_rule_may_be_infinite_or_nan():
+    floats = [flag for flag in flags_of(Config).values() if flag.kind is float and flag.field in RANGES]
+    assert len(floats) > 20
+    for flag in floats:
+        for value in ("inf", "nan"):
+            (first, *_) = problems(f"{flag.name} {value}")
+            assert first.startswith(f"{flag.name} {value} must be "), first
+
+
+def test_a_save_that_is_a_file_is_named_by_its_flag(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert problems(f"--save {tmp_path}/file --save-interval 5") == [
+        f"--save {tmp_path}/file is a file, not a folder. Give another name."
+    ]
+
+
+def test_one_dash_is_a_flag_that_is_not_known_and_no_value_of_the_one_before():
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, ["--vocab-size", "5", "-lr", "1e-3", "--min-lr", "-1", "--weight-decay", "-inf"])
+    assert caught.value.problems == ("unknown flag -lr; did you mean --lr?",)
+
+
+def test_help_where_a_text_belongs_is_no_call_for_help(capsys):
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, ["--save", "--help"])
+    assert "--save needs a value: a text; one that begins with a dash is written --save=-..." in caught.value.problems
+    assert parse(Config, ["--save=--help"]).checkpoint.save == "--help"
+    with pytest.raises(SystemExit):
+        parse(Config, ["--num-layers", "2", "--help"])
+    assert "--micro-batch-size" in capsys.readouterr().out
