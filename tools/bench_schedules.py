@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 import torch  # noqa: E402
-from emulated import PEERS, Ours, Runner, Torchs, sharpen_sleep  # noqa: E402
 
 from megapipe.config import ParallelConfig  # noqa: E402
 from megapipe.distributed.axis import CPU  # noqa: E402
@@ -40,6 +39,8 @@ from megapipe.schedule import (  # noqa: E402
     simulate,
     unpaired,
 )
+from tools.emulated import sharpen_sleep  # noqa: E402
+from tools.emulated_runs import PEERS, Ours, Runner, Torchs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace) -> list[l
         process.start()
     sender.close()
     try:
-        return receiver.recv()  # type: ignore[no-any-return]
+        measured: list[list[list[list[float]]]] = receiver.recv()
+        return measured
     except EOFError:
         raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
     finally:
@@ -187,7 +189,7 @@ def _step(runner: Runner) -> list[list[float]]:
     assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
     sent = -1 if runner.sent_bytes is None else runner.sent_bytes
     mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
-    return world.all_gather(mine).tolist()  # type: ignore[no-any-return]
+    return world.all_gather(mine).tolist()
 
 
 def _row(job: Job, costs: Costs, steps: list[list[list[float]]], message_kib: int) -> Row:

@@ -186,7 +186,7 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     pipeline = Pipeline(config, schedule, [module], forward_step, mesh, 0)
     optimizer = Optimizer([module], train, mesh)
     data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1))
-    return lambda: train_step(pipeline, optimizer, data, 0, 1e-4)
+    return lambda: train_step(pipeline, optimizer, [*data], 0, 1e-4)
 
 
 def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
@@ -206,7 +206,7 @@ def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     model: Any = GPT(config)
     model = model.bfloat16() if bf16 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    compiled = torch.compile(model)
+    compiled: Any = torch.compile(model)
     tokens = torch.randint(0, size.vocab, (size.batch, size.seq + 1))
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse, stop
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
     if not paths:
         raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
-    events = []
+    events: list[dict[str, Any]] = []
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         schedule, predicted = predict(ranks)
         print(f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches")

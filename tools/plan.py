@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 from megapipe.checks.run import validate  # noqa: E402
 from megapipe.config import Config  # noqa: E402
@@ -75,7 +75,7 @@ def _plan(config: Config, args: Namespace) -> Plan:
 
 
 def _emulate(plan: Plan, args: Namespace) -> None:
-    import bench_schedules as bench
+    from tools import bench_schedules as bench
 
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works)
@@ -85,8 +85,7 @@ def _emulate(plan: Plan, args: Namespace) -> None:
     print(f"emulated on {place.num_ranks} processes, {args.emulate_ms:g} ms per mean rank and microbatch:")
     steps = []
     for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
-        flops = plan.pieces.costs(counts)
-        costs = Costs(*(tuple(x * unit for x in column) for column in (flops.f, flops.b, flops.w)))
+        costs = scaled(plan.pieces.costs(counts), unit)
         (measured,) = bench._run_pool([job], costs, settings)
         row = bench._row(job, costs, measured, settings.message_kib)
         steps.append(row.step_ms)
@@ -94,6 +93,15 @@ def _emulate(plan: Plan, args: Namespace) -> None:
             f"  step {row.step_ms:7.0f} ms  predicted {row.predicted_ms:7.0f}  measured/predicted {row.ratio:.3f}  "
             f"of the even split {row.step_ms / steps[0]:.3f}  {layout_string(counts)}"
         )
+
+
+def scaled(costs: Costs, unit: float) -> Costs:
+    """The times of passes, of each stage, in another unit."""
+
+    def column(times: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return tuple(x * unit for x in times) if isinstance(times, tuple) else times * unit
+
+    return Costs(column(costs.f), column(costs.b), column(costs.w))
 
 
 if __name__ == "__main__":

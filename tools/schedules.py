@@ -275,7 +275,8 @@ def _costs(text: str) -> Costs:
     numbers = _numbers(text)
     if len(numbers) not in (3, 4) or not sum(numbers[:3]):
         raise argparse.ArgumentTypeError(f"F,B,W or F,B,W,COMM is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}")
-    return Costs(*numbers[:3], comm=sum(numbers[3:]))
+    f, b, w = numbers[:3]
+    return Costs(f, b, w, comm=sum(numbers[3:]))
 
 
 def _step_costs(text: str) -> dict[str, float]:

@@ -10,13 +10,11 @@ import torch
 from programs import ROOT, run
 
 from megapipe.schedule import build, simulate, unpaired
+from tools.emulated import Device
 
 
 @pytest.fixture
-def device(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from emulated import Device
-
+def device():
     return Device
 
 

@@ -1,0 +1,168 @@
+"""One step of a rank of emulated devices: under our executor, or under torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.pipelining as peers
+from torch import Tensor
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.pipeline_parallel.transport import Op, Transport
+from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
+from megapipe.tensor_parallel.rng import Stream
+from tools.emulated import Device, Layers, Share
+
+PEERS = {
+    "gpipe": peers.ScheduleGPipe,
+    "1f1b": peers.Schedule1F1B,
+    "interleaved": peers.ScheduleInterleaved1F1B,
+    "interleaved-zb": peers.ScheduleInterleavedZeroBubble,
+    "zb-v": peers.ScheduleZBVZeroBubble,
+    "dualpipe-v": peers.ScheduleDualPipeV,
+}
+"""torch's schedule of the same order."""
+
+
+class Runner(ABC):
+    """One rank of one schedule under one runtime. `step` runs it; `device` and `sent_bytes` say what it did.
+
+    Args:
+        costs: times in seconds.
+        shape: of every message.
+    """
+
+    sent_bytes: int | None = None
+
+    def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
+        self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
+        self.device = Device(link=costs.comm)
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """What is done once, before the first step."""
+
+    def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
+        """This rank's stages."""
+        place = self.schedule.placement
+        time_of, rank_of = self.costs.durations(place), place.rank_of
+
+        def remote(stage: int, other: int | None) -> bool:
+            return other is not None and rank_of[other] != rank_of[stage]
+
+        def share(stage: int) -> Share:
+            f, b, w = (time_of[kind][stage] for kind in (Kind.F, Kind.B, Kind.W))
+            before, after = (remote(stage, other) for other in (place.prev(stage), place.next(stage)))
+            return Share(f, b, w, place.num_ranks / place.chain, before, after)
+
+        own = place.stages_on(self.mesh.pp.rank)
+        return {s: Layers(self.device, share(s), split_by_autograd=split_by_autograd) for s in own}
+
+    @abstractmethod
+    def step(self) -> None:
+        """All passes of one step."""
+
+
+class _EmulatedLinks(Transport):
+    """Real messages, stamped and counted as they leave."""
+
+    def __init__(self, mesh: ProcessMesh, device: Device) -> None:
+        super().__init__(mesh.pp)
+        self.device, self.sent_bytes = device, 0
+
+    def post(self, ops: list[Op]) -> Any:
+        for op in ops:
+            if op.sends:
+                self.device.stamp(op.tensor)
+                self.sent_bytes += op.tensor.nbytes
+        return super().post(ops)
+
+
+class _StampingStage(peers.PipelineStage):
+    """torch's stage, its messages stamped as they leave."""
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _stamped(self, ops: Any) -> Any:
+        layers: Any = self.submod
+        for op in ops:
+            layers.device.stamp(op.tensor)
+        return ops
+
+
+class Ours(Runner):
+    """The executor, the communicator and PipelineStage."""
+
+    def prepare(self) -> None:
+        self.transport = _EmulatedLinks(self.mesh, self.device)
+        self.comm = Messenger(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
+        self.program = lower(unpaired(self.schedule), self.costs)[self.mesh.pp.rank]
+        self.modules = self.layers(split_by_autograd=False)
+        self.x = torch.zeros(self.shape)
+
+    def forward(self, _: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+        """Megatron's forward step."""
+        return model(self.x if model.given[0] is None else None), lambda out: (out.mean(), {})
+
+    def step(self) -> None:
+        place, self.transport.sent_bytes = self.schedule.placement, 0
+        stages = {
+            number: PipelineStage(
+                module,
+                self.forward,
+                None,
+                holds_loss=place.is_last(number),
+                loss_divisor=self.schedule.num_microbatches,
+                per_token=False,
+                collect_non_loss_data=False,
+                stream=lambda microbatch: Stream(0, microbatch),
+            )
+            for number, module in self.modules.items()
+        }
+        execute(self.program, place, stages, self.comm)
+        self.sent_bytes = self.transport.sent_bytes
+
+
+class Torchs(Runner):
+    """torch.distributed.pipelining with its own PipelineStage and automatic split of the graph."""
+
+    def prepare(self) -> None:
+        place, pp, m = self.schedule.placement, self.mesh.pp, self.schedule.num_microbatches
+        make: Any = PEERS[self.schedule.name]
+        modules = self.layers(split_by_autograd=any(kind.is_split for kind in self.schedule.kinds))
+        hidden = torch.zeros(self.shape, requires_grad=True)
+        data = gradient = hidden.detach()
+        # Told everything about its tensors, torch need not find out by a forward and backward of its own.
+        stages = [
+            _StampingStage(
+                module,
+                s,
+                place.num_stages,
+                pp.device,
+                input_args=data if place.is_first(s) else hidden,
+                output_args=hidden,
+                output_grads=None if place.is_last(s) else gradient,
+                input_grads=None if place.is_first(s) else gradient,
+                group=pp.group,
+            )
+            for s, module in modules.items()
+        ]
+        whole_rank = stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
+        self.run = make(whole_rank, m, loss_fn=lambda out, _: out.mean())
+        whole = torch.zeros(m * self.shape[0], *self.shape[1:])
+        self.args = (whole,) if any(map(place.is_first, modules)) else ()
+        self.kwargs = {"target": whole, "losses": []} if any(map(place.is_last, modules)) else {}
+
+    def step(self) -> None:
+        self.run.step(*self.args, **self.kwargs, return_outputs=False)
