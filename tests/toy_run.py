@@ -61,10 +61,10 @@ def split(x, dim, mesh):
 class Run:
     """A toy in training."""
 
-    def __init__(self, mesh, dtype=torch.float32, config=CONFIG, layers=LAYERS):
+    def __init__(self, mesh, dtype=torch.float32, config=CONFIG, layers=LAYERS, distributed=False):
         self.mesh, self.config = mesh, config
         self.stages = [Toy(mesh, dtype, layers)]
-        self.optimizer = Optimizer(self.stages, config.train, mesh)
+        self.optimizer = Optimizer(self.stages, config.train, mesh, distributed=distributed)
 
     def train(self, first, last):
         for step in range(first, last + 1):
@@ -105,9 +105,9 @@ def problems(work):
 # What the ranks of a pool are asked to do.
 
 
-def reshard(before, after, root, dtype):
-    folder = Run(before, dtype).train(1, 2).save(root, 2)
-    run = Run(after, dtype)
+def reshard(before, after, root, dtype, sharded):
+    folder = Run(before, dtype, distributed=sharded in ("before", "both")).train(1, 2).save(root, 2)
+    run = Run(after, dtype, distributed=sharded in ("after", "both"))
     loaded = run.load(folder)
     wrong = run.train(3, 4).differing(Run(SINGLE, dtype).train(1, 4))
     return wrong, (loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)

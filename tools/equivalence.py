@@ -63,6 +63,7 @@ class Case:
         p2p: how messages are posted, see pipeline_parallel.transport.
         file: the schedule goes through a "json" or "csv" file first.
         variable: the microbatches differ in length.
+        distributed: optimizer state is split over data parallel.
     """
 
     schedule: str
@@ -80,6 +81,7 @@ class Case:
     p2p: str = "plain"
     file: str | None = None
     variable: bool = False
+    distributed: bool = False
     dtype: str = "float64"
     steps: int = STEPS
 
@@ -99,6 +101,7 @@ class Case:
             sequence_parallel=False,
             p2p="plain",
             file=None,
+            distributed=False,
         )
 
     @property
@@ -195,7 +198,7 @@ class Training:
         self.pipeline = Pipeline(
             self.config, schedule, self.stages, forward_step, mesh, VOCAB - 1, variable_seq_lengths=case.variable
         )
-        self.optimizer = Optimizer(self.stages, self.config.train, mesh)
+        self.optimizer = Optimizer(self.stages, self.config.train, mesh, distributed=case.distributed)
 
     def step(self, number: int) -> StepResult:
         """Train on the samples of a step, counted from 0."""
@@ -207,8 +210,9 @@ class Training:
         return evaluate(self.pipeline, self._at, 10_000, 1)["lm loss"]
 
     def gradients(self) -> dict[str, Part]:
-        """Of the parameters whose optimizer state is here."""
-        return {name: self._part(name, b.view(b.grads, name)) for b in self.optimizer.owned for name in b.own}
+        """Of the parameters whose optimizer state is here, or a share of it."""
+        reduced = [(b, b.gathered(b.reduced)) for b in self.optimizer.owned]
+        return {name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own}
 
     def weights(self) -> dict[str, Part]:
         """Of all stages here."""

@@ -64,6 +64,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             p2p=rng.choice(list(P2PMode)).value,
             file=rng.choice((None, None, "json", "csv")),
             variable=rng.random() < 0.25,
+            distributed=dp > 1 and rng.random() < 0.5,
         )
         try:
             chain = table(case).placement.chain

@@ -32,6 +32,8 @@ class ParallelConfig:
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
     memory_limit_gib: float | None = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
+    use_distributed_optimizer: bool = False
+    """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
     no_overlap_p2p_communication: bool = False
     """Post messages between stages in batches instead of one by one."""
     use_ring_exchange_p2p: bool = False

@@ -23,10 +23,6 @@ _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FIXED = "the schedule's table orders messages and passes; there is nothing to set"
 _REDUCED = "gradients are reduced when the step's passes are done, over flat buffers; nothing overlaps"
-_WHOLE = (
-    "not sharded yet: each data-parallel rank keeps the whole optimizer state, 12 bytes per parameter instead of "
-    "12/dp; the plan's memory counts it so"
-)
 _SAVED = "every rank writes what it owns, and a save blocks the step until it is on disk"
 _STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
 _READ = "files are mapped and read ahead by --num-workers threads"
@@ -81,8 +77,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype", ("fp32",), _FLOAT32),
     ("use-precision-aware-optimizer", _SWITCH, "main weights, gradients and moments are float32"),
-    ("use-distributed-optimizer", _SWITCH, _WHOLE),
-    ("num-distributed-optimizer-instances", _ANY, _WHOLE),
+    ("num-distributed-optimizer-instances", ("1",), "optimizer state is split over all data-parallel ranks"),
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
     ("rerun-mode", ("disabled", "validate_results"), "a step that is not finite stops the run; none is run twice"),
     # overlap, collectives, memory

@@ -4,6 +4,9 @@
     main         [ decayed | not decayed ]                as the gradients; what the optimizer updates
     model        [ decayed | not decayed ]                what the layers compute with; `main` itself unless bf16
 
+Under ZeRO-1 (Rajbhandari et al. 2020, sec. 5) what is not borrowed is padded to equal shares, one of each data-parallel
+rank. `main` has this rank's share alone; its gradients are reduced there, and `model` is gathered from all shares.
+
 Every parameter starts at a multiple of 64 elements and is padded with zeros to the next, so a vectorised kernel has no
 remainder to treat in another way and a parameter gets the same bits wherever it lies.
 """
@@ -19,6 +22,8 @@ from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.layout import layout_of
 
 ALIGN = 64
+WHOLE = Axis()
+"""One rank has all."""
 
 
 class FlatBuffers:
@@ -30,6 +35,7 @@ class FlatBuffers:
             here and nothing else.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
         device: of a stage without parameters, which takes part in collectives all the same.
+        shares: the data-parallel axis that `main` is split over; size 1: not at all.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class FlatBuffers:
         *,
         has_main: bool = True,
         device: torch.device = CPU,
+        shares: Axis = WHOLE,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
@@ -53,21 +60,28 @@ class FlatBuffers:
                 self._where[name] = (end, params[name].shape)
                 end += -(-params[name].numel() // ALIGN) * ALIGN
             ends.append(end)
-        self.decayed = slice(0, ends[0])
-        self.not_decayed = slice(ends[0], ends[1])
+            if len(ends) == 2:
+                end += -end % (ALIGN * shares.size)
+                shared = end
+        self.shares, size = shares, shared // shares.size
+        self.share = slice(shares.rank * size, (shares.rank + 1) * size)
+        self.decayed = self.within(0, ends[0])
+        self.not_decayed = self.within(ends[0], ends[1])
         self.own = tuple(decayed + others)
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
         device = next((p.device for p in params.values()), device)
         main_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.grads = torch.zeros(ends[2], dtype=main_dtype, device=device)
-        self.model = torch.zeros(ends[1], dtype=dtype, device=device)
+        self.grads = torch.zeros(end, dtype=main_dtype, device=device)
+        self.model = torch.zeros(shared, dtype=dtype, device=device)
         for name in self.own:
             view = self.view(self.model, name)
             view.copy_(params[name].data)
             params[name].data = view
-        self.main = self.model if dtype == main_dtype or not has_main else self.model.to(main_dtype)
+        self.rounds = has_main and dtype != main_dtype
+        own_share = self.model[self.share]
+        self.main = own_share.to(main_dtype) if self.rounds else self.model if shares.size == 1 else own_share
         for name, param in params.items():
             main_grad = self.view(self.grads, name)
             setattr(param, "main_grad", main_grad)  # noqa: B010
@@ -95,22 +109,69 @@ class FlatBuffers:
             for view, part in zip(views, torch.split(summed, [view.numel() for view in views]), strict=True):
                 view.copy_(part.view_as(view))
 
+    def within(self, start: int, end: int) -> slice:
+        """The part of start..end in this rank's share, counted from its beginning; empty if there is none."""
+        first, last = self.share.start, self.share.stop
+        return slice(max(start, first) - first, max(min(end, last), max(start, first)) - first)
+
+    def own_part(self, flat: Tensor, name: str) -> Tensor:
+        """What a tensor of the share's size has of a parameter, flat."""
+        start, shape = self._where[name]
+        return flat[self.within(start, start + shape.numel())]
+
+    def share_of(self, whole: Tensor, name: str) -> Tensor:
+        """The part of a whole parameter that `own_part` has of it, flat."""
+        start, shape = self._where[name]
+        part = self.within(start, start + shape.numel())
+        first = part.start + self.share.start - start
+        return whole.reshape(-1)[first : first + part.stop - part.start]
+
+    @property
+    def reduced(self) -> Tensor:
+        """The gradients of the share; summed over data parallel after `reduce`."""
+        return self.grads[self.share]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What `reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
+        return [self.grads] if self.shares.size == 1 else [self.reduced, self.grads[self.model.numel() :]]
+
     def reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> None:
-        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given: one all-reduce."""
+        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given.
+
+        One all-reduce; under ZeRO-1 one reduce-scatter, and an all-reduce of what is borrowed.
+        """
+        whole = self.grads
+        if self.shares.size > 1:
+            own = self.grads[: self.model.numel()]
+            if own.numel():
+                self.reduced.copy_(dp.reduce_scatter(own if dtype is None else own.to(dtype)))
+            whole = self.grads[self.model.numel() :]
+        if not whole.numel():
+            return
         if dtype is None or dp.size == 1:
-            dp.all_reduce(self.grads)
+            dp.all_reduce(whole)
         else:
-            self.grads.copy_(dp.all_reduce(self.grads.to(dtype)))
+            whole.copy_(dp.all_reduce(whole.to(dtype)))
+
+    def gather(self) -> None:
+        """Take the other shares of the model's weights from the ranks that have updated them."""
+        if self.shares.size > 1 and self.model.numel():
+            self.model.copy_(self.shares.all_gather(self.model[self.share].clone()))
+
+    def gathered(self, flat: Tensor) -> Tensor:
+        """A tensor of the share's size, whole: the shares of all ranks. Collective over data parallel."""
+        return self.shares.all_gather(flat) if self.shares.size > 1 else flat
 
     def copy_main_to_model(self) -> None:
         """Round the updated main parameters to the model's dtype."""
-        if self.main is not self.model:
-            self.model.copy_(self.main)
+        if self.rounds:
+            self.model[self.share].copy_(self.main)
 
     def copy_model_to_main(self) -> None:
         """Start from the model's weights, for example after loading those alone."""
-        if self.main is not self.model:
-            self.main.copy_(self.model)
+        if self.rounds:
+            self.main.copy_(self.model[self.share])
 
 
 def _decays(name: str, param: nn.Parameter) -> bool:

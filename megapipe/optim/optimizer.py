@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 from megapipe.config import TrainConfig
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.optim.buffers import ALIGN, FlatBuffers
+from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
 from megapipe.optim.census import take_census
 
 
@@ -51,6 +51,7 @@ class Optimizer:
     Args:
         stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
             whole model.
+        distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
     Attributes:
         buffers: one per stage, in the same order.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
@@ -59,8 +60,12 @@ class Optimizer:
     Raises: ConfigError for names that occur twice and for ties that cannot be kept.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], train: TrainConfig, mesh: ProcessMesh) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], train: TrainConfig, mesh: ProcessMesh, *, distributed: bool = False
+    ) -> None:
         self.mesh, self.train = mesh, train
+        self.distributed = distributed and mesh.dp.size > 1
+        shares = mesh.dp if self.distributed else WHOLE
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in stage.named_parameters())
         census, twins = take_census(stages, mesh)
@@ -82,7 +87,7 @@ class Optimizer:
             params = dict(stage.named_parameters())
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device)
+            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares)
             self.buffers.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -111,13 +116,8 @@ class Optimizer:
             lr: the rate of this step.
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
-        for buffers in self.buffers:
-            buffers.sum_over_tp(self.mesh.tp)
-            buffers.reduce(self.mesh.dp, torch.bfloat16 if self.train.grad_reduce_in_bf16 else None)
-        for _, buffers in self._twins:
-            buffers.reduce(self.mesh.twins)
-        self._add_tied()
-        grads = [b.grads for b in self.owned]
+        self._reduce()
+        grads = [b.reduced if self.distributed else b.grads for b in self.owned]
         if grad_scale != 1:
             for flat in grads:
                 flat.mul_(grad_scale)
@@ -136,37 +136,72 @@ class Optimizer:
         return self._norm([b.main for b in self.owned])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that a resumed run needs and this rank owns, as views: exp_avg and exp_avg_sq by parameter name,
-        and master where the model's weights are rounded. A tied weight beside its owner has none of its own."""
-        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if any(b.main is not b.model for b in self.owned):
-            kinds["master"] = [b.main for b in self.owned]
+        """The tensors that a resumed run needs and this rank owns: exp_avg and exp_avg_sq by parameter name, and master
+        where the model's weights are rounded. A tied weight beside its owner has none of its own. Views, or under
+        ZeRO-1 whole copies on the host, from which `load_state` takes the shares; then collective over data parallel.
+        """
         return {
-            kind: {name: b.view(flat, name) for b, flat in zip(self.owned, flats, strict=True) for name in b.own}
-            for kind, flats in kinds.items()
+            kind: {
+                name: b.view(whole, name)
+                for b, flat in zip(self.owned, flats, strict=True)
+                for whole in [b.gathered(flat).cpu() if self.distributed else flat]
+                for name in b.own
+            }
+            for kind, flats in self._kinds().items()
         }
+
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take this rank's shares of what `state` gave, once it holds what is to be loaded."""
+        for kind, flats in self._kinds().items() if self.distributed else ():
+            for b, flat in zip(self.owned, flats, strict=True):
+                for name in b.own:
+                    b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
+
+    def _kinds(self) -> dict[str, list[Tensor]]:
+        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if any(b.rounds for b in self.owned):
+            kinds["master"] = [b.main for b in self.owned]
+        return kinds
 
     def reload_main(self) -> None:
         """Take the main parameters from the model's weights."""
         for buffers in self.owned:
             buffers.copy_model_to_main()
 
-    def _add_tied(self) -> None:
+    def _reduce(self) -> None:
+        """Sum over tensor parallel, data parallel and twins, and add the uses of tied weights."""
+        dtype = torch.bfloat16 if self.train.grad_reduce_in_bf16 else None
+        for buffers in self.buffers:
+            buffers.sum_over_tp(self.mesh.tp)
+        # The two uses of a weight have other shares on their two ranks, so each is summed whole.
+        across = [_main_grad(self.params[name]) for name, _ in self._ties_across]
+        whole = [grad if dtype is None else grad.to(dtype) for grad in across] if self.distributed else []
+        whole = [self.mesh.dp.all_reduce(grad.clone()) for grad in whole]
+        for buffers in self.buffers:
+            buffers.reduce(self.mesh.dp, dtype)
+        for grad, summed in zip(across, whole, strict=False):
+            grad.copy_(summed)
+        for _, buffers in self._twins:
+            for part in buffers.parts:
+                self.mesh.twins.all_reduce(part)
         # Two numbers have one sum: the same bits whether both uses share a rank or not.
         for user, owner in self._ties_here:
             _main_grad(self.params[owner]).add_(_main_grad(self.params[user]))
-        for name, _ in self._ties_across:
-            self.mesh.ends.all_reduce(_main_grad(self.params[name]))
+        for grad in across:
+            self.mesh.ends.all_reduce(grad)
 
-    def _send_to_twins(self) -> None:
+    def _send_to_twins(self, *, shares: bool = False) -> None:
+        """The owners' weights, or this rank's share of them."""
         for source, buffers in self._twins:
-            self.mesh.twins.broadcast(buffers.model, source)
+            self.mesh.twins.broadcast(buffers.model[buffers.share] if shares else buffers.model, source)
 
     def _update(self, lr: float) -> None:
         for decay in (True, False):
             parts = [b.decayed if decay else b.not_decayed for b in self.owned]
             rows = zip(self.owned, parts, self.exp_avg, self.exp_avg_sq, strict=True)
-            live = [(b.main[part], b.grads[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop]
+            live = [
+                (b.main[part], b.reduced[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop
+            ]
             if live:
                 main, grads, exp_avg, exp_avg_sq = (list(column) for column in zip(*live, strict=True))
                 adamw(
@@ -189,7 +224,9 @@ class Optimizer:
         self.steps += 1
         for buffers in self.owned:
             buffers.copy_main_to_model()
-        self._send_to_twins()
+        self._send_to_twins(shares=True)
+        for buffers in self.buffers:
+            buffers.gather()
 
     def _counted(self, b: FlatBuffers) -> list[str]:
         """The parameters in a buffer that count on this rank, so that each element of the model counts on one of a
@@ -207,6 +244,7 @@ class Optimizer:
         for b, flat in zip(self.owned, flats, strict=True):
             if names := self._counted(b):
                 rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square()
+                rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
                 squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
         self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares))
         return math.sqrt(squares.sum().item())  # .item() waits for the GPU
@@ -221,8 +259,10 @@ class Optimizer:
     def _count_zeros(self) -> int:
         zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         for b in self.owned:
-            for grad in (b.view(b.grads, name) for name in self._counted(b)):
+            for grad in (b.own_part(b.reduced, name) for name in self._counted(b)):
                 zeros += grad.numel() - grad.count_nonzero()
+        if self.distributed:
+            self.mesh.dp.all_reduce(zeros)
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
 
 

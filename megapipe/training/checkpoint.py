@@ -106,7 +106,7 @@ def save_checkpoint(
     folder = Path(_on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         _together(mesh, lambda: _see(folder, mesh))
-        tensors = _tensors(stages, kept, mesh)
+        tensors = _tensors(stages, {} if kept is None else kept.state(), mesh)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         _together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None))
         _on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
@@ -162,7 +162,8 @@ def load_checkpoint(
     files = _together(mesh, lambda: commit.read_manifest(folder))
     _together(mesh, lambda: commit.verify(folder, files, _share(files, mesh)))
     content = _together(mesh, lambda: _read_state(folder, with_optimizer, config))
-    tensors = _tensors(stages, with_optimizer, mesh)
+    held = {} if with_optimizer is None else with_optimizer.state()
+    tensors = _tensors(stages, held, mesh)
     needed = {key: fact for row in mesh.pp.gather_json(_facts(tensors)) for key, fact in row.items()}
     reader = HuggingFaceStorageReader(str(folder))
     _together(mesh, lambda: _compare(folder, reader, needed, with_optimizer is not None))
@@ -172,6 +173,7 @@ def load_checkpoint(
         if (owner := params.get(layout_of(param).tied_to or "")) is not None:
             param.data.copy_(owner.data)
     if with_optimizer is not None:
+        with_optimizer.load_state(held)
         with_optimizer.steps = content["optimizer_steps"]
     elif optimizer is not None:
         optimizer.reload_main()
@@ -237,15 +239,13 @@ def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
 
 
-def _tensors(stages: Sequence[nn.Module], optimizer: Optimizer | None, mesh: ProcessMesh) -> dict[str, Tensor]:
+def _tensors(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
     """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
     hold the one or the other save one tensor and load the same."""
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     layouts = {name: layout_of(param) for name, param in params.items()}
     own = {name: param.detach() for name, param in params.items() if layouts[name].tied_to not in params}
-    kinds = {"": own}
-    if optimizer is not None:
-        kinds |= {f"optimizer.{kind}.": views for kind, views in optimizer.state().items()}
+    kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
     return {
         prefix + (layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
         for prefix, views in kinds.items()

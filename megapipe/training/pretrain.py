@@ -153,7 +153,9 @@ class Run:
             f"predicted bubble {bubble.bubble / bubble.makespan:.1%}"
         )
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
-        self.optimizer = Optimizer(self.modules, config.train, mesh)
+        self.optimizer = Optimizer(
+            self.modules, config.train, mesh, distributed=config.parallel.use_distributed_optimizer
+        )
         self.lr = LRSchedule.of(config)
         self.reading = Reading(config, mesh, place)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)

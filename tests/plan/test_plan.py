@@ -331,3 +331,14 @@ def test_counts_come_from_the_placement_not_from_ranks():
 )
 def test_only_ties_across_ranks_and_dualpipe_need_groups_of_their_own(flags, shares):
     assert make_plan(config(f"--num-layers 8 --pipeline-model-parallel-size 4 {flags}", 4)).shares == shares
+
+
+@pytest.mark.parametrize(("half", "whole", "split"), [("", 16, 8 + 8 / 4), ("--bf16", 18, 6 + 12 / 4)])
+def test_the_plan_counts_a_share_of_the_optimizer_state(half, whole, split):
+    """Bytes of a parameter: weight, float32 gradient, and of ZeRO-1 over 4 ranks a quarter of moments and master."""
+    flags = f"--num-layers 4 {half}"
+    plain, shared = (make_plan(config(f"{flags} {more}", 4)) for more in ("", "--use-distributed-optimizer"))
+    parameters = sum(work.parameters for work in plain.works)
+    head = 128 * 32  # tied: a second gradient, nothing else
+    assert sum(plain.state_bytes) == whole * (parameters - head) + 4 * head
+    assert sum(shared.state_bytes) == split * (parameters - head) + 4 * head

@@ -20,16 +20,18 @@ def pool(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "dtype"),
+    ("before", "after", "dtype", "sharded"),
     [
-        ((2, 1, 2), (2, 2, 1), torch.float32),
-        ((1, 4, 1), (1, 1, 4), torch.float32),
-        ((4, 1, 1), (1, 2, 2), torch.bfloat16),
-        ((1, 2, 2), (4, 1, 1), torch.bfloat16),
+        ((2, 1, 2), (2, 2, 1), torch.float32, "after"),
+        ((1, 4, 1), (1, 1, 4), torch.float32, "before"),
+        ((4, 1, 1), (1, 2, 2), torch.bfloat16, "neither"),
+        ((1, 2, 2), (4, 1, 1), torch.bfloat16, "before"),
+        ((1, 4, 1), (1, 2, 2), torch.bfloat16, "both"),
     ],
 )
-def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype):
-    for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype):
+def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype, sharded):
+    """Layouts are (tp, dp, pp); `sharded` says which of the two runs splits its optimizer state over dp (ZeRO-1)."""
+    for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype, sharded):
         assert wrong == []
         assert counters == (2, 16, 2)
 

@@ -1,0 +1,90 @@
+"""ZeRO-1: the same bits as plain data parallelism, with 1/dp of the optimizer state."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from short_run import config, datasets, run_of
+from tiny import STYLES
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.threads import run_threads
+
+Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
+
+
+def trained(mesh: ProcessMesh, *, distributed: bool, steps: int = 6, style: str, **flags) -> Result:
+    """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
+    plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
+    run = run_of(
+        mesh,
+        replace(
+            plain,
+            parallel=replace(plain.parallel, use_distributed_optimizer=distributed),
+            train=replace(plain.train, micro_batch_size=1, global_batch_size=4 * mesh.dp.size),
+            log=replace(plain.log, log_num_zeros_in_grad=True),
+        ),
+    )
+    said = [(r.losses["lm loss"], r.grad_norm, r.num_zeros) for r in (run.step() for _ in range(steps))]
+    kept = {f"{kind} {n}": x.clone() for kind, views in run.optimizer.state().items() for n, x in views.items()}
+    kept |= {name: param.detach().clone() for name, param in run.optimizer.params.items()}
+    return said, kept, [moment.numel() for moment in run.optimizer.exp_avg]
+
+
+def compare(dp: int, pp: int = 1, **how) -> list[tuple[Result, Result]]:
+    datasets()
+    plain, split = (
+        run_threads(partial(trained, distributed=distributed, **how), dp=dp, pp=pp) for distributed in (False, True)
+    )
+    return list(zip(plain, split, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "style", "flags"),
+    [
+        ("1f1b", 1, "gpt2", {}),
+        ("zb-h1", 2, "gpt2", {"bf16": True}),
+        ("dualpipe", 2, "llama", {"bf16": True}),
+        ("1f1b", 2, "gpt2", {"bf16": True, "grad_reduce_in_bf16": True}),
+    ],
+)
+def test_two_ranks_train_the_same_bits_as_without_it(schedule, pp, style, flags):
+    for plain, split in compare(2, pp, style=style, schedule=schedule, **flags):
+        assert plain[0] == split[0]
+        assert any(norm > 0.5 for _, norm, _ in plain[0]), "clipped"
+        assert plain[1].keys() == split[1].keys()
+        assert all(torch.equal(x, split[1][key]) for key, x in plain[1].items())
+        padding = 64 * 2  # of a buffer, in elements; the rule is 1/dp within 1%
+        assert all(n / 2 <= m <= n / 2 + padding for n, m in zip(plain[2], split[2], strict=True))
+
+
+def test_four_ranks_train_the_same_to_rounding():
+    """Four numbers have several sums: a reduce-scatter may add them in another order than an all-reduce."""
+    for plain, split in compare(4, style="gpt2"):
+        for ours, theirs in zip(plain[0], split[0], strict=True):
+            assert ours[:2] == pytest.approx(theirs[:2], rel=1e-6)
+        for key, x in plain[1].items():
+            torch.testing.assert_close(x, split[1][key], rtol=1e-4, atol=1e-6)
+        assert all(n / 4 <= m <= n / 4 + 64 for n, m in zip(plain[2], split[2], strict=True))
+
+
+def test_state_loads_at_any_other_size():
+    """What two ranks' shares make up is what one rank has, and back: checkpoints know whole tensors alone."""
+
+    def body(mesh: ProcessMesh) -> bool:
+        run = run_of(mesh, replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True)))
+        run.step()
+        state = run.optimizer.state()
+        want = {
+            kind: {name: torch.full_like(x, i) for i, (name, x) in enumerate(views.items())}
+            for kind, views in state.items()
+        }
+        run.optimizer.load_state(want)
+        return all(
+            torch.equal(x, want[kind][n]) for kind, views in run.optimizer.state().items() for n, x in views.items()
+        )
+
+    base = config(STYLES["gpt2"], dp=2, bf16=True)
+    datasets()
+    assert all(run_threads(body, dp=2))
