@@ -112,16 +112,7 @@ def export_checkpoint(
         dtype: of the weights; default as in the checkpoint.
     Raises: CheckpointError for damage, a model that no family can express, or a config.json of another model.
     """
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty; give another folder")
-    files = commit.read_manifest(folder)
-    commit.verify(folder, files, files)
-    if (provider := saved_provider(folder)) is not None:
-        raise CheckpointError(
-            f"{folder.name} was made with --model-provider {provider}, and only megapipe's own GPT can be exported: "
-            "a family of Hugging Face says nothing of what another program computes"
-        )
-    config = saved_config(folder)
+    config = _exportable(folder, target)
     model, saved = config.model, SavedTensors(folder)
     if beside is None and (folder.parent / BESIDE / "config.json").exists():
         beside = folder.parent / BESIDE
@@ -157,6 +148,20 @@ def export_checkpoint(
             target.rmdir()
         out.rename(target)
     return Converted(target, config, tuple(notes(content, model, vocab_size)), vocab_size)
+
+
+def _exportable(folder: Path, target: Path) -> Config:
+    """The configuration of a checkpoint that is sound, of our own GPT, and has an empty place to go to."""
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty; give another folder")
+    files = commit.read_manifest(folder)
+    commit.verify(folder, files, files)
+    if (provider := saved_provider(folder)) is not None:
+        raise CheckpointError(
+            f"{folder.name} was made with --model-provider {provider}, and only megapipe's own GPT can be exported: "
+            "a family of Hugging Face says nothing of what another program computes"
+        )
+    return saved_config(folder)
 
 
 def _data(beside: Path, vocab_size: int) -> DataConfig:
