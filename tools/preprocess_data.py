@@ -15,10 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megapipe.config import DataConfig
+from megapipe.config.files import TokenizerType
 from megapipe.data.files import is_current
 from megapipe.data.preprocess import Encoding, Written, preprocess
+from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import parse, stop, to_flags
 
 _NOT_HERE = {
     "--split-sentences": "one document becomes one sequence",
@@ -50,12 +52,24 @@ class Flags:
     """Print progress every so many documents."""
     reuse: bool = False
     """Keep files that are there already and newer than the input and the tokenizer."""
-    tokenizer_type: Literal["SentencePieceTokenizer", "NullTokenizer"] = "SentencePieceTokenizer"
-    """Kind of tokenizer; NullTokenizer reads numbers."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer, as in pretrain_gpt.py; NullTokenizer reads numbers."""
     tokenizer_model: str | None = None
-    """File of a SentencePiece model."""
+    """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
+    vocab_file: str | None = None
+    """vocab.json of the GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt of the GPT2BPETokenizer."""
     vocab_size: int | None = None
-    """Vocabulary of the NullTokenizer."""
+    """Vocabulary of the NullTokenizer or TikTokenizer."""
+    null_tokenizer_eod_id: int | None = None
+    """Id that ends a document under the NullTokenizer. Default: the last."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """HuggingFaceTokenizer: a text gets no ids around it."""
+    tiktoken_pattern: Literal["v1", "v2"] = "v2"
+    """How TikTokenizer cuts a text before it merges pairs."""
+    tiktoken_num_special_tokens: int = 1000
+    """Ids of TikTokenizer before its first byte string."""
 
     @property
     def prefixes(self) -> list[str]:
@@ -69,10 +83,10 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     _validate(flags)
     outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
-    if flags.reuse and is_current(outputs, [*flags.input, *filter(None, [flags.tokenizer_model])]):
+    data = DataConfig(**{name: getattr(flags, name) for name in _TOKENIZER})
+    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(data)]):
         print(f"{', '.join(outputs)}: up to date")
     else:
-        data = DataConfig(**{f.name: getattr(flags, f.name) for f in fields(Flags) if f.name in _TOKENIZER})
         encoding = Encoding(data, flags.json_keys, flags.append_eod)
         for written in preprocess(
             flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
@@ -81,12 +95,13 @@ def main(argv: Sequence[str]) -> None:
     print(f"Next: pretrain_gpt.py --data-path {flags.prefixes[0]} {_tokenizer_flags(flags)}")
 
 
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_size")
+_TOKENIZER = tuple(f.name for f in fields(DataConfig) if f.name in {mine.name for mine in fields(Flags)})
 
 
 def _tokenizer_flags(flags: Flags) -> str:
-    given = [(name, getattr(flags, name)) for name in _TOKENIZER]
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given if value is not None)
+    data = DataConfig(**{name: getattr(flags, name) for name in _TOKENIZER})
+    shown = " ".join(to_flags(data))
+    return shown if flags.tokenizer_type else f"--tokenizer-type {data.tokenizer} {shown}"
 
 
 def _validate(flags: Flags) -> None:

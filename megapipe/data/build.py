@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megapipe.config import Config
 from megapipe.data.blend import BlendedDataset, blend_indices, parse_data_path, split_ranges
+from megapipe.data.fingerprint import foreign
 from megapipe.data.gpt_dataset import (
     GPTDataset,
     MockTokens,
@@ -57,7 +58,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
         sources: list[TokenSource] = [MockTokens(vocab_size, tokenizer.eod)]
     else:
         prefixes, weights = parse_data_path(data.data_path)
-        sources = _open(prefixes, vocab_size)
+        sources = _open(prefixes, tokenizer)
     split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
     ranges = [split_ranges(split, len(source.lengths)) for source in sources]
     wanted = samples_wanted(config)
@@ -81,13 +82,14 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
     return train, evaluations * data.eval_batches * batch, data.eval_batches * batch
 
 
-def _open(prefixes: Sequence[str], vocab_size: int) -> list[TokenSource]:
+def _open(prefixes: Sequence[str], tokenizer: Tokenizer) -> list[TokenSource]:
     sources: list[TokenSource] = []
     problems: list[str] = []
     for prefix in prefixes:
         try:
             source = IndexedDataset(prefix)
-            refuse_foreign_tokens(prefix, source.tokens[:_PREFLIGHT], vocab_size)
+            refuse_foreign_tokens(prefix, source.tokens[:_PREFLIGHT], tokenizer.vocab_size)
+            problems.extend(foreign(prefix, tokenizer))
             sources.append(source)
         except DataError as error:
             problems.extend(error.problems)

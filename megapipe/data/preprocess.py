@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapipe.config import DataConfig
+from megapipe.data.fingerprint import write_fingerprint
 from megapipe.data.indexed import IndexedWriter, token_dtype
 from megapipe.data.text import RawDocument, raw_documents, texts
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
@@ -71,7 +72,8 @@ def preprocess(
     """
     if problems := list(_bad_keys(encoding.keys)):
         raise DataError(problems)
-    dtype = token_dtype(build_tokenizer(encoding.data).vocab_size)
+    tokenizer = build_tokenizer(encoding.data)
+    dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoding.keys]
     documents = num_bytes = 0
     tokens = [0] * len(prefixes)
@@ -86,6 +88,8 @@ def preprocess(
             report(documents, num_bytes)
         if not all(tokens):
             raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
+    for prefix in prefixes:
+        write_fingerprint(prefix, tokenizer, encoding.data.tokenizer)
     return [Written(prefix, documents, n) for prefix, n in zip(prefixes, tokens, strict=True)]
 
 

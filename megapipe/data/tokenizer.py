@@ -1,7 +1,8 @@
-"""Text to token ids and back: SentencePiece models, and the NullTokenizer for ids that are already numbers."""
+"""Text to token ids and back: SentencePiece models, ids that are already numbers, and the door to the other kinds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ import sentencepiece
 from megapipe.config import DataConfig
 from megapipe.errors import DataError
 
+_TIKTOKEN_SIZE = 2**17  # Megatron-LM's default
 _EOD_PIECES = ("<eod>", "<|endoftext|>")
 
 
@@ -59,11 +61,11 @@ class SentencePieceTokenizer:
 
 
 class NullTokenizer:
-    """Ids written as decimal numbers. The last of the vocab_size ids is eod, as in Megatron core."""
+    """Ids written as decimal numbers. Without another eod it is the last of the vocab_size ids, as in Megatron core."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+        self.eod = vocab_size - 1 if eod is None else eod
 
     def encode(self, text: str) -> list[int]:
         """Raises: ValueError for a word that is not an id."""
@@ -78,11 +80,32 @@ class NullTokenizer:
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size describe."""
-    if data.tokenizer_type == "NullTokenizer":
+    """The tokenizer that --tokenizer-type and the flags of its kind describe.
+
+    Raises: DataError.
+    """
+    kind = data.tokenizer
+    if kind == "NullTokenizer":
         if data.vocab_size is None or data.vocab_size < 2:
             raise DataError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 2, got {data.vocab_size}")
-        return NullTokenizer(data.vocab_size)
+        eod = data.null_tokenizer_eod_id
+        if eod is not None and not 0 <= eod < data.vocab_size:
+            raise DataError(f"--null-tokenizer-eod-id {eod} is not one of the {data.vocab_size} ids of --vocab-size")
+        return NullTokenizer(data.vocab_size, eod)
+    # The libraries of the other kinds are imported only where they are used.
+    if kind == "GPT2BPETokenizer":
+        from megapipe.data.bpe import gpt2_tokenizer
+
+        return gpt2_tokenizer(data.vocab_file, data.merge_file)
+    if kind == "HuggingFaceTokenizer":
+        from megapipe.data.bpe import hugging_face_tokenizer
+
+        return hugging_face_tokenizer(data.tokenizer_model, specials=not data.tokenizer_hf_no_include_special_tokens)
+    if kind == "TikTokenizer":
+        from megapipe.data.tik import TikTokenizer
+
+        size = data.vocab_size or _TIKTOKEN_SIZE
+        return TikTokenizer(data.tokenizer_model, data.tiktoken_pattern, size, data.tiktoken_num_special_tokens)
     if data.tokenizer_model is None:
         raise DataError(
             "--tokenizer-model is missing. Give a SentencePiece model (tools/train_tokenizer.py makes one), or "
@@ -91,9 +114,20 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     return SentencePieceTokenizer(data.tokenizer_model)
 
 
+def tokenizer_files(data: DataConfig) -> list[str]:
+    """Of which the ids follow."""
+    if data.tokenizer == "GPT2BPETokenizer":
+        return [path for path in (data.vocab_file, data.merge_file) if path is not None]
+    path = data.tokenizer_model
+    if path is None or data.tokenizer == "NullTokenizer":
+        return []
+    inside = [os.path.join(path, name) for name in ("tokenizer.json", "tokenizer_config.json")]
+    return [file for file in inside if os.path.isfile(file)] if os.path.isdir(path) else [path]
+
+
 def assumed_vocab_size(data: DataConfig) -> int:
     """What a plan may count with while the tokenizer's files are not at hand."""
-    return data.vocab_size or {"GPT2BPETokenizer": 50257}.get(data.tokenizer, 32000)
+    return data.vocab_size or {"GPT2BPETokenizer": 50257, "TikTokenizer": _TIKTOKEN_SIZE}.get(data.tokenizer, 32000)
 
 
 def _load(path: str) -> sentencepiece.SentencePieceProcessor:

@@ -68,6 +68,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("te-rng-tracker inference-rng-tracker", _SWITCH, "random streams are our own, by layer and microbatch"),
     ("cross-entropy-fusion-impl", ("native",), "what --cross-entropy-loss-fusion is made of"),
     ("vocab-extra-ids", ("0",), "no ids are added"),
+    ("test-mode", _SWITCH, "layers do not test themselves while they run"),
     ("enable-experimental", _SWITCH, "each feature has its own flag"),
     # precision and optimizer
     (

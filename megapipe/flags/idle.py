@@ -63,7 +63,22 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.data.dataloader_type != "cyclic",
         "samples are read in order",
     ),
-    Idle("data", "tokenizer_model", "a tokenizer that reads it", _tokenizer_is("NullTokenizer"), "it is not read"),
+    Idle(
+        "data",
+        "tokenizer_model",
+        "a tokenizer that reads it",
+        _tokenizer_is("NullTokenizer", "GPT2BPETokenizer"),
+        "it is not read",
+    ),
+    *(
+        Idle("data", name, "GPT2BPETokenizer", _not(_tokenizer_is("GPT2BPETokenizer")), "it is not read")
+        for name in ("vocab_file", "merge_file")
+    ),
+    *(
+        Idle("data", name, "TikTokenizer", _not(_tokenizer_is("TikTokenizer")), "there is nothing to cut")
+        for name in ("tiktoken_pattern", "tiktoken_num_special_tokens")
+    ),
+    Idle("data", "null_tokenizer_eod_id", "NullTokenizer", _not(_tokenizer_is("NullTokenizer")), "it has its own"),
     Idle(
         "train",
         "exit_signal",

@@ -31,8 +31,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("use-mp-args-from-checkpoint-args", "any layout loads any checkpoint; give the layout's flags"),
     ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
     ("train-data-path valid-data-path test-data-path *-data-args-path data-args-path", "use --data-path and --split"),
-    ("vocab-file merge-file", "use --tokenizer-type SentencePieceTokenizer --tokenizer-model FILE"),
-    ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "tokenizers are SentencePiece and Null"),
+    ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "a tokenizer is what its files say"),
     ("no-bias-gelu-fusion", "without fusion Megatron-LM takes the erf form of GELU; megapipe has the tanh form"),
     (
         "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",

@@ -14,6 +14,7 @@ import torch
 
 from megapipe.config import Config
 from megapipe.data.blend import parse_data_path
+from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import DataError
 from megapipe.plan import Plan
 from megapipe.schedule import to_json
@@ -44,8 +45,8 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
-    if data.tokenizer_model is not None:
-        yield f"--tokenizer-model {data.tokenizer_model} (SHA-256)", _digest(data.tokenizer_model)
+    for path in tokenizer_files(data):
+        yield f"{path} of the tokenizer (SHA-256)", _digest(path)
     for prefix in parse_data_path(data.data_path)[0] if data.data_path else ():
         yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
         yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))

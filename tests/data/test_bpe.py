@@ -1,0 +1,156 @@
+"""Tokenizers of `tokenizers` and tiktoken give the ids of the libraries that Megatron-LM calls, and files are named."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+from tokenizers import processors
+
+from megapipe.config import DataConfig
+from megapipe.data.fingerprint import fingerprint, foreign, write_fingerprint
+from megapipe.data.tokenizer import NullTokenizer, build_tokenizer
+from megapipe.errors import DataError
+
+TEXTS = {
+    "code": inspect.getsource(inspect)[:20000],
+    "markup": json.dumps({"a": [1, 2.5e-3, None, {"b": "<p class='x'>\u00e9&amp;</p>"}]}, indent=2) * 20,
+    "scripts": "".join(chr(c) for c in range(0x20, 0x3000) if unicodedata.category(chr(c))[0] in "LNPS")
+    + "\u4f60\u597d \U0001f600\U0001f680 \ud55c\uad6d\uc5b4",
+    "numbers": " ".join(f"{i} {i / 7:.5f} {i:,} 0x{i:x}" for i in range(0, 100000, 997)),
+    "spaces": "a  b\t\tc\n\n\n d\r\n   e \u00a0f\u2028g" * 20,
+    "special": "one<|endoftext|>two <|endoftext|> </s><s> three",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A small GPT-2 tokenizer trained here: its two files, and a folder as Hugging Face writes it."""
+    folder = tmp_path_factory.mktemp("bpe")
+    library = tokenizers.ByteLevelBPETokenizer(add_prefix_space=False)
+    library.train_from_iterator(TEXTS.values(), vocab_size=900, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.save_model(str(folder))
+    return SimpleNamespace(folder=folder, vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+
+
+@pytest.fixture(scope="module")
+def original(made: SimpleNamespace):
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2TokenizerFast(made.vocab, made.merges)
+
+
+@pytest.fixture(scope="module")
+def saved(made: SimpleNamespace, original) -> Path:
+    """The Hugging Face folder, with an id that begins every text, as Llama 3's."""
+    begin = original.convert_tokens_to_ids("<|endoftext|>")
+    original.save_pretrained(made.folder / "plain")
+    library = original.backend_tokenizer
+    library.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]
+    )
+    original.save_pretrained(made.folder / "begins")
+    return made.folder
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_gpt2_files_give_the_ids_of_transformers(made, original, kind):
+    ours = build_tokenizer(DataConfig(vocab_file=made.vocab, merge_file=made.merges))
+    ids = ours.encode(TEXTS[kind])
+    assert ids == original(TEXTS[kind], add_special_tokens=False).input_ids
+    assert ours.decode(ids) == TEXTS[kind]
+    assert (ours.vocab_size, ours.eod) == (len(original), original.eos_token_id)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_hugging_face_folder_gives_the_ids_of_transformers(saved, kind):
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(saved / "begins", local_files_only=True)
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(saved / "begins"))
+    ours = build_tokenizer(data)
+    assert ours.encode(TEXTS[kind]) == auto(TEXTS[kind]).input_ids
+    assert ours.encode(TEXTS[kind])[0] == ours.eod == auto.eos_token_id
+
+
+def test_a_tokenizer_json_by_itself_and_without_what_it_puts_around_a_text(saved):
+    file = str(saved / "begins" / "tokenizer.json")
+    ours = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=file))
+    bare = build_tokenizer(
+        DataConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=file, tokenizer_hf_no_include_special_tokens=True
+        )
+    )
+    assert ours.encode("x y") == [ours.eod, *bare.encode("x y")]
+
+
+def test_tiktoken_gives_the_ids_of_its_ranks(tmp_path):
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b"in", b"ing"]
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for i, t in enumerate(tokens)
+    ]
+    (tmp_path / "tik.json").write_text(json.dumps(entries))
+    data = DataConfig(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=str(tmp_path / "tik.json"),
+        tiktoken_num_special_tokens=10,
+        vocab_size=271,
+    )
+    ours = build_tokenizer(data)
+    # Special ids first, then each byte string at its rank; "the" in one token, the digits alone.
+    assert ours.encode("the 12</s>") == [10 + 257, 10 + ord(" "), 10 + ord("1"), 10 + ord("2"), 2]
+    assert ours.encode(" thing") == [10 + ord(" "), 10 + 256, 10 + 260]
+    assert (ours.vocab_size, ours.eod) == (271, 2)
+    for text in TEXTS.values():
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_aliases_and_defaults_name_one_kind():
+    assert DataConfig().tokenizer == "SentencePieceTokenizer"
+    assert DataConfig(vocab_file="v", merge_file="m").tokenizer == "GPT2BPETokenizer"
+    for alias in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
+        assert DataConfig(tokenizer_type=alias).tokenizer == "SentencePieceTokenizer"
+
+
+def test_a_null_tokenizers_eod_may_be_any_of_its_ids():
+    data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=0)
+    assert build_tokenizer(data).eod == 0
+    with pytest.raises(DataError, match="--null-tokenizer-eod-id 100 is not one of the 100 ids"):
+        build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=100))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"vocab_file": "no.json"}, "--merge-file is missing"),
+        ({"vocab_file": "no.json", "merge_file": "no.txt"}, "--merge-file no.txt: No such file"),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "meta/llama"}, "hf download meta/llama"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model is missing"),
+        ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-model is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named(data, message):
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(DataConfig(**data))
+
+
+def test_data_knows_its_tokenizer_whatever_files_it_came_from(made, saved, tmp_path):
+    gpt2 = build_tokenizer(DataConfig(vocab_file=made.vocab, merge_file=made.merges))
+    plain = build_tokenizer(
+        DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(saved / "plain" / "tokenizer.json"))
+    )
+    begins = build_tokenizer(
+        DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(saved / "begins" / "tokenizer.json"))
+    )
+    assert fingerprint(gpt2) == fingerprint(plain) != fingerprint(begins)
+    prefix = str(tmp_path / "set")
+    assert not list(foreign(prefix, gpt2))  # Megatron-LM's data has no such file
+    write_fingerprint(prefix, gpt2, "GPT2BPETokenizer")
+    assert not list(foreign(prefix, plain))
+    assert not list(foreign(prefix, NullTokenizer(gpt2.vocab_size)))
+    (line,) = foreign(prefix, begins)
+    assert f"--data-path {prefix} was tokenised by another tokenizer, a GPT2BPETokenizer of" in line
