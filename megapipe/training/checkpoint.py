@@ -10,29 +10,27 @@ import dataclasses
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Shard
 
 from megapipe.config import CheckpointConfig, Config
-from megapipe.distributed.layout import Layout, layout_of
+from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.resume import other_settings, resume_problems, settings
+from megapipe.training.shards import ShardWriter, all_there, compare, facts_of, tensors_of
+from megapipe.training.together import on_first, share_of, together
 
-T = TypeVar("T")
 STATE = "state.json"
 
 
@@ -62,7 +60,7 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None
         root.mkdir(parents=True, exist_ok=True)
         commit.refuse_to_overwrite(root, iteration)
 
-    _on_first(mesh, check)
+    on_first(mesh, check)
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
@@ -103,17 +101,19 @@ def save_checkpoint(
         "torch": torch.__version__,
     }
     text = json.dumps(content, indent=1) + "\n"
-    folder = Path(_on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
+    folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
-        _together(mesh, lambda: _see(folder, mesh))
-        tensors = _tensors(stages, {} if kept is None else kept.state(), mesh)
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        _together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None))
-        _on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
-        mine = _share([path.name for path in folder.iterdir()], mesh)
-        parts = mesh.world.gather_json(_together(mesh, lambda: commit.digest(folder, mine)))
+        together(mesh, lambda: _see(folder, mesh))
+        tensors = tensors_of(stages, {} if kept is None else kept.state(), mesh)
+        writer = ShardWriter(str(folder), save_distributed=True)
+        together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None))
+        on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
+        # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
+        mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]
+        parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
         files = {name: entry for part in parts for name, entry in part.items()}
-        return Path(_on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        on_first(mesh, lambda: all_there(folder, writer.everyones, files))
+        return Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +140,7 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
             raise CheckpointError(f"--load {root} holds no checkpoint, and --exit-on-missing-checkpoint is given")
         return iteration
 
-    iteration = _on_first(mesh or ProcessMesh.single(), look)
+    iteration = on_first(mesh or ProcessMesh.single(), look)
     if iteration is None:
         if mesh is not None and mesh.world.rank == 0:
             print(f"--load {root} holds no checkpoint; starting from random weights", flush=True)
@@ -159,15 +159,15 @@ def load_checkpoint(
     """
     flags = config.checkpoint
     with_optimizer = optimizer if not (flags.finetune or flags.no_load_optim) else None
-    files = _together(mesh, lambda: commit.read_manifest(folder))
-    _together(mesh, lambda: commit.verify(folder, files, _share(files, mesh)))
-    content = _together(mesh, lambda: _read_state(folder, with_optimizer, config))
+    files = together(mesh, lambda: commit.read_manifest(folder))
+    together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
+    content = together(mesh, lambda: _read_state(folder, with_optimizer, config))
     held = {} if with_optimizer is None else with_optimizer.state()
-    tensors = _tensors(stages, held, mesh)
-    needed = {key: fact for row in mesh.pp.gather_json(_facts(tensors)) for key, fact in row.items()}
+    tensors = tensors_of(stages, held, mesh)
+    needed = {key: fact for row in mesh.pp.gather_json(facts_of(tensors)) for key, fact in row.items()}
     reader = HuggingFaceStorageReader(str(folder))
-    _together(mesh, lambda: _compare(folder, reader, needed, with_optimizer is not None))
-    _together(mesh, lambda: _quietly(load, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None))
+    together(mesh, lambda: compare(folder, reader, needed, with_optimizer is not None))
+    together(mesh, lambda: _quietly(load, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None))
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     for param in params.values():
         if (owner := params.get(layout_of(param).tied_to or "")) is not None:
@@ -197,34 +197,6 @@ def load_checkpoint(
     )
 
 
-def _on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
-    """`work` on the first rank only; all get its result, a text or number, or its error."""
-    first = mesh.world.rank == 0
-    return mesh.world.gather_json(_together(mesh, lambda: work() if first else None))[0]  # type: ignore[no-any-return]
-
-
-def _together(mesh: ProcessMesh, work: Callable[[], T]) -> T:
-    """`work` on every rank; an error on any becomes the same CheckpointError on all, so that none waits for another."""
-    problems: list[str] = []
-    try:
-        result = work()
-    except CheckpointError as error:
-        problems += error.problems
-    except OSError as error:
-        problems.append(f"{error.filename or 'checkpoint'}: {error.strerror or error}")
-    except CheckpointException as error:
-        problems += [f"on rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
-    found = dict.fromkeys(problem for row in mesh.world.gather_json(problems) for problem in row)
-    if found:
-        raise CheckpointError(tuple(found))
-    return result
-
-
-def _share(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
-    """The files that this rank reads for all."""
-    return sorted(names)[mesh.world.rank :: mesh.world.size]
-
-
 def _see(folder: Path, mesh: ProcessMesh) -> None:
     if not folder.is_dir():
         raise CheckpointError(
@@ -237,72 +209,6 @@ def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         call(*args, **kwargs)
-
-
-def _tensors(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
-    """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
-    hold the one or the other save one tensor and load the same."""
-    params = dict(pair for stage in stages for pair in stage.named_parameters())
-    layouts = {name: layout_of(param) for name, param in params.items()}
-    own = {name: param.detach() for name, param in params.items() if layouts[name].tied_to not in params}
-    kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
-    return {
-        prefix + (layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
-        for prefix, views in kinds.items()
-        for name, tensor in views.items()
-    }
-
-
-def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
-    local = tensor.view(layout.local(mesh.tp.size))
-    if layout.dim is None or mesh.tp.size == 1:
-        return local
-    assert mesh.device_mesh is not None, "ranks that are threads cannot save"
-    return DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(layout.dim)], run_check=False)
-
-
-def _facts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Full shape and dtype of each tensor, as errors print them."""
-    return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-
-
-def _fact(shape: list[int], dtype: torch.dtype) -> str:
-    return f"{shape} {str(dtype).removeprefix('torch.')}"
-
-
-def _compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str, str], with_optimizer: bool) -> None:
-    """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
-        raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
-    there = {
-        key: _fact(list(entry.size), entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    if with_optimizer and not any(key.startswith("optimizer.") for key in there):
-        raise CheckpointError(f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim")
-    if not with_optimizer:
-        there = {key: fact for key, fact in there.items() if not key.startswith("optimizer.")}
-    wrong = [
-        f"{key} is {there[key]}, not {needed[key]}" for key in needed if there.get(key, needed[key]) != needed[key]
-    ]
-    problems = [
-        f"{folder.name} {text}: {_few(keys)}"
-        for text, keys in (
-            ("lacks parameters that this model has", [key for key in needed if key not in there]),
-            ("has parameters that this model lacks", [key for key in there if key not in needed]),
-            ("has other shapes or types (--bf16?) than this model", wrong),
-        )
-        if keys
-    ]
-    if problems:
-        raise CheckpointError(problems)
-
-
-def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def _read_state(folder: Path, optimizer: Optimizer | None, config: Config) -> dict[str, Any]:

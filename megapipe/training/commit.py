@@ -117,8 +117,16 @@ def begin(root: Path, iteration: int) -> Path:
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Size and SHA-256 of files that were just written."""
-    return {name: _digest(folder / name) for name in names}
+    """Size and SHA-256 of files that were just written, once they are on the disk.
+
+    torch's writer syncs before it has flushed: what is smaller than a block of the file system was never synced.
+    """
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+        found[name] = _digest(folder / name)
+    return found
 
 
 def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:

@@ -12,9 +12,12 @@ from torch import nn
 from toy_run import CONFIG, SINGLE, Run, Toy, problems
 
 from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training import commit
 from megapipe.training.checkpoint import check_save, find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.training.together import together
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -225,3 +228,24 @@ def test_a_pickle_is_never_run(tmp_path):
         path.write_bytes(good)
     assert not marker.exists()
     os.mkdir(marker)  # the payload would have worked
+
+
+def test_an_error_of_our_own_on_one_rank_does_not_leave_the_others_to_their_timeout():
+    """`together` knew three classes of errors; any other left the rest of the ranks waiting."""
+
+    def body(mesh):
+        def work():
+            if mesh.world.rank == 1:
+                raise ZeroDivisionError("by zero")
+
+        try:
+            together(mesh, work)
+        except (CheckpointError, ZeroDivisionError) as error:
+            return type(error).__name__, str(error)
+
+    text = "on rank 1: ZeroDivisionError: by zero"
+    assert run_threads(body, dp=3) == [
+        ("CheckpointError", text),
+        ("ZeroDivisionError", "by zero"),
+        ("CheckpointError", text),
+    ]

@@ -156,3 +156,33 @@ def test_no_room_on_the_disk_leaves_the_previous_checkpoint(root, monkeypatch):
     assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", commit.POINTER]
     monkeypatch.undo()
     assert load_newest(root) == 2
+
+
+def test_a_rank_reads_back_what_it_wrote_whatever_a_listing_of_the_folder_shows(tmp_path, monkeypatch):
+    """One client's listing of a shared folder lacked a shard: nobody hashed it, and the load refused the checkpoint."""
+    monkeypatch.setattr(commit.Path, "iterdir", lambda self: iter(()))
+    Toy(1).save(tmp_path)
+    monkeypatch.undo()
+    assert load_newest(tmp_path) == 1
+
+
+def test_a_shard_that_no_rank_has_read_back_is_not_committed(tmp_path, monkeypatch):
+    whole = commit.digest
+    monkeypatch.setattr(commit, "digest", lambda folder, names: whole(folder, [n for n in names if n == "state.json"]))
+    with pytest.raises(CheckpointError, match=r"has shards that no rank has read back: shard-00001-.*\. Not saved"):
+        Toy(1).save(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_file_is_synced_after_it_is_written(tmp_path, monkeypatch):
+    """torch syncs a shard before its bytes have left the buffer."""
+    synced, real = {}, os.fsync
+
+    def fsync(handle):
+        real(handle)
+        synced[os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))] = os.fstat(handle).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Toy(1).save(tmp_path)
+    for path in (tmp_path / "iter_0000001").iterdir():
+        assert synced[path.name] == path.stat().st_size > 0

@@ -1,0 +1,111 @@
+"""A rank's part of a checkpoint: tensors under global names in full shapes, the files it writes, what a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor, Shard
+from torch.futures import Future
+
+from megapipe.distributed.layout import Layout, layout_of
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import CheckpointError
+from megapipe.training import commit
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Knows which files this rank has written, and on the first rank which ones all have."""
+
+    mine: tuple[str, ...] = ()
+    everyones: tuple[str, ...] = ()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self.mine = _names([written.value()])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.everyones = _names(results)
+        super().finish(metadata, results)
+
+
+def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
+    if lacking := [name for name in written if name not in files]:
+        raise CheckpointError(f"{folder} has shards that no rank has read back: {', '.join(lacking)}. Not saved")
+
+
+def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
+    """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
+    hold the one or the other save one tensor and load the same."""
+    params = dict(pair for stage in stages for pair in stage.named_parameters())
+    layouts = {name: layout_of(param) for name, param in params.items()}
+    own = {name: param.detach() for name, param in params.items() if layouts[name].tied_to not in params}
+    kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
+    return {
+        prefix + (layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
+        for prefix, views in kinds.items()
+        for name, tensor in views.items()
+    }
+
+
+def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Full shape and dtype of each tensor, as errors print them."""
+    return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+
+
+def compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str, str], with_optimizer: bool) -> None:
+    """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
+        raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
+    there = {
+        key: _fact(list(entry.size), entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    if with_optimizer and not any(key.startswith("optimizer.") for key in there):
+        raise CheckpointError(f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim")
+    if not with_optimizer:
+        there = {key: fact for key, fact in there.items() if not key.startswith("optimizer.")}
+    wrong = [
+        f"{key} is {there[key]}, not {needed[key]}" for key in needed if there.get(key, needed[key]) != needed[key]
+    ]
+    problems = [
+        f"{folder.name} {text}: {_few(keys)}"
+        for text, keys in (
+            ("lacks parameters that this model has", [key for key in needed if key not in there]),
+            ("has parameters that this model lacks", [key for key in there if key not in needed]),
+            ("has other shapes or types (--bf16?) than this model", wrong),
+        )
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(result.storage_data.relative_path for row in results for result in row))
+
+
+def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
+    local = tensor.view(layout.local(mesh.tp.size))
+    if layout.dim is None or mesh.tp.size == 1:
+        return local
+    assert mesh.device_mesh is not None, "ranks that are threads cannot save"
+    return DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(layout.dim)], run_check=False)
+
+
+def _fact(shape: list[int], dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"
+
+
+def _few(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
