@@ -25,7 +25,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.models.build import build_stage
 from megapipe.models.provider import Provider, stage_provider
-from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.partition import nearly_even, spans
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
@@ -97,7 +97,7 @@ class _Case:
             order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
             ends = schedule.placement.is_first(stage) or schedule.placement.is_last(stage)
             iterators.append(map(make_batch, tokens[order]) if ends else None)
-        reported = get_forward_backward_func(mesh=mesh, schedule=schedule, config=self.model)(
+        reported = ForwardBackward(mesh, schedule, config=self.model)(
             forward_step_func=self.forward_step,
             data_iterator=iterators,
             model=modules,

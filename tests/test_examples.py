@@ -2,7 +2,9 @@
 
 import random
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import schedules  # noqa: E402
 
-from examples import deepseek_pairs  # noqa: E402
+from examples import deepseek_pairs, megatron_shaped  # noqa: E402
 from examples.deepseek_pairs import Stage  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
+from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.schedule import build, simulate  # noqa: E402
 from tools import fuzz_equivalence  # noqa: E402
@@ -85,3 +88,132 @@ def test_what_one_process_trains_is_plain_autograd():
     loss.backward()
     torch.testing.assert_close(sum(losses.values()), loss.detach(), rtol=1e-13, atol=0)
     assert all((grads[n] - w.grad).norm() / w.grad.norm() < 1e-13 for n, w in whole.blocks.items())
+
+
+def batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw, size = torch.Generator().manual_seed(step), (megatron_shaped.LENGTH, 2)
+    data = torch.randn(megatron_shaped.MICROBATCHES, *size, megatron_shaped.WIDTH, generator=draw, dtype=torch.float64)
+    masks = (torch.rand(len(data), *size, generator=draw) < 0.7).double()
+    return list(zip(data, masks, strict=True))
+
+
+def plain_torch(steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    """The training of megatron_shaped without megapipe: the losses of all microbatches, weights after the last."""
+    weights = [megatron_shaped.Part(None, number).weight for number in range(2)]
+    optimizer, losses = torch.optim.SGD(weights, lr=0.1), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for x, mask in batches(step):
+            for weight in weights:
+                x = x + torch.tanh(x @ weight)
+            loss = (x.square().mean(-1) * mask).sum() / mask.sum()
+            losses.append(loss.item())
+            (loss / megatron_shaped.MICROBATCHES).backward()
+        optimizer.step()
+    return losses, [weight.detach() for weight in weights]
+
+
+class Wrapped(torch.nn.Module):
+    """As Megatron's DistributedDataParallel: config and set_input_tensor are the inner module's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.module(data)
+
+
+def megatron_training(mesh, steps: int, chunks: int, **config):
+    """A rank with one of two stages, or (chunks 2) with both."""
+    numbers = range(chunks) if chunks == 2 else [mesh.pp.rank]
+    said = SimpleNamespace(hidden_size=megatron_shaped.WIDTH, pipeline_model_parallel_size=mesh.pp.size, **config)
+    model = [Wrapped(megatron_shaped.Part(said, number)) for number in numbers]
+    optimizer = torch.optim.SGD([p for chunk in model for p in chunk.parameters()], lr=0.1)
+    losses = []
+    for step in range(steps):
+        data = [iter(batches(step)) for _ in model]
+        reported = megatron_shaped.train_step(data if chunks == 2 else data[0], model, optimizer)
+        losses += [(total / count).item() for total, count in (one["lm loss"] for one in reported)]
+    return losses, [part.module.weight.detach() for part in model]
+
+
+@pytest.mark.parametrize("pp, chunks", [(2, 1), (1, 2)])
+def test_megatrons_own_train_step_trains_as_plain_torch(pp, chunks):
+    losses, weights = plain_torch(3)
+    ranks = run_threads(lambda mesh: megatron_training(mesh, 3, chunks), pp=pp)
+    torch.testing.assert_close([loss for mine, _ in ranks for loss in mine], losses, rtol=1e-14, atol=0)
+    torch.testing.assert_close([w for _, mine in ranks for w in mine], weights, rtol=1e-13, atol=0)
+
+
+def test_a_megatron_config_is_told_when_to_synchronise_and_at_the_end():
+    """As its DistributedDataParallel: off but in each stage's last backward, finalised once with all tokens."""
+
+    def rank(mesh):
+        seen = []
+
+        @contextmanager
+        def no_sync():
+            seen.append("off")
+            yield
+            seen.append("on")
+
+        def finalize(model, num_tokens, pg_collection=None, force_all_reduce=False):
+            grads = [p.grad.clone() for chunk in model for p in chunk.parameters()]
+            seen.append(("finalized", num_tokens.item(), force_all_reduce))
+            for grad, p in zip(grads, (p for chunk in model for p in chunk.parameters()), strict=True):
+                p.grad = grad / 7
+
+        said = {
+            "no_sync_func": no_sync,
+            "param_sync_func": lambda params: seen.append(len(list(params))),
+            "finalize_model_grads_func": finalize,
+            "calculate_per_token_loss": True,
+            "grad_scale_func": lambda loss: loss * 8,
+        }
+        before = megatron_shaped.Part(None, mesh.pp.rank).weight.detach()
+        _, (after,) = megatron_training(mesh, 1, 1, **said)
+        return seen, (before - after) / 0.1 * 7 / 8
+
+    first, last = run_threads(rank, pp=2)
+    tokens = int(sum(mask.sum() for _, mask in batches(0)))
+    assert last[0] == [1, "off", "on", "off", "on", ("finalized", tokens, False)]
+    assert first[0] == [1, "off", "on", "off", "on", ("finalized", 0, False)]
+    weights = [megatron_shaped.Part(None, number).weight for number in range(2)]
+    total = 0.0
+    for x, mask in batches(0):
+        for weight in weights:
+            x = x + torch.tanh(x @ weight)
+        total = total + (x.square().mean(-1) * mask).sum()
+    total.backward()  # neither divided by tokens nor by microbatches
+    for (_, grad), weight in zip((first, last), weights, strict=True):
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"overlap_moe_expert_parallel_comm": True}, "config.overlap_moe_expert_parallel_comm is True, which"),
+        ({"context_parallel_size": 2}, "config.context_parallel_size is 2, and the mesh has 1"),
+        ({"grad_sync_func": [print, print]}, "config.grad_sync_func has 2 functions for 1 model chunks"),
+    ],
+)
+def test_what_a_megatron_config_asks_in_vain_is_refused_by_name(said, sentence):
+    with pytest.raises(ConfigError) as caught:
+        run_threads(lambda mesh: megatron_training(mesh, 1, 1, **said), pp=2)
+    assert sentence in str(caught.value)
+
+
+def test_grad_sync_func_takes_the_place_of_synchronising_in_the_last_backward():
+    def rank(mesh):
+        seen = []
+        told = {"no_sync_func": nullcontext, "grad_sync_func": lambda params: seen.append(len(list(params)))}
+        megatron_training(mesh, 1, 1, **told)
+        return seen
+
+    assert run_threads(rank, pp=2) == [[1], [1]]
+
+
+def test_without_a_mesh_the_step_says_how_to_make_one():
+    with pytest.raises(ConfigError, match=r"there is no mesh: call ProcessMesh\.create"):
+        megatron_shaped.train_step(iter(()), [megatron_shaped.Part(None, 0)], torch.optim.SGD([torch.ones(1)], lr=1))

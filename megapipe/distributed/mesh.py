@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -54,6 +55,16 @@ class ProcessMesh:
     store: PrefixStore | None = field(default=None, compare=False)
 
     @staticmethod
+    def current() -> ProcessMesh | None:
+        """The mesh that `create` made last in this process, or a thread was given as a rank, until its `close`."""
+        return _current.get()
+
+    def activate(self) -> ProcessMesh:
+        """Be the `current` one, for code in Megatron's shape, which hands none down."""
+        _current.set(self)
+        return self
+
+    @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
         """One process, no groups."""
         device = device or CPU
@@ -79,7 +90,7 @@ class ProcessMesh:
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
-            return ProcessMesh.single(device)
+            return ProcessMesh.single(device).activate()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         rank = int(os.environ.get("RANK", "0"))
         store = meet(rank, world_size, timeout.total_seconds())
@@ -121,7 +132,7 @@ class ProcessMesh:
 
         mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh, shares), store=store)
         mesh.set_timeout(timeout.total_seconds())
-        return mesh
+        return mesh.activate()
 
     def set_timeout(self, seconds: float) -> None:
         """How long a message or collective may take from now on.
@@ -137,8 +148,13 @@ class ProcessMesh:
 
     def close(self) -> None:
         """Leave the process groups."""
+        if _current.get() is self:
+            _current.set(None)
         if self.device_mesh is not None:
             dist.destroy_process_group()
+
+
+_current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 
 
 def build_mesh(

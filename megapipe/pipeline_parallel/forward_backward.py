@@ -1,98 +1,76 @@
-"""`get_forward_backward_func`: Megatron's way to ask for a schedule, over the one executor."""
+"""`get_forward_backward_func`: Megatron-LM's way to ask for a schedule and its step's keywords, over the one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.engine import ForwardBackward, config_of
+from megapipe.pipeline_parallel.grad_sync import GradSync, check_config
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.overlap import Layered
-from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
-from megapipe.pipeline_parallel.transport import P2PMode, Transport
-from megapipe.schedule import (
-    Placement,
-    Program,
-    Schedule,
-    build,
-    forward_only,
-    share_of_window,
-    unpaired,
-    verify,
-)
-from megapipe.schedule.lower import lower_timed, most_in_flight
-from megapipe.schedule.simulate import run_clock
+from megapipe.pipeline_parallel.p2p import P2PCommunicator, axis_of
+from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.transport import P2PMode
+from megapipe.schedule import Schedule
 from megapipe.tensor_parallel.rng import Stream
 
-SLACK = 2
-"""Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
+AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
-@lru_cache(maxsize=16)
-def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """Of each rank, and how many of its messages are under way at most."""
-    verify(schedule)
-    schedule = schedule if overlap else unpaired(schedule)
-    schedule = forward_only(schedule) if evaluate else schedule
-    clock = run_clock(schedule)
-    return lower_timed(schedule, clock), most_in_flight(schedule, clock)
-
-
-@lru_cache(maxsize=16)
-def _kept(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    return share_of_window(schedule, n)
-
-
-class _Agreed(NamedTuple):
-    """What the ranks of a pipeline ask of each other once, as their programs and messages must fit.
-
-    Attributes:
-        dtype: of the messages; a rank's stages may have no parameters to tell.
-        overlap: every stage can be cut between its layers.
-    """
-
-    dtype: torch.dtype
-    overlap: bool
-
-
-class ForwardBackward:
-    """One rank's way through the forward and backward passes of a step; call it once per step.
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+    *,
+    mesh: ProcessMesh | None = None,
+    schedule: Schedule | str | None = None,
+    p2p_mode: str | None = None,
+    config: Any = None,
+    variable_seq_lengths: bool = False,
+) -> Step:
+    """The function that runs one step's forward and backward passes.
 
     Args:
-        mesh: who this rank is.
-        schedule: a table, or a name that `schedule.build` knows.
-        chunks: stages per rank, for a name.
-        p2p_mode: how messages are posted, a `transport.P2PMode`.
-        config: says hidden_size and sequence_parallel, and may say
-            num_microbatches_with_partial_activation_checkpoints and variable_seq_lengths; None for the model's own
-            `.config`, which Megatron-LM's models have.
-        variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
+        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to the number of model chunks.
+        schedule_pg_collection: Megatron's several modules on grids of their own; refused.
+        mesh: who this rank is; default the one that ProcessMesh.create made.
+        schedule: a table, or what `schedule.build` takes; default 1f1b, interleaved with several chunks.
+        p2p_mode, config, variable_seq_lengths: as in engine.ForwardBackward.
+    Raises: ConfigError if pp_size is not the mesh's, here or at the first step.
     """
+    if schedule_pg_collection is not None:
+        raise ConfigError(
+            "get_forward_backward_func: schedule_pg_collection (modules on several grids) is not implemented"
+        )
+    step = Step(mesh, schedule, pp_size, vp_size, p2p_mode, config, variable_seq_lengths)
+    if mesh is not None:
+        step.check_size(mesh)
+    return step
+
+
+class Step:
+    """One rank's step, called as Megatron's train_step and evaluate call theirs."""
 
     def __init__(
         self,
-        mesh: ProcessMesh,
-        schedule: Schedule | str,
-        *,
-        chunks: int | None = None,
-        p2p_mode: str = P2PMode.PLAIN,
-        config: Any = None,
-        variable_seq_lengths: bool = False,
+        mesh: ProcessMesh | None,
+        schedule: Schedule | str | None,
+        pp_size: int | None,
+        vp_size: int | None,
+        p2p_mode: str | None,
+        config: Any,
+        variable_seq_lengths: bool,
     ) -> None:
-        self.mesh, self.schedule, self.chunks, self.config = mesh, schedule, chunks, config
-        self.variable_seq_lengths = variable_seq_lengths
-        self._transport = Transport(mesh.pp, p2p_mode)
-        self._agreed: _Agreed | None = None
-        self._opened: set[Placement] = set()
+        self.mesh, self.schedule, self.pp_size, self.vp_size = mesh, schedule, pp_size, vp_size
+        self.p2p_mode, self.config, self.variable_seq_lengths = p2p_mode, config, variable_seq_lengths
+        self.engine: ForwardBackward | None = None
+        self._steps = 0
 
     def __call__(
         self,
@@ -106,182 +84,153 @@ class ForwardBackward:
         decoder_seq_length: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
-        calculate_per_token_loss: bool = False,
-        loss_scale: float = 1.0,
-        stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
-        on_stage_done: Callable[[int], None] | None = None,
-        on_loss: Callable[[Loss], None] | None = None,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: AdjustShapes | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+        **ours: Any,
     ) -> list[dict[str, Any]]:
-        """Run every microbatch through this rank's stages.
+        """Run every microbatch through this rank's stages. What is not named here is as in engine.ForwardBackward.
 
         Args:
-            forward_step_func: (data_iterator, model) -> (output, loss_func).
-            data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
-                embedding nor loss may have None as its iterator.
-            num_microbatches: per step and data-parallel rank.
-            seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
-                config.sequence_parallel is on takes and gives [s/t, b, h].
-            decoder_seq_length: seq_length of the decoder where it differs.
-            forward_only: evaluation; the same order of forwards, no gradients.
-            collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
-            calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-            loss_scale: factor on every loss before backward, see optim.loss_scale.
-            stream: the randomness of a microbatch.
-            on_stage_done: called with a stage's number when its last pass is over.
-            on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
+            first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has
+                set_is_first_microbatch is told (Transformer Engine converts its weights then).
+            adjust_tensor_shapes_fn: gives the shapes that this rank receives and sends in place of the usual one. The
+                shape of each message is then sent before it; one tensor of three dimensions per message.
+            p2p_communicator, pg_collection: both or neither; whose transport and groups to use in place of the mesh's.
+            force_all_reduce: handed on to config.finalize_model_grads_func.
+            ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
+                config.grad_scale_func and config.calculate_per_token_loss say.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
-        Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
+        Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
         """
-        table, rank = self._table(num_microbatches), self.mesh.pp.rank
-        chunks = _chunks(table, rank, model, data_iterator)
-        config = _config_of(chunks) if self.config is None else self.config
-        self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
-        stage_of = partial(
-            PipelineStage,
-            forward_step=forward_step_func,
-            loss_divisor=num_microbatches,
-            loss_scale=loss_scale,
-            per_token=calculate_per_token_loss,
-            collect_non_loss_data=collect_non_loss_data,
-        )
-        # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
-        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-        paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
-        stages = {
-            number: stage_of(
-                module,
-                data_iterator=iterator,
-                holds_loss=table.placement.is_last(number),
-                stream=partial(_drawn, stream, kept[number]),
-                overlaps=self._agreed.overlap and number in paired,
+        modules = list(model) if isinstance(model, Sequence) else [model]
+        engine = self._engine(len(modules), p2p_communicator, pg_collection)
+        config = config_of(modules[0]) if self.config is None else self.config
+        place = engine.table(num_microbatches).placement
+        sync = GradSync(config, dict(zip(place.stages_on(engine.mesh.pp.rank), modules, strict=False)))
+        check_config(config, engine.mesh)
+        if adjust_tensor_shapes_fn is not None:
+            _check_shapes(adjust_tensor_shapes_fn, (seq_length, micro_batch_size, config.hidden_size))
+        if first_val_step is None or not forward_only or first_val_step:
+            _tell_first_microbatch(modules)
+        told: list[Loss] = []
+        ours = {"on_loss": told.append} | _said_by(config) | self._stream(num_microbatches, engine.mesh) | ours
+        if not forward_only:
+            ours = {"on_last_backward": sync.on_last_backward, "on_stage_done": sync.on_stage_done} | ours
+        with _timed(config), sync.off(not forward_only):
+            results = engine(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                variable_seq_lengths=adjust_tensor_shapes_fn is not None,
+                **ours,
             )
-            for number, (module, iterator) in chunks.items()
-        }
-        programs, in_flight = _programs(table, forward_only, self._agreed.overlap)
-        length = (decoder_seq_length or seq_length) // (self.mesh.tp.size if config.sequence_parallel else 1)
-        shape = (length, micro_batch_size, config.hidden_size)
-        comm = self._messenger(shape, self._agreed.dtype, config, in_flight[rank] + SLACK)
-        if table.placement not in self._opened:
-            comm.open_links(table.placement)
-            self._opened.add(table.placement)
-        with torch.set_grad_enabled(not forward_only):
-            where = self.mesh.position
-            execute(programs[rank], table.placement, stages, comm, on_stage_done=on_stage_done, position=where)
-        return _reported(stages.values(), on_loss)
+        if not forward_only:
+            tokens = _tokens(told, engine.mesh) if ours.get("calculate_per_token_loss") else None
+            sync.finalize(tokens, pg_collection, force_all_reduce)
+        return results
 
-    def _messenger(self, shape: tuple[int, ...], dtype: torch.dtype, config: Any, in_flight: int) -> Messenger:
-        return Messenger(
-            self.mesh.pp,
-            shape,
-            dtype,
-            transport=self._transport,
-            variable_seq_lengths=self.variable_seq_lengths or getattr(config, "variable_seq_lengths", False),
-            sends_in_flight=in_flight,
-        )
-
-    def _table(self, num_microbatches: int) -> Schedule:
-        ranks, table = self.mesh.pp.size, self.schedule
-        if isinstance(table, str):
-            return build(table, ranks, num_microbatches, chunks=self.chunks)
-        if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
+    def check_size(self, mesh: ProcessMesh) -> None:
+        """Raises: ConfigError if pp_size is not the mesh's."""
+        if self.pp_size not in (None, mesh.pp.size):
             raise ConfigError(
-                f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
-                f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
-                "Build the table for these, or give get_forward_backward_func the schedule's name."
+                f"get_forward_backward_func: pp_size is {self.pp_size}, and the mesh has {mesh.pp.size} pipeline "
+                "ranks. Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
             )
-        return table
+
+    def _engine(self, chunks: int, p2p_communicator: P2PCommunicator | None, pg_collection: Any) -> ForwardBackward:
+        if (p2p_communicator is None) != (pg_collection is None):
+            raise ConfigError("give both p2p_communicator and pg_collection, or neither")
+        if self.engine is not None:
+            return self.engine
+        mesh = self.mesh or (ProcessMesh.current() if pg_collection is None else mesh_of(pg_collection))
+        if mesh is None:
+            raise ConfigError(
+                "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
+                "or give get_forward_backward_func mesh=..."
+            )
+        self.check_size(mesh)
+        mode, variable = self.p2p_mode, self.variable_seq_lengths
+        if p2p_communicator is not None:
+            if not isinstance(p2p_communicator, P2PCommunicator):
+                kind = type(p2p_communicator).__name__
+                raise ConfigError(f"p2p_communicator is a {kind}, not a megapipe.pipeline_parallel.p2p.P2PCommunicator")
+            mode = mode or p2p_communicator.transport.mode
+            variable = variable or p2p_communicator.variable_seq_lengths
+        table = self.schedule or ("interleaved" if (self.vp_size or chunks) > 1 else "1f1b")
+        self.engine = ForwardBackward(
+            mesh,
+            table,
+            chunks=self.vp_size or (chunks if table == "interleaved" else None),
+            p2p_mode=mode or P2PMode.PLAIN,
+            config=self.config,
+            variable_seq_lengths=variable,
+        )
+        return self.engine
+
+    def _stream(self, num_microbatches: int, mesh: ProcessMesh) -> dict[str, Any]:
+        """Randomness of layers of megapipe: another for each microbatch of each step and data-parallel rank."""
+        first = self._steps * num_microbatches
+        self._steps += 1
+        return {"stream": lambda microbatch: Stream(0, (first + microbatch) * mesh.dp.size + mesh.dp.rank)}
 
 
-def get_forward_backward_func(
-    pp_size: int | None = None,
-    vp_size: int | None = None,
-    *,
-    mesh: ProcessMesh,
-    schedule: Schedule | str | None = None,
-    p2p_mode: str = P2PMode.PLAIN,
-    config: Any = None,
-    variable_seq_lengths: bool = False,
-) -> ForwardBackward:
-    """Megatron's way to ask for the function that runs one step's forward and backward passes.
+def mesh_of(pg_collection: Any) -> ProcessMesh:
+    """The mesh that a Megatron ProcessGroupCollection describes: its groups pp, tp and, where it has them, dp.
 
-    Args:
-        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to one chunk.
-        schedule: default 1f1b, interleaved with several chunks. The rest as in ForwardBackward.
-    Raises: ConfigError if pp_size is not the mesh's.
+    Raises: ConfigError for a cp group of several ranks.
     """
-    if pp_size not in (None, mesh.pp.size):
-        raise ConfigError(
-            f"get_forward_backward_func: pp_size is {pp_size}, and the mesh has {mesh.pp.size} pipeline ranks. "
-            "Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
-        )
-    return ForwardBackward(
-        mesh,
-        schedule or ("interleaved" if vp_size and vp_size > 1 else "1f1b"),
-        chunks=vp_size,
-        p2p_mode=p2p_mode,
-        config=config,
-        variable_seq_lengths=variable_seq_lengths,
-    )
+    groups = {name: getattr(pg_collection, name, None) for name in ("pp", "tp", "dp", "cp")}
+    axes: dict[str, Any] = {name: axis_of(group) for name, group in groups.items() if group is not None}
+    if "cp" in axes and axes.pop("cp").size > 1:
+        raise ConfigError("pg_collection.cp has several ranks, and there is no context parallelism")
+    if "pp" not in axes or "tp" not in axes:
+        raise ConfigError("pg_collection must have the groups pp and tp")
+    return ProcessMesh(**axes, device=axes["pp"].device)
 
 
-def _chunks(
-    table: Schedule,
-    rank: int,
-    model: nn.Module | Sequence[nn.Module],
-    data: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
-) -> dict[int, tuple[nn.Module, Iterator[Any] | None]]:
-    """Module and data of each stage of this rank."""
-    own = table.placement.stages_on(rank)
-    modules = list(model) if isinstance(model, Sequence) else [model]
-    iterators = list(data) if isinstance(data, Sequence) else [data] * len(modules)
-    if not len(modules) == len(iterators) == len(own):
-        raise ConfigError(
-            f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
-            f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
-        )
-    return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
+def _said_by(config: Any) -> dict[str, Any]:
+    """What a Megatron config says and our own engine is told by argument."""
+    said: dict[str, Any] = {}
+    if (per_token := getattr(config, "calculate_per_token_loss", None)) is not None:
+        said["calculate_per_token_loss"] = per_token
+    if (scale := getattr(config, "grad_scale_func", None)) is not None:
+        said["loss_scale"] = float(scale(torch.ones(())))
+    return said
 
 
-def _config_of(chunks: Mapping[int, tuple[nn.Module, object]]) -> Any:
-    """Megatron's way: the first module says it."""
-    module, _ = next(iter(chunks.values()))
-    if not hasattr(module, "config"):
-        raise ConfigError(
-            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
-            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
-        )
-    return module.config
+def _tell_first_microbatch(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if hasattr(module, "set_is_first_microbatch"):
+            module.set_is_first_microbatch()  # type: ignore[operator]
 
 
-def _drawn(stream: Callable[[int], Stream], kept: frozenset[int], microbatch: int) -> Stream:
-    """A microbatch's randomness; `kept` are those whose activations are not computed again."""
-    drawn = stream(microbatch)
-    return replace(drawn, recomputes=False) if microbatch in kept else drawn
+def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:
+    for shapes in adjust([shape], [shape]):
+        if len(shapes) != 1 or len(shapes[0]) != len(shape):
+            raise ConfigError(f"adjust_tensor_shapes_fn: a message is one tensor of 3 dimensions, got shapes {shapes}")
 
 
-def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
-    """What loss_func said, by microbatch."""
-    losses: dict[int, Loss] = {}
-    results: dict[int, Any] = {}
-    for stage in stages:
-        stage.finish()
-        losses |= stage.losses
-        results |= stage.results
-    if on_loss is not None:
-        for mb in sorted(losses):
-            on_loss(losses[mb])
-    results |= {mb: loss.reported for mb, loss in losses.items()}
-    return [results[mb] for mb in sorted(results)]
+def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
+    """Of all microbatches whose loss is here."""
+    counts = [loss.tokens for loss in losses if loss.tokens is not None]
+    return torch.stack(counts).sum().int() if counts else torch.zeros((), dtype=torch.int, device=mesh.device)
 
 
-def _agree(modules: Sequence[nn.Module], pp: Axis) -> _Agreed:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
-    everyone = pp.gather_json((dtypes, all(isinstance(module, Layered) for module in modules)))
-    found = sorted({dtype for dtypes, _ in everyone for dtype in dtypes})
-    if len(found) != 1:
-        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, (dtypes, _) in enumerate(everyone))
-        raise ConfigError(
-            f"parameters are of {len(found)} types ({of_ranks}), and messages between stages need one. "
-            "Let the model provider make all of one type."
-        )
-    return _Agreed(getattr(torch, found[0]), all(cut for _, cut in everyone))
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer around a step."""
+    timers = getattr(config, "timers", None)
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=getattr(config, "barrier_with_L1_time", False))
+    yield
+    if timers is not None:
+        timers("forward-backward").stop()

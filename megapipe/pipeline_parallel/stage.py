@@ -35,6 +35,13 @@ class _Saved(NamedTuple):
     cuts: Cuts
 
 
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """An attribute of the module, or of the one that it wraps as `.module`, as DistributedDataParallel does."""
+    while not hasattr(module, name) and isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return getattr(module, name)
+
+
 class PipelineStage:
     """Runs Megatron's forward_step_func for one stage and differentiates it.
 
@@ -45,6 +52,7 @@ class PipelineStage:
             nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
+        on_last_backward: (n, what to call before the n-th backward).
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data.
@@ -63,11 +71,14 @@ class PipelineStage:
         collect_non_loss_data: bool,
         stream: Callable[[int], Stream],
         overlaps: bool = False,
+        on_last_backward: tuple[int, Callable[[], None]] | None = None,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
         self.loss_scale = loss_scale
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
+        self._set_input = attribute_of(module, "set_input_tensor")
+        self._backwards, self._on_last_backward = 0, on_last_backward
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
@@ -108,7 +119,7 @@ class PipelineStage:
     def _forward(self, microbatch: int, x: Tensor | None, cuts: Cuts) -> Tensor | None:
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
-        self.module.set_input_tensor(x)  # type: ignore[operator]
+        self._set_input(x)
         self.stream(microbatch).activate()
         meanwhile(cuts.advance)
         with self._layered.between_layers(cuts) if self._layered else nullcontext():
@@ -122,6 +133,9 @@ class PipelineStage:
 
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
         saved = self._saved.pop(microbatch)
+        self._backwards += 1
+        if self._on_last_backward is not None and self._backwards == self._on_last_backward[0]:
+            self._on_last_backward[1]()
         grad = saved.grad if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         with nullcontext() if weights else self.weight_grads.deferring(microbatch):

@@ -44,7 +44,7 @@ def run_threads(
             return group
 
         try:
-            results[rank] = body(build_mesh((pp, dp, tp), rank, CPU, make_group))
+            results[rank] = body(build_mesh((pp, dp, tp), rank, CPU, make_group).activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

@@ -15,7 +15,7 @@ from megapipe.data.loader import Batch, make_batch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents, find_documents
 from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.schedule import Schedule
@@ -68,12 +68,9 @@ class Pipeline:
         self.config, self.schedule, self.modules, self.mesh = config, schedule, modules, mesh
         self._forward_step, self._eod = forward_step, eod
         self._add_up = Adder(mesh)
-        vp = len(modules) if len(modules) > 1 else None
-        self._forward_backward = get_forward_backward_func(
-            mesh.pp.size,
-            vp,
-            mesh=mesh,
-            schedule=schedule,
+        self._forward_backward = ForwardBackward(
+            mesh,
+            schedule,
             p2p_mode=config.parallel.p2p_mode,
             config=config.model,
             variable_seq_lengths=variable_seq_lengths,

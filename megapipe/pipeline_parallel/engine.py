@@ -1,0 +1,267 @@
+"""A step's forward and backward passes: makes stages of modules and lets the one executor run the table over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.overlap import Layered
+from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, attribute_of
+from megapipe.pipeline_parallel.transport import P2PMode, Transport
+from megapipe.schedule import (
+    Placement,
+    Program,
+    Schedule,
+    build,
+    forward_only,
+    share_of_window,
+    unpaired,
+    verify,
+)
+from megapipe.schedule.lower import lower_timed, most_in_flight
+from megapipe.schedule.simulate import run_clock
+from megapipe.tensor_parallel.rng import Stream
+
+SLACK = 2
+"""Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
+
+
+@lru_cache(maxsize=16)
+def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[tuple[Program, ...], tuple[int, ...]]:
+    """Of each rank, and how many of its messages are under way at most."""
+    verify(schedule)
+    schedule = schedule if overlap else unpaired(schedule)
+    schedule = forward_only(schedule) if evaluate else schedule
+    clock = run_clock(schedule)
+    return lower_timed(schedule, clock), most_in_flight(schedule, clock)
+
+
+@lru_cache(maxsize=16)
+def _built(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    return build(name, ranks, microbatches, chunks=chunks)
+
+
+@lru_cache(maxsize=16)
+def _kept(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
+    return share_of_window(schedule, n)
+
+
+class _Agreed(NamedTuple):
+    """What the ranks of a pipeline ask of each other once, as their programs and messages must fit.
+
+    Attributes:
+        dtype: of the messages; a rank's stages may have no parameters to tell.
+        overlap: every stage can be cut between its layers.
+    """
+
+    dtype: torch.dtype
+    overlap: bool
+
+
+class ForwardBackward:
+    """One rank's way through the forward and backward passes of a step; call it once per step.
+
+    Args:
+        mesh: who this rank is.
+        schedule: a table, or a name that `schedule.build` knows.
+        chunks: stages per rank, for a name.
+        p2p_mode: how messages are posted, a `transport.P2PMode`.
+        config: says hidden_size and sequence_parallel, and may say
+            num_microbatches_with_partial_activation_checkpoints and variable_seq_lengths; None for the model's own
+            `.config`, which Megatron-LM's models have.
+        variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        schedule: Schedule | str,
+        *,
+        chunks: int | None = None,
+        p2p_mode: str = P2PMode.PLAIN,
+        config: Any = None,
+        variable_seq_lengths: bool = False,
+    ) -> None:
+        self.mesh, self.schedule, self.chunks, self.config = mesh, schedule, chunks, config
+        self.variable_seq_lengths = variable_seq_lengths
+        self._transport = Transport(mesh.pp, p2p_mode)
+        self._agreed: _Agreed | None = None
+        self._opened: set[Placement] = set()
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        calculate_per_token_loss: bool = False,
+        loss_scale: float = 1.0,
+        stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
+        variable_seq_lengths: bool = False,
+        on_last_backward: Callable[[int], None] | None = None,
+        on_stage_done: Callable[[int], None] | None = None,
+        on_loss: Callable[[Loss], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run every microbatch through this rank's stages.
+
+        Args:
+            forward_step_func: (data_iterator, model) -> (output, loss_func).
+            data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
+                embedding nor loss may have None as its iterator.
+            num_microbatches: per step and data-parallel rank.
+            seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
+                config.sequence_parallel is on takes and gives [s/t, b, h].
+            decoder_seq_length: seq_length of the decoder where it differs.
+            forward_only: evaluation; the same order of forwards, no gradients.
+            collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
+            calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
+            loss_scale: factor on every loss before backward, see optim.loss_scale.
+            stream: the randomness of a microbatch.
+            variable_seq_lengths: for this step, as for all of them above.
+            on_last_backward: called with a stage's number before the backward pass of its last microbatch.
+            on_stage_done: called with a stage's number when its last pass is over.
+            on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
+        Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+        Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
+        """
+        table, rank = self.table(num_microbatches), self.mesh.pp.rank
+        chunks = _chunks(table, rank, model, data_iterator)
+        config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
+        self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
+        stage_of = partial(
+            PipelineStage,
+            forward_step=forward_step_func,
+            loss_divisor=num_microbatches,
+            loss_scale=loss_scale,
+            per_token=calculate_per_token_loss,
+            collect_non_loss_data=collect_non_loss_data,
+        )
+        # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
+        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
+        share = num_microbatches // table.placement.num_chains
+        paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
+        stages = {
+            number: stage_of(
+                module,
+                data_iterator=iterator,
+                holds_loss=table.placement.is_last(number),
+                stream=partial(_drawn, stream, kept[number]),
+                overlaps=self._agreed.overlap and number in paired,
+                on_last_backward=None if on_last_backward is None else (share, partial(on_last_backward, number)),
+            )
+            for number, (module, iterator) in chunks.items()
+        }
+        programs, in_flight = _programs(table, forward_only, self._agreed.overlap)
+        shared = self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1
+        shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
+        variable = self.variable_seq_lengths or variable_seq_lengths or getattr(config, "variable_seq_lengths", False)
+        # Megatron's name for the type of messages, where it is not that of the parameters.
+        dtype = getattr(config, "pipeline_dtype", None) or self._agreed.dtype
+        comm = Messenger(
+            self.mesh.pp,
+            shape,
+            dtype,
+            transport=self._transport,
+            variable_seq_lengths=variable,
+            sends_in_flight=in_flight[rank] + SLACK,
+        )
+        if table.placement not in self._opened:
+            comm.open_links(table.placement)
+            self._opened.add(table.placement)
+        with torch.set_grad_enabled(not forward_only):
+            where = self.mesh.position
+            execute(programs[rank], table.placement, stages, comm, on_stage_done=on_stage_done, position=where)
+        return _reported(stages.values(), on_loss)
+
+    def table(self, num_microbatches: int) -> Schedule:
+        """The schedule of a step. Raises: ConfigError if it is a table for other numbers."""
+        ranks, table = self.mesh.pp.size, self.schedule
+        if isinstance(table, str):
+            return _built(table, ranks, num_microbatches, self.chunks)
+        if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
+            raise ConfigError(
+                f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
+                f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
+                "Build the table for these, or give get_forward_backward_func the schedule's name."
+            )
+        return table
+
+
+def _chunks(
+    table: Schedule,
+    rank: int,
+    model: nn.Module | Sequence[nn.Module],
+    data: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+) -> dict[int, tuple[nn.Module, Iterator[Any] | None]]:
+    """Module and data of each stage of this rank."""
+    own = table.placement.stages_on(rank)
+    modules = list(model) if isinstance(model, Sequence) else [model]
+    iterators = list(data) if isinstance(data, Sequence) else [data] * len(modules)
+    if not len(modules) == len(iterators) == len(own):
+        raise ConfigError(
+            f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
+            f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
+        )
+    return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
+
+
+def config_of(module: nn.Module) -> Any:
+    """Megatron's way to say the size of messages. Raises: ConfigError if the module has none."""
+    try:
+        return attribute_of(module, "config")
+    except AttributeError:
+        raise ConfigError(
+            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
+            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
+        ) from None
+
+
+def _drawn(stream: Callable[[int], Stream], kept: frozenset[int], microbatch: int) -> Stream:
+    """A microbatch's randomness; `kept` are those whose activations are not computed again."""
+    drawn = stream(microbatch)
+    return replace(drawn, recomputes=False) if microbatch in kept else drawn
+
+
+def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
+    """What loss_func said, by microbatch."""
+    losses: dict[int, Loss] = {}
+    results: dict[int, Any] = {}
+    for stage in stages:
+        stage.finish()
+        losses |= stage.losses
+        results |= stage.results
+    if on_loss is not None:
+        for mb in sorted(losses):
+            on_loss(losses[mb])
+    results |= {mb: loss.reported for mb, loss in losses.items()}
+    return [results[mb] for mb in sorted(results)]
+
+
+def _agree(modules: Sequence[nn.Module], pp: Axis) -> _Agreed:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
+    everyone = pp.gather_json((dtypes, all(isinstance(module, Layered) for module in modules)))
+    found = sorted({dtype for dtypes, _ in everyone for dtype in dtypes})
+    if len(found) != 1:
+        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, (dtypes, _) in enumerate(everyone))
+        raise ConfigError(
+            f"parameters are of {len(found)} types ({of_ranks}), and messages between stages need one. "
+            "Let the model provider make all of one type."
+        )
+    return _Agreed(getattr(torch, found[0]), all(cut for _, cut in everyone))
