@@ -21,7 +21,7 @@ from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.schedule import build, simulate  # noqa: E402
 from tools import fuzz_equivalence  # noqa: E402
-from tools.equivalence import Case  # noqa: E402
+from tools.equivalence_case import Case  # noqa: E402
 
 OWN = [f"{ROOT}/examples/own_schedule.py:{name}" for name in ("eager", "split")]
 

@@ -2,14 +2,16 @@
 
     python tools/fuzz_equivalence.py --seconds 600 --seed 0
 
-A case trains a tiny GPT for three steps in float64, ranks as threads over gloo, and must have the losses, gradients,
-gradient norms, weights and validation loss of the unsplit model; where nothing is summed in another order, to the bit.
+A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses, gradients, gradient
+norms, weights and validation loss of the unsplit model, not compiled and with nothing reported but its loss; where
+nothing is summed in another order, to the bit in every type.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -28,15 +30,19 @@ import torch  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
 from megapipe.schedule import SCHEDULES, ScheduleError, entry_of  # noqa: E402
-from tools.equivalence import RECOMPUTE, STYLES, Case, differences, table, train  # noqa: E402
+from tools.equivalence import differences, train  # noqa: E402
+from tools.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, STYLES, Case, table  # noqa: E402
+
+COMPILED = 0.02
+"""Share of the cases of one or two ranks that are compiled, which takes a minute."""
 
 
 def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
+    seconds = 300 if case.compile else 60
     try:
-        return differences(
-            case, run_threads(partial(train, case=case), tp=case.tp, dp=case.dp, pp=case.pp, timeout_s=60)
-        )
+        outcomes = run_threads(partial(train, case=case), tp=case.tp, dp=case.dp, pp=case.pp, timeout_s=seconds)
+        return differences(case, outcomes)
     except Exception as error:
         return ["".join(traceback.format_exception(error))]
 
@@ -65,7 +71,18 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             file=rng.choice((None, None, "json", "csv")),
             variable=rng.random() < 0.25,
             distributed=dp > 1 and rng.random() < 0.5,
+            dtype=rng.choice(("float64", "float64", "float64", "float32", "bfloat16", "float16")),
+            attention_dropout=rng.choice((0.0, 0.1, 0.3)),
+            hidden_dropout=rng.choice((0.0, 0.1)),
+            fused=rng.random() < 0.5,
+            metrics=rng.choice(list(METRICS)),
+            documents=rng.choice(("none", "none", "attention", "positions", "both")),
+            window=rng.choice((None, None, 0, 2, 7)),
+            overrides=rng.choice(list(OVERRIDES)),
+            loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
+            compile=rng.random() < COMPILED and tp * dp * pp <= 2,
         )
+        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)))
         try:
             chain = table(case).placement.chain
         except ScheduleError:
@@ -90,11 +107,13 @@ def read(text: str) -> Case:
     return case
 
 
-def fuzz(seconds: float, seed: int, names: Sequence[str] = tuple(SCHEDULES)) -> tuple[int, Case | None, list[str]]:
-    """Draw cases until the time is up or one differs: how many ran, that case and its differences."""
+def fuzz(
+    seconds: float, seed: int, names: Sequence[str] = tuple(SCHEDULES), *, most: float = math.inf
+) -> tuple[int, Case | None, list[str]]:
+    """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences."""
     rng, start, count = random.Random(seed), time.monotonic(), 0
     said = start
-    while time.monotonic() - start < seconds:
+    while count < most and time.monotonic() - start < seconds:
         case = draw(rng, names)
         count += 1
         if found := run(case):
