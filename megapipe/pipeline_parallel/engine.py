@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,47 @@ class _Agreed(NamedTuple):
     overlap: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A step: Megatron's keywords, and ours.
+
+    Attributes:
+        forward_step_func: (data_iterator, model) -> (output, loss_func).
+        data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
+            embedding nor loss may have None as its iterator.
+        num_microbatches: per step and data-parallel rank.
+        seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
+            config.sequence_parallel is on takes and gives [s/t, b, h].
+        decoder_seq_length: seq_length of the decoder where it differs.
+        forward_only: evaluation; the same order of forwards, no gradients.
+        collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
+        calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
+        loss_scale: factor on every loss before backward, see optim.loss_scale.
+        stream: the randomness of a microbatch.
+        variable_seq_lengths: for this step, as for all of an engine.
+        on_last_backward: called with a stage's number before the backward pass of its last microbatch.
+        on_stage_done: called with a stage's number when its last pass is over.
+        on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
+    """
+
+    forward_step_func: ForwardStep
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None
+    model: nn.Module | Sequence[nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    calculate_per_token_loss: bool = False
+    loss_scale: float = 1.0
+    stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
+    variable_seq_lengths: bool = False
+    on_last_backward: Callable[[int], None] | None = None
+    on_stage_done: Callable[[int], None] | None = None
+    on_loss: Callable[[Loss], None] | None = None
+
+
 class ForwardBackward:
     """One rank's way through the forward and backward passes of a step; call it once per step.
 
@@ -99,96 +140,42 @@ class ForwardBackward:
         self._agreed: _Agreed | None = None
         self._opened: set[Placement] = set()
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: ForwardStep,
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
-        model: nn.Module | Sequence[nn.Module],
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        calculate_per_token_loss: bool = False,
-        loss_scale: float = 1.0,
-        stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch),
-        variable_seq_lengths: bool = False,
-        on_last_backward: Callable[[int], None] | None = None,
-        on_stage_done: Callable[[int], None] | None = None,
-        on_loss: Callable[[Loss], None] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Run every microbatch through this rank's stages.
+    def __call__(self, **given: Any) -> list[dict[str, Any]]:
+        """Run every microbatch through this rank's stages; `given` are the fields of a Request.
 
-        Args:
-            forward_step_func: (data_iterator, model) -> (output, loss_func).
-            data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
-                embedding nor loss may have None as its iterator.
-            num_microbatches: per step and data-parallel rank.
-            seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
-                config.sequence_parallel is on takes and gives [s/t, b, h].
-            decoder_seq_length: seq_length of the decoder where it differs.
-            forward_only: evaluation; the same order of forwards, no gradients.
-            collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
-            calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-            loss_scale: factor on every loss before backward, see optim.loss_scale.
-            stream: the randomness of a microbatch.
-            variable_seq_lengths: for this step, as for all of them above.
-            on_last_backward: called with a stage's number before the backward pass of its last microbatch.
-            on_stage_done: called with a stage's number when its last pass is over.
-            on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
         Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
         """
-        table, rank = self.table(num_microbatches), self.mesh.pp.rank
-        chunks = _chunks(table, rank, model, data_iterator)
+        step = Request(**given)
+        table, rank = self.table(step.num_microbatches), self.mesh.pp.rank
+        chunks = _chunks(table, rank, step.model, step.data_iterator)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
-        stage_of = partial(
-            PipelineStage,
-            forward_step=forward_step_func,
-            loss_divisor=num_microbatches,
-            loss_scale=loss_scale,
-            per_token=calculate_per_token_loss,
-            collect_non_loss_data=collect_non_loss_data,
-        )
-        # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
-        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-        share = num_microbatches // table.placement.num_chains
-        paired = {p.stage for row in table.ranks for step in row if len(step) > 1 for p in step}
-        stages = {
-            number: stage_of(
-                module,
-                data_iterator=iterator,
-                holds_loss=table.placement.is_last(number),
-                stream=partial(_drawn, stream, kept[number]),
-                overlaps=self._agreed.overlap and number in paired,
-                on_last_backward=None if on_last_backward is None else (share, partial(on_last_backward, number)),
-            )
-            for number, (module, iterator) in chunks.items()
-        }
-        programs, in_flight = _programs(table, forward_only, self._agreed.overlap)
-        shared = self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1
-        shape = ((decoder_seq_length or seq_length) // shared, micro_batch_size, config.hidden_size)
-        variable = self.variable_seq_lengths or variable_seq_lengths or getattr(config, "variable_seq_lengths", False)
-        # Megatron's name for the type of messages, where it is not that of the parameters.
-        dtype = getattr(config, "pipeline_dtype", None) or self._agreed.dtype
-        comm = Messenger(
-            self.mesh.pp,
-            shape,
-            dtype,
-            transport=self._transport,
-            variable_seq_lengths=variable,
-            sends_in_flight=in_flight[rank] + SLACK,
-        )
+        stages = _stages(step, table, chunks, config, self._agreed.overlap)
+        programs, in_flight = _programs(table, step.forward_only, self._agreed.overlap)
+        comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
         if table.placement not in self._opened:
             comm.open_links(table.placement)
             self._opened.add(table.placement)
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not step.forward_only):
             where = self.mesh.position
-            execute(programs[rank], table.placement, stages, comm, on_stage_done=on_stage_done, position=where)
-        return _reported(stages.values(), on_loss)
+            execute(programs[rank], table.placement, stages, comm, on_stage_done=step.on_stage_done, position=where)
+        return _reported(stages.values(), step.on_loss)
+
+    def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
+        shared = self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1
+        shape = ((step.decoder_seq_length or step.seq_length) // shared, step.micro_batch_size, config.hidden_size)
+        return Messenger(
+            self.mesh.pp,
+            shape,
+            # Megatron's name for the type of messages, where it is not that of the parameters.
+            getattr(config, "pipeline_dtype", None) or dtype,
+            transport=self._transport,
+            variable_seq_lengths=self.variable_seq_lengths
+            or step.variable_seq_lengths
+            or getattr(config, "variable_seq_lengths", False),
+            sends_in_flight=in_flight,
+        )
 
     def table(self, num_microbatches: int) -> Schedule:
         """The schedule of a step. Raises: ConfigError if it is a table for other numbers."""
@@ -220,6 +207,35 @@ def _chunks(
             f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
         )
     return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
+
+
+def _stages(
+    step: Request,
+    table: Schedule,
+    chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
+    config: Any,
+    overlap: bool,
+) -> dict[int, PipelineStage]:
+    # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
+    kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
+    share, last = step.num_microbatches // table.placement.num_chains, step.on_last_backward
+    paired = {p.stage for row in table.ranks for item in row if len(item) > 1 for p in item}
+    return {
+        number: PipelineStage(
+            module,
+            step.forward_step_func,
+            iterator,
+            holds_loss=table.placement.is_last(number),
+            loss_divisor=step.num_microbatches,
+            loss_scale=step.loss_scale,
+            per_token=step.calculate_per_token_loss,
+            collect_non_loss_data=step.collect_non_loss_data,
+            stream=partial(_drawn, step.stream, kept[number]),
+            overlaps=overlap and number in paired,
+            on_last_backward=None if last is None else (share, partial(last, number)),
+        )
+        for number, (module, iterator) in chunks.items()
+    }
 
 
 def config_of(module: nn.Module) -> Any:

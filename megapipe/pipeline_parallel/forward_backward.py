@@ -55,7 +55,21 @@ def get_forward_backward_func(
 
 
 class Step:
-    """One rank's step, called as Megatron's train_step and evaluate call theirs."""
+    """One rank's step, called as Megatron's train_step and evaluate call theirs. What is not named here is as in
+    engine.Request.
+
+    Keywords:
+        first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has
+            set_is_first_microbatch is told (Transformer Engine converts its weights then).
+        adjust_tensor_shapes_fn: gives the shapes that this rank receives and sends in place of the usual one. The
+            shape of each message is then sent before it; one tensor of three dimensions per message.
+        p2p_communicator, pg_collection: both or neither; whose transport and groups to use in place of the mesh's.
+        force_all_reduce: handed on to config.finalize_model_grads_func.
+        ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
+            config.grad_scale_func and config.calculate_per_token_loss say.
+    Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+    Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
+    """
 
     def __init__(
         self,
@@ -91,20 +105,7 @@ class Step:
         force_all_reduce: bool = False,
         **ours: Any,
     ) -> list[dict[str, Any]]:
-        """Run every microbatch through this rank's stages. What is not named here is as in engine.ForwardBackward.
-
-        Args:
-            first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has
-                set_is_first_microbatch is told (Transformer Engine converts its weights then).
-            adjust_tensor_shapes_fn: gives the shapes that this rank receives and sends in place of the usual one. The
-                shape of each message is then sent before it; one tensor of three dimensions per message.
-            p2p_communicator, pg_collection: both or neither; whose transport and groups to use in place of the mesh's.
-            force_all_reduce: handed on to config.finalize_model_grads_func.
-            ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
-                config.grad_scale_func and config.calculate_per_token_loss say.
-        Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
-        Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
-        """
+        """Run every microbatch through this rank's stages; see the class."""
         modules = list(model) if isinstance(model, Sequence) else [model]
         engine = self._engine(len(modules), p2p_communicator, pg_collection)
         config = config_of(modules[0]) if self.config is None else self.config
