@@ -54,6 +54,8 @@ class TrainConfig:
     """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
     deterministic_mode: bool = False
     """Refuse kernels whose results differ from run to run."""
+    freeze_all_layers: bool = False
+    """Train nothing: run the forwards, report the losses, keep the weights. A provider freezes a part of a model."""
     optimizer: Literal["adam"] = "adam"
     """adam is AdamW with decoupled weight decay."""
     lr: float | None = None

@@ -46,6 +46,13 @@ IDLE: tuple[Idle, ...] = (
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "exit_on_missing_checkpoint", "--load", _no_load, _NOTHING_LOADED),
+    Idle(
+        "model",
+        "sequence_parallel",
+        "--tensor-model-parallel-size of at least 2",
+        lambda c: c.parallel.tensor_model_parallel_size == 1,
+        "there is nothing to share",
+    ),
     Idle("model", "recompute_num_layers", "--recompute-granularity full", _kept, "nothing is computed again"),
     Idle("model", "recompute_method", "--recompute-granularity full", _kept, "nothing is computed again"),
     Idle("log", "profile", "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded"),

@@ -21,6 +21,7 @@ class Row(NamedTuple):
     shape: list[int]
     tied_to: str | None
     dtype: str
+    trained: bool
 
 
 class Census(NamedTuple):
@@ -42,9 +43,10 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         and parameters of several types.
     """
     mine = [
-        (name, mesh.pp.rank, number, list(layout_of(param).full), layout_of(param).tied_to, str(param.dtype))
+        Row(name, mesh.pp.rank, number, list(layout.full), layout.tied_to, str(param.dtype), param.requires_grad)
         for number, stage in enumerate(stages)
         for name, param in stage.named_parameters()
+        for layout in [layout_of(param)]
     ]
     rows, with_ends, with_twins = zip(
         *mesh.pp.gather_json((mine, mesh.ends.size > 1, mesh.twins.size > 1)), strict=True
@@ -86,6 +88,9 @@ def _tie_problems(user: Row, owner: Row | None, pp: int, *, across: bool) -> lis
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
     if owner.shape != user.shape:
         return [f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: the shapes differ"]
+    if owner.trained != user.trained:
+        frozen, other = (user, owner) if owner.trained else (owner, user)
+        return [f"parameter {frozen.name} is frozen and tied to {other.name}, which is not: freeze both or none"]
     if owner.rank != user.rank and {owner.rank, user.rank} != {0, pp - 1}:
         return [
             f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "

@@ -19,8 +19,9 @@ from torch.optim.adamw import adamw
 from megapipe.config import TrainConfig
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
 from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
-from megapipe.optim.census import take_census
+from megapipe.optim.census import Row, take_census
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Optimizer:
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         steps: updates made so far; Adam's bias correction needs it.
         weight_decay: as in TrainConfig; a loaded checkpoint may set it.
-    Raises: ConfigError for names that occur twice and for ties that cannot be kept.
+    Parameters with requires_grad False are no part of it.
+    Raises: ConfigError for names that occur twice, for ties that cannot be kept and if nothing is trained.
     """
 
     def __init__(
@@ -67,8 +69,14 @@ class Optimizer:
         self.distributed = distributed and mesh.dp.size > 1
         shares = mesh.dp if self.distributed else WHOLE
         self.steps, self.weight_decay = 0, train.weight_decay
-        self.params = dict(pair for stage in stages for pair in stage.named_parameters())
+        self.params = dict(pair for stage in stages for pair in _trained(stage))
         census, twins = take_census(stages, mesh)
+        if not (train.freeze_all_layers or any(row.trained for row in census.values())):
+            raise ConfigError(
+                "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the "
+                "model provider, or run forwards alone with --freeze-all-layers"
+            )
+        self._frozen = _frozen(stages, census, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         self._index = {name: n for n, name in enumerate(owners)}
         self._placed: dict[tuple[str, ...], Tensor] = {}
@@ -84,7 +92,7 @@ class Optimizer:
         self.owned: list[FlatBuffers] = []
         shared: dict[tuple[int, str], FlatBuffers] = {}
         for stage in stages:
-            params = dict(stage.named_parameters())
+            params = dict(_trained(stage))
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
             buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares)
@@ -132,8 +140,14 @@ class Optimizer:
         return StepInfo(norm, num_zeros=zeros)
 
     def params_norm(self) -> float:
-        """L2 norm of all parameters, tied and replicated ones once. Collective over tp and pp."""
-        return self._norm([b.main for b in self.owned])
+        """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over tp and pp."""
+        trained = self._norm([b.main for b in self.owned])
+        if self._frozen is None:
+            return trained
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for param in self._frozen:
+            squares += param.detach().double().square().sum()
+        return math.hypot(trained, math.sqrt(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares)).item()))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that a resumed run needs and this rank owns: exp_avg and exp_avg_sq by parameter name, and master
@@ -264,6 +278,21 @@ class Optimizer:
         if self.distributed:
             self.mesh.dp.all_reduce(zeros)
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
+
+
+def _trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A frozen parameter (requires_grad False) has no gradient, no state and no decay: it stays where it is."""
+    return [(name, param) for name, param in stage.named_parameters() if param.requires_grad]
+
+
+def _frozen(stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh) -> list[nn.Parameter] | None:
+    """Frozen parameters that count on this rank, so that each element of the model counts on one of a pipeline; None
+    if the whole model is trained."""
+    if all(row.trained for row in census.values()):
+        return None
+    params = {name: param for stage in stages for name, param in stage.named_parameters() if not param.requires_grad}
+    here = [name for name in params if census[name].rank == mesh.pp.rank and census[name].tied_to is None]
+    return [params[name] for name in here if mesh.tp.rank == 0 or layout_of(params[name]).dim is not None]
 
 
 def _natural(name: str) -> list[str | int]:

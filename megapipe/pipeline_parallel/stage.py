@@ -26,11 +26,12 @@ class _Saved(NamedTuple):
     """What a microbatch's backward needs: only the graph of its output, whose memory is free once it is sent.
 
     Attributes:
+        output: None where nothing before it is trained.
         grad: of the loss, on the last stage; elsewhere it arrives.
     """
 
     x: Tensor | None
-    output: GradientEdge
+    output: GradientEdge | None
     grad: Tensor | None
     cuts: Cuts
 
@@ -96,7 +97,7 @@ class PipelineStage:
         x = self._saved[microbatch].x
         for _ in self._backward(microbatch, grad, weights):
             pass
-        return None if x is None else x.grad
+        return _grad_of(x)
 
     def overlapped_forward_backward(
         self,
@@ -114,7 +115,7 @@ class PipelineStage:
         output = self._context.run(self._forward, microbatch, x, Cuts(pieces))
         for _ in pieces:  # those that the forward had no layer for
             pass
-        return output, None if x_backward is None else x_backward.grad
+        return output, _grad_of(x_backward)
 
     def _forward(self, microbatch: int, x: Tensor | None, cuts: Cuts) -> Tensor | None:
         if x is not None:
@@ -128,7 +129,8 @@ class PipelineStage:
         if self.holds_loss:
             output, grad = self._loss(microbatch, output, loss_func)
         if torch.is_grad_enabled():
-            self._saved[microbatch] = _Saved(x, get_gradient_edge(output), grad, cuts)
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._saved[microbatch] = _Saved(x, edge, grad, cuts)
         return None if self.holds_loss else output.detach()
 
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
@@ -139,7 +141,8 @@ class PipelineStage:
         grad = saved.grad if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         with nullcontext() if weights else self.weight_grads.deferring(microbatch):
-            yield from saved.cuts.backward(saved.output, grad)
+            if saved.output is not None:
+                yield from saved.cuts.backward(saved.output, grad)
 
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
@@ -161,3 +164,8 @@ class PipelineStage:
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
         return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale)
+
+
+def _grad_of(x: Tensor | None) -> Tensor | None:
+    """What a backward left in its input; zeros where the output does not depend on it."""
+    return x if x is None else torch.zeros_like(x) if x.grad is None else x.grad

@@ -158,7 +158,8 @@ def load_checkpoint(
     Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
     """
     flags = config.checkpoint
-    with_optimizer = optimizer if not (flags.finetune or flags.no_load_optim) else None
+    weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers
+    with_optimizer = None if weights_alone else optimizer
     files = together(mesh, lambda: commit.read_manifest(folder))
     together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
     content = together(mesh, lambda: _read_state(folder, with_optimizer, config))

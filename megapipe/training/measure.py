@@ -59,7 +59,8 @@ def _times(
     module: nn.Module, x: Tensor | None, tokens: Tensor, labels: Tensor | None, repeats: int
 ) -> tuple[float, ...]:
     """Seconds of F, B and W."""
-    buffers = FlatBuffers(dict(module.named_parameters()))  # gradients are added where a run adds them
+    trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    buffers = FlatBuffers(trained)  # gradients are added where a run adds them
     grads, rows = WeightGrads(), []
     for _ in range(repeats + 2):
         buffers.zero_grad()

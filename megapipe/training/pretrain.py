@@ -156,7 +156,7 @@ class Run:
         self.optimizer = Optimizer(
             self.modules, config.train, mesh, distributed=config.parallel.use_distributed_optimizer
         )
-        self.lr = LRSchedule.of(config)
+        self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.reading = Reading(config, mesh, place)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
@@ -221,6 +221,8 @@ class Run:
 
     def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
         module = build_stage(provider, self.config.model, span, self.mesh.tp, self.config.train.seed)
+        if self.config.train.freeze_all_layers:
+            module.requires_grad_(False)
         if self.config.train.half:
             module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
         if self.config.train.compile and not compile_layers(module) and span.count:

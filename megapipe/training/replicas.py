@@ -55,5 +55,6 @@ def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def _hash(x: Tensor) -> str:
-    """Of a tensor's bits."""
-    return sha256(x.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]
+    """Of a tensor's bits, and whether it is trained."""
+    frozen = "" if x.requires_grad else "frozen "
+    return frozen + sha256(x.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]

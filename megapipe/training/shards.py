@@ -73,15 +73,21 @@ def compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str,
     }
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):
         raise CheckpointError(f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim")
-    if not with_optimizer:
-        there = {key: fact for key, fact in there.items() if not key.startswith("optimizer.")}
+    # The state of a parameter that has been frozen since is left where it is.
+    unread = {key for key in there if key.startswith("optimizer.")} - needed.keys()
+    if with_optimizer:
+        unread = {key for key in unread if key.split(".", 2)[2] in needed}
+    there = {key: fact for key, fact in there.items() if key not in unread}
     wrong = [
         f"{key} is {there[key]}, not {needed[key]}" for key in needed if there.get(key, needed[key]) != needed[key]
     ]
+    lacking = [key for key in needed if key not in there]
+    state = bool(lacking) and all(key.startswith("optimizer.") for key in lacking)
     problems = [
         f"{folder.name} {text}: {_few(keys)}"
         for text, keys in (
-            ("lacks parameters that this model has", [key for key in needed if key not in there]),
+            ("lacks state of parameters that were frozen then (add --no-load-optim)", lacking if state else []),
+            ("lacks parameters that this model has", [] if state else lacking),
             ("has parameters that this model lacks", [key for key in there if key not in needed]),
             ("has other shapes or types (--bf16?) than this model", wrong),
         )

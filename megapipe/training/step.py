@@ -101,7 +101,7 @@ class Pipeline:
             num_microbatches=self.schedule.num_microbatches,
             seq_length=s,
             micro_batch_size=b,
-            forward_only=evaluate,
+            forward_only=evaluate or config.train.freeze_all_layers,
             calculate_per_token_loss=config.train.calculate_per_token_loss,
             loss_scale=loss_scale,
             on_loss=losses.append,

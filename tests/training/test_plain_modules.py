@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.models.build import build_stage
+from megapipe.models.gpt import GPTModel
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan, partition
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.testing import check_provider
+from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 from megapipe.training.ownership import check_ownership
 from megapipe.training.replicas import check_replicas
 from megapipe.training.step import Pipeline, train_step
@@ -26,7 +29,9 @@ from pretrain_gpt import forward_step
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8
 MODEL = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, padded_vocab_size=VOCAB)
-TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=BATCH, seq_length=SEQ, lr=0.05, weight_decay=0.1)
+TRAIN = TrainConfig(
+    train_iters=3, micro_batch_size=1, global_batch_size=BATCH, seq_length=SEQ, lr=0.05, weight_decay=0.1
+)
 ALL = {"tp": 2, "dp": 2, "pp": 2}
 
 
@@ -66,14 +71,31 @@ def tokens(step: int) -> Tensor:
     return torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
 
 
+def frozen(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+    """Nothing is trained in the first half, and half of the last layer."""
+    stage = Plain(span)
+    for name, param in stage.named_parameters():
+        param.requires_grad_(not name.startswith(("embedding", "layers.0", "layers.1", "layers.3.mix")))
+    return stage
+
+
+def frozen_gpt(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+    """Our layers, whose weight gradients wait for W; the head is tied to the embedding, and both are frozen."""
+    stage = GPTModel(replace(config, attention_dropout=0.0, hidden_dropout=0.0, max_position_embeddings=SEQ), span, tp)
+    for name, param in stage.named_parameters():
+        fixed = ("embedding", "output_layer", "decoder.layers.0", "decoder.layers.1", "decoder.layers.3.mlp")
+        param.requires_grad_(not name.startswith(fixed))
+    return stage
+
+
 def stages(mesh: ProcessMesh, schedule, make=provider) -> list[nn.Module]:
     spans = partition(LAYERS, schedule.placement)
     own = schedule.placement.stages_on(mesh.pp.rank)
     return [build_stage(make, MODEL, spans[stage], mesh.tp, 1234).double() for stage in own]
 
 
-def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3):
-    """Losses, gradient norms, initial and trained parameters of this rank, and its optimizer."""
+def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3, distributed=False):
+    """Losses, gradient norms, initial and trained parameters of this rank, its optimizer and its norm of parameters."""
     config = Config(model=MODEL, train=train, world_size=mesh.world.size)
     microbatches = BATCH // mesh.dp.size
     schedule = build(name, mesh.pp.size, microbatches)
@@ -82,13 +104,16 @@ def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3
     check_replicas(modules, mesh, mirrored=schedule.placement.num_chains > 1)
     named = dict(pair for module in modules for pair in module.named_parameters())
     before = {name: param.detach().clone() for name, param in named.items()}
-    pipeline, optimizer = Pipeline(config, schedule, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
+    pipeline, optimizer = (
+        Pipeline(config, schedule, modules, forward_step, mesh, 0),
+        Optimizer(modules, train, mesh, distributed=distributed),
+    )
     told = []
     for step in range(steps):
         share = tokens(step).unflatten(0, (microbatches, mesh.dp.size))[:, mesh.dp.rank]
         result = train_step(pipeline, optimizer, list(share[:, None]), step * BATCH, 0.05)
         told += [result.losses["lm loss"], result.grad_norm]
-    return told, before, {name: param.detach() for name, param in named.items()}, optimizer
+    return told, before, {name: param.detach() for name, param in named.items()}, optimizer, optimizer.params_norm()
 
 
 def oracle(make=provider):
@@ -142,13 +167,75 @@ def test_the_users_own_generator_is_left_where_it_was():
     assert torch.equal(torch.rand(3), want)
 
 
-@pytest.mark.parametrize("name, sizes", [("1f1b", ALL), ("zb-v", ALL), ("dualpipe", {"pp": 2})])
+LAYOUTS = [("1f1b", ALL), ("zb-v", ALL), ("dualpipe", {"pp": 2})]
+
+
+@pytest.mark.parametrize("name, sizes", LAYOUTS)
 def test_training_is_plain_torchs(name, sizes):
     told, _, want = oracle()
     for rank in run_threads(partial(run, name=name), **sizes):
         assert rank[0] == pytest.approx(told, rel=1e-9)
         for key, value in rank[2].items():
             torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [frozen, frozen_gpt])
+@pytest.mark.parametrize("name, sizes", [*LAYOUTS[1:], ("zb-h1", {"pp": 2, "dp": 2})])
+def test_what_is_frozen_stays_and_the_rest_trains_as_in_plain_torch(name, sizes, make):
+    """Under zb-h1 the first rank has nothing to train, and its B and W passes run all the same."""
+    sizes = sizes if make is frozen else {axis: size for axis, size in sizes.items() if axis != "tp"}
+    told, before, want = oracle(make)
+    for rank in run_threads(partial(run, name=name, make=make), **sizes):
+        assert rank[0] == pytest.approx(told, rel=1e-9)
+        trained = {key for key in rank[2] if not torch.equal(want[key], before[key])}
+        for key, value in rank[2].items():
+            torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-12)
+            assert key in trained or torch.equal(value, before[key])
+        assert all(views.keys() <= trained for views in rank[3].state().values())
+        padded = sum(-(-view.numel() // 64) * 64 for view in rank[3].state()["exp_avg"].values())
+        assert sum(flat.numel() for flat in rank[3].exp_avg) == padded
+
+
+def test_frozen_parameters_have_no_share_under_zero_1():
+    told, _, want = oracle(frozen)
+    for rank in run_threads(partial(run, name="zb-h1", make=frozen, distributed=True), pp=2, dp=2):
+        assert rank[0] == pytest.approx(told, rel=1e-9)
+        for key, value in rank[2].items():
+            torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-12)
+
+
+def test_the_norm_of_parameters_counts_the_frozen():
+    _, _, want = oracle(frozen)
+    norm = sum(float(value.square().sum()) for value in want.values()) ** 0.5
+    for *_, found in run_threads(partial(run, name="1f1b", make=frozen), pp=2, tp=2):
+        assert found == pytest.approx(norm, rel=1e-12)
+
+
+def test_a_model_with_nothing_to_train_is_refused_and_freeze_all_layers_runs_it():
+    def nothing(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        return Plain(span).requires_grad_(False)
+
+    assert refusal(nothing, pp=2) == (
+        "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the model "
+        "provider, or run forwards alone with --freeze-all-layers"
+    )
+    told, before, after, *_ = run(ProcessMesh.single(), "1f1b", nothing, replace(TRAIN, freeze_all_layers=True))
+    assert told[0] == pytest.approx(oracle()[0][0])
+    assert told[1::2] == [0.0] * 3
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+
+
+def test_half_a_tie_cannot_be_frozen():
+    def half(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = frozen_gpt(config, span, tp)
+        if span.loss:
+            stage.output_layer.weight.requires_grad_(True)
+        return stage
+
+    assert refusal(half, pp=2) == (
+        "parameter embedding.word_embeddings.weight is frozen and tied to output_layer.weight, which is not: freeze "
+        "both or none"
+    )
 
 
 def test_check_provider_takes_it():
@@ -186,3 +273,23 @@ def test_a_value_that_depends_on_the_whole_stage_is_refused():
         return stage
 
     assert "the model provider makes scale for layers 0 to 3, and not, or in another shape" in refusal(by_count)
+
+
+def test_a_checkpoint_loads_after_freezing_and_the_other_way_round_says_how(tmp_path):
+    config, single = Config(model=MODEL, train=TRAIN), ProcessMesh.single()
+    counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+
+    def fresh(make):
+        modules = stages(single, build("1f1b", 1, 1), make)
+        return modules, Optimizer(modules, TRAIN, single)
+
+    folders = {
+        make: save_checkpoint(tmp_path / make.__name__, 1, *fresh(make), counters, config, single)
+        for make in (provider, frozen)
+    }
+    load_checkpoint(folders[provider], *fresh(frozen), config, single)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(folders[frozen], *fresh(provider), config, single)
+    assert "iter_0000001 lacks state of parameters that were frozen then (add --no-load-optim): " in str(caught.value)
+    without = replace(config, checkpoint=CheckpointConfig(no_load_optim=True))
+    load_checkpoint(folders[frozen], *fresh(provider), without, single)
