@@ -18,6 +18,24 @@ from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import current_stream
 
 
+class _Catch(torch.autograd.Function):
+    """The identity, whose gradient ends in a list, as it lies in memory: `Tensor.grad` would bring it into the order of
+    the tensor's elements, and what sums it next, such as a norm's weight, would add in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, into: list[Tensor | None], place: int) -> Tensor:
+        ctx.into, ctx.place = into, place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.into[ctx.place] = grad
+        return None, None, None
+
+
+_catch: Callable[..., Tensor] = _Catch.apply
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -27,11 +45,13 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
+            inputs = [_catch(x, grads, i) if x.requires_grad else x for i, x in enumerate(inputs)]
             output = ctx.context.run(ctx.function, *inputs)
         torch.autograd.backward(output, grad)
-        return None, *(x.grad for x in inputs)
+        return None, *grads
 
 
 _recompute: Callable[..., Tensor] = _Recompute.apply
