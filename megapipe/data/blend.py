@@ -92,15 +92,101 @@ def blend_indices(
     has given `limits` samples is left out, so with sizes as weights every sample comes exactly once.
     """
     assert size <= sum(limits)
-    w = normalised(weights)
+    w = np.array(normalised(weights))
     choice, index = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken = [0] * len(w)
-    unspent = [k for k in range(len(w)) if limits[k]]
-    for i in range(size):
-        due = float(max(i, 1))
-        best = max(unspent, key=lambda k: w[k] * due - taken[k])
-        choice[i], index[i] = best, taken[best]
-        taken[best] += 1
-        if taken[best] == limits[best]:
-            unspent.remove(best)
+    done, taken = _deal_in_lanes(w, choice, index, np.array(limits))
+    _deal_one_by_one(w, choice, index, limits, done, taken)
     return choice, index
+
+
+_LANES, _LANE, _WARM_UP, _ROUNDS = 8192, 2048, 1024, 64
+"""Most lanes, least samples of a lane, samples dealt before one, and how often lanes are dealt again."""
+
+
+def _deal_one_by_one(
+    w: NDArray[np.float64],
+    choice: NDArray[np.int16],
+    index: NDArray[np.int64],
+    limits: Sequence[int],
+    begin: int,
+    taken: Sequence[int],
+) -> None:
+    """The rule as it is written, from sample `begin` on."""
+    weights, given = w.tolist(), list(taken)
+    unspent = [k for k in range(len(weights)) if given[k] < limits[k]]
+    for i in range(begin, len(choice)):
+        due = float(max(i, 1))
+        best = max(unspent, key=lambda k: weights[k] * due - given[k])
+        choice[i], index[i] = best, given[best]
+        given[best] += 1
+        if given[best] == limits[best]:
+            unspent.remove(best)
+
+
+def _deal_in_lanes(
+    w: NDArray[np.float64], choice: NDArray[np.int16], index: NDArray[np.int64], limits: NDArray[np.int64]
+) -> tuple[int, list[int]]:
+    """Many stretches of the blend side by side, each from a guess of what was given before it.
+
+    What has been given too much waits and what too little comes first, so that after a few samples the guess no longer
+    shows. Whether it was right is seen afterwards: each lane must begin as the one before it has ended, and the first
+    one begins with nothing. Lanes that do not are dealt again, from there.
+
+    Returns: how many samples are dealt, as one by one, and how many of each set.
+    """
+    size, sets = len(choice), len(w)
+    lanes = min(_LANES, size // _LANE)
+    if lanes < 2:
+        return 0, [0] * sets
+    length = size // lanes
+    starts = np.arange(lanes) * length
+    before = np.maximum(starts - _WARM_UP, 0)
+    begin = _deal(w, _about(w, before), before, _WARM_UP)
+    begin[0] = 0
+    rows, places = choice[: lanes * length].reshape(lanes, length), index[: lanes * length].reshape(lanes, length)
+    end = _deal(w, begin.copy(), starts, length, rows, places)
+    good = lanes
+    for attempt in range(_ROUNDS + 1):
+        wrong = 1 + np.flatnonzero((begin[1:] != end[:-1]).any(axis=1))
+        good = int(wrong[0]) if wrong.size else lanes
+        if good == lanes or attempt == _ROUNDS:
+            break
+        begin[wrong] = end[wrong - 1]
+        again, placed = rows[wrong], places[wrong]
+        end[wrong] = _deal(w, begin[wrong], starts[wrong], length, again, placed)
+        rows[wrong], places[wrong] = again, placed
+    while good and (end[good - 1] > limits).any():  # a set was asked for more than it has
+        good -= 1
+    given = end[good - 1] if good else np.zeros(sets)
+    return good * length, [int(n) for n in given]
+
+
+def _deal(
+    w: NDArray[np.float64],
+    taken: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    count: int,
+    choice: NDArray[np.int16] | None = None,
+    index: NDArray[np.int64] | None = None,
+) -> NDArray[np.float64]:
+    """`count` samples of each lane. taken: [lanes, sets], given before `starts`; counted on and returned."""
+    flat, rows = taken.reshape(-1), np.arange(len(taken)) * len(w)
+    behind = np.empty_like(taken)
+    for step in range(count):
+        np.multiply(np.maximum(starts + step, 1)[:, None], w, out=behind)
+        behind -= taken  # two roundings, as in the rule
+        best = behind.argmax(axis=1)
+        at = best + rows
+        if choice is not None and index is not None:
+            choice[:, step], index[:, step] = best, flat[at]
+        flat[at] += 1
+    return taken
+
+
+def _about(w: NDArray[np.float64], at: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[lanes, sets]: what sets have given when `at` samples are dealt, to within one: shares by largest remainder."""
+    share = at[:, None] * w
+    taken: NDArray[np.float64] = np.floor(share)
+    rank = np.argsort(np.argsort(taken - share, axis=1, kind="stable"), axis=1, kind="stable")
+    taken += rank < (at - taken.sum(axis=1))[:, None]
+    return taken
