@@ -134,10 +134,10 @@ def parser() -> Parser:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    print(f"{'name':<15} {'stages':<14} {'split':<6} {'copies':<6} about")
+    print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
     for name, entry in {**SCHEDULES, **{name: _own_entry(name) for name in args.files}}.items():
         stages = f"{entry.placement} x {entry.chunks or 'v'}"
-        print(f"{name:<15} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
+        print(f"{name:<17} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
     return 0
 
 

@@ -20,6 +20,7 @@ from megapipe.schedule.passes import (
     share_of_window,
     unpaired,
     vee,
+    wave,
 )
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.text import from_csv, from_json, load, to_csv, to_json
@@ -61,4 +62,5 @@ __all__ = [
     "vee",
     "verify",
     "verify_programs",
+    "wave",
 ]

@@ -13,7 +13,9 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
-from megapipe.schedule.generators.interleaved import interleaved, interleaved_zb
+from megapipe.schedule.generators.fused_v import one_f_one_b_v
+from megapipe.schedule.generators.interleaved import breadth_first, group_interleaved, interleaved, interleaved_zb
+from megapipe.schedule.generators.waves import chimera, hanayo
 from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
 from megapipe.schedule.own import own_generator, own_schedule
 from megapipe.schedule.passes import Schedule
@@ -78,12 +80,19 @@ SCHEDULES: dict[str, Entry] = {
     "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
     "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
     "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
+    "breadth-first": Entry(breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m"),
+    "group-interleaved": Entry(
+        group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
+    ),
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
     "zb-auto": Entry(_zb_auto, "loop or v", None, "searched for given costs and memory, p if not given", split=True),
+    "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
+    "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
     "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
+    "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
     "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2),
     "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True),
 }

@@ -27,6 +27,7 @@ __all__ = [
     "share_of_window",
     "unpaired",
     "vee",
+    "wave",
 ]
 
 
@@ -131,6 +132,11 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
 def vee(ranks: int) -> Placement:
     """Down and up again, so that rank 0 holds both ends: ZB-V, V-Half, V-Min, DualPipeV."""
     return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
+
+
+def wave(ranks: int, waves: int) -> Placement:
+    """The V several times over: Hanayo. A wave begins on the rank where the one before ended."""
+    return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
 
 
 def mirror(ranks: int) -> Placement:

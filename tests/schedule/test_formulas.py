@@ -96,6 +96,52 @@ def test_dualpipe_cut_in_half_needs_one_copy_and_twice_the_messages(p: int, m: i
     assert sum(time.sent) == 2 * sum(play("dualpipe", p, m).sent)
 
 
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("f", "b", "w"), UNEQUAL)
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_breadth_first_has_interleaveds_bubble_and_gpipes_memory(p: int, m: int, f: float, b: float, w: float, v: int):
+    time = play("breadth-first", p, m, Costs(f, b, w), chunks=v)
+    assert time.bubble == pytest.approx((p - 1) * (f + b + w) / v, rel=1e-9)
+    assert max(time.peak) == m
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 12), (6, 6), (8, 8), (8, 24)])
+def test_chimera_waits_p_minus_2_slots(p: int, m: int) -> None:
+    """Li and Hoefler 2021, table 2: (D-2)/(2N+D-2) of the time where F and the backward last as long."""
+    time = play("chimera", p, m, Costs(2.0, 1.0, 1.0))
+    assert max(time.idle) / time.makespan == pytest.approx((p - 2) / (2 * m + p - 2))
+    assert (min(time.peak), max(time.peak)) == (min(p / 2 + 1, m), p)
+    assert time.parameters == (2.0,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 6), (4, 4), (4, 12), (8, 8), (8, 16)])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_each_wave_of_hanayo_divides_the_bubble(p: int, m: int, waves: int) -> None:
+    time = play("hanayo", p, m, Costs(2.0, 1.0, 1.0), chunks=2 * waves)
+    assert time.bubble == pytest.approx(2 * (p - 1) / waves)  # F is 2
+    assert max(time.peak) == pytest.approx(p)
+    assert time.parameters == pytest.approx((1.0,) * p)
+
+
+@pytest.mark.parametrize(("g", "makespan"), [(4, 57), (6, 56), (8, 55)])
+def test_groups_below_p_hold_less_and_run_as_long_as_sail_sgs(g: int, makespan: float) -> None:
+    time = play("group-interleaved", 8, 16, microbatch_group_size_per_vp_stage=g)
+    assert time.makespan == makespan
+    assert time.peak == tuple((8 + g - r) / 2 for r in range(8))
+
+
+@pytest.mark.parametrize("p", range(1, 18))
+def test_1f1b_v_holds_two_thirds(p: int) -> None:
+    assert max(play("1f1b-v", p, 3 * p).peak) == (2 * p + 2) // 3 + (p % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "makespan"), [(2, 4, 14), (4, 4, 19.5), (4, 8, 31.5), (8, 16, 64.5), (8, 32, 112.5)]
+)
+def test_1f1b_v_runs_as_long_as_sail_sgs(p: int, m: int, makespan: float) -> None:
+    assert play("1f1b-v", p, m).makespan == makespan
+
+
 @pytest.mark.parametrize("p", range(1, 18))
 def test_v_half_and_v_min_hold_half_and_a_third(p: int) -> None:
     for m in (2 * p, 3 * p + 1):

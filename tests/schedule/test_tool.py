@@ -130,9 +130,15 @@ def test_compare_has_a_row_or_a_reason_for_every_schedule():
 
 def test_what_does_not_fit_is_neither_hidden_nor_recommended():
     rows = fixed_rows(4, 8, Costs(10, 11, 8), memory=3)
-    assert {row.label for row in rows if row.fits} == {"naive", "v-half", "v-min"}
+    assert {row.label for row in rows if row.fits} == {
+        "naive",
+        "1f1b-v",
+        "v-half",
+        "v-min",
+        *(f"group-interleaved v={v}" for v in (2, 4)),
+    }
     assert advise(rows, 4, 8, Costs(10, 11, 8))[0].startswith("Take v-half: makespan 266.5, 16.5% less than 1f1b (319")
-    assert to_table(rows).count("over the limit") == len(rows) - 3
+    assert to_table(rows).count("over the limit") == len(rows) - 6
 
 
 def test_advice_is_honest_when_no_schedule_helps():

@@ -62,7 +62,7 @@ def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
 def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     """Passes of the ramps go to the earliest free slot; of the cool-down alone if there are no `weights`."""
     last = 2 * len(slots) - 1
-    rows = [_Row(row, weights) for row in slots]
+    rows = [Row(row, weights) for row in slots]
     at = {item: slot for row in slots for slot, item in row.items()}
     steady = range(at[Pass(Kind.B, 0, 0)], at[Pass(Kind.F, 0, microbatches - 1)] + 1)
     limit = max(held for row in rows for held, _ in row.states)
@@ -79,7 +79,7 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     return _squeezed(packed_slots if weights else _with_weights(packed_slots), microbatches)
 
 
-class _Row:
+class Row:
     """The slots of a rank, and (microbatches of a stage held, W owed) after each of them.
 
     Without `weights` each free slot pays a W that is owed.
@@ -104,6 +104,16 @@ class _Row:
             del self.passes[free]
         self.passes[slot] = item
         return slot
+
+    def move_pair(self, slot: int, earliest: int) -> int:
+        """Where the passes of a slot and the next go: the first two free slots in a row."""
+        first, second = self.passes.pop(slot), self.passes.pop(slot + 1)
+        free = next(s for s in range(earliest, slot + 1) if s not in self.passes and s + 1 not in self.passes)
+        self.passes |= {free: first, free + 1: second}
+        if free < slot:
+            states = self._after(free, slot + 1)
+            self.states[free : free + len(states)] = states
+        return free
 
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
         """States from slot `first` on, until beyond `last` nothing changes."""
