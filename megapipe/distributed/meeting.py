@@ -25,8 +25,11 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     limit = f"--distributed-timeout-minutes {timeout_s / 60:g}"
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = rank == 0 and not launched
     try:
+        if launched and not _listens(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
+            raise ConfigError(f"rank {rank} on {socket.gethostname()}: its launcher, which keeps {address}, has ended")
         plain = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -73,6 +76,20 @@ def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: flo
         store.compare_set("result", "", _missing({int(r): host for r, host in here.items()}, world_size))
     result = str(store.get("result").decode())
     return "" if result == MET else result
+
+
+def _listens(host: str, port: int) -> bool:
+    """Not if the system there says that nobody does: torchrun opens its store before it starts a rank."""
+    for _ in range(3):
+        try:
+            socket.create_connection((host, port), 5).close()
+        except ConnectionRefusedError:
+            time.sleep(0.5)
+        except OSError:
+            return True  # no answer is no refusal
+        else:
+            return True
+    return False
 
 
 def _missing(here: dict[int, str], world_size: int) -> str:

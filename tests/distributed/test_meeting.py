@@ -66,6 +66,18 @@ def test_a_rank_alone_says_so_after_the_timeout(monkeypatch, rank, said):
     assert "Start every rank of 0..1 with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE" in str(caught.value)
 
 
+def test_a_rank_whose_launcher_was_killed_while_it_imported_ends_at_once(monkeypatch):
+    """It waited ten minutes for the launcher's store."""
+    port = free_port()
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": 1}
+    for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError) as caught:
+        ProcessMesh.create(ParallelConfig(), CPU)
+    host = socket.gethostname()
+    assert str(caught.value) == f"rank 1 on {host}: its launcher, which keeps 127.0.0.1:{port}, has ended"
+
+
 def test_what_nccl_says_is_told_to_its_last_line(monkeypatch):
     """The line that says why was cut off, and the advice was to wait longer."""
     text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0"
