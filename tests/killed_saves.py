@@ -114,7 +114,8 @@ def kill_everywhere(base, start, outcomes):
         shutil.copytree(origin, root)
         assert in_a_fork(save_and_die, root, 2, point, base / "log") == -signal.SIGKILL
         found = load_newest(root)
-        Toy(3 if found == 2 else 2).save(root)  # the next save works, and clears what was left
+        commit.clear(root)  # as the next run does when it begins
+        Toy(3 if found == 2 else 2).save(root)
         assert load_newest(root) == (3 if found == 2 else 2)
         assert not [name for name in os.listdir(root) if "tmp" in name]
         outcomes.put((names[point], found))

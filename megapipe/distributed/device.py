@@ -48,6 +48,11 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def device_name(device: torch.device) -> str:
+    """Device and backend in words."""
+    return "CUDA (nccl)" if device.type == "cuda" else "CPU (gloo)"
+
+
 def be_deterministic() -> None:
     """From here on torch refuses kernels whose results differ from run to run. Call it before any work on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums with a fixed workspace only

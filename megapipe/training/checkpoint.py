@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,10 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None
     def check() -> None:
         root.mkdir(parents=True, exist_ok=True)
         commit.refuse_to_overwrite(root, iteration)
+        commit.clear(root)
+        probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
+        commit.write_durably(probe / STATE, "{}")
+        shutil.rmtree(probe)
 
     on_first(mesh, check)
 
@@ -106,7 +111,7 @@ def save_checkpoint(
         together(mesh, lambda: _see(folder, mesh))
         tensors = tensors_of(stages, {} if kept is None else kept.state(), mesh)
         writer = ShardWriter(str(folder), save_distributed=True)
-        together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None))
+        together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None), folder)
         on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
         # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
         mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megapipe.errors import CheckpointError
+from megapipe.training import lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -98,22 +99,35 @@ def refuse_to_overwrite(root: Path, after: int) -> None:
     if others:
         raise CheckpointError(
             f"--save {root} has checkpoints of iterations {', '.join(map(str, others))} already, and this run starts "
-            f"at {after}; a checkpoint is never overwritten. Continue with --load {root}, or use another folder"
+            f"at {after}; a checkpoint is never overwritten. Continue with --load {root} without --ckpt-step, or use "
+            f"another folder: --save {root}-from-{after}"
         )
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """A fresh folder to write into; clears what interrupted saves have left."""
+    """A fresh folder to write into. A complete checkpoint of the same iteration is set aside, never removed: a save
+    that was cut off before its pointer left it, or the pointer was moved back by hand.
+    """
     root.mkdir(parents=True, exist_ok=True)
+    lock.refuse_others(root)
     refuse_to_overwrite(root, iteration - 1)
     final = folder_of(root, iteration)
-    if final.exists():  # complete, but cut off before its pointer: nobody has resumed from it
-        os.rename(final, _temporary(final))
-    for left in root.glob("iter_*.tmp-*"):
-        shutil.rmtree(left)
-    folder = _temporary(final)
+    if final.exists():
+        os.rename(final, aside(final, "old"))
+    folder = aside(final, "tmp")
     folder.mkdir()
     return folder
+
+
+def clear(root: Path) -> None:
+    """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there."""
+    for left in root.glob("iter_*.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def aside(final: Path, why: str) -> Path:
+    """A name for a checkpoint's folder that no run reads."""
+    return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
@@ -228,10 +242,6 @@ def _choices(there: list[int]) -> str:
     if not there:
         return "There is no checkpoint in that folder"
     return f"Choose one with --ckpt-step: {', '.join(map(str, there))}"
-
-
-def _temporary(final: Path) -> Path:
-    return final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
 
 
 def _manifest_text(iteration: int, files: dict[str, Digest]) -> str:

@@ -19,6 +19,7 @@ from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
     built_for_cpus,
+    device_name,
     has_cuda,
     keep_freed_memory,
     pick_device,
@@ -46,6 +47,7 @@ from megapipe.training.checkpoint import (
     refuse_save,
     save_checkpoint,
 )
+from megapipe.training.lock import one_run
 from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
@@ -104,7 +106,7 @@ def pretrain(
     same = facts(config, plan, (provider, forward_step, datasets)) if config.world_size > 1 else {}
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
-        with Watch(mesh):
+        with Watch(mesh), one_run(config.checkpoint.save, mesh):
             Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan).train()
     finally:
         mesh.close()
@@ -294,8 +296,3 @@ def _before(last_saved: int) -> str:
         f"The checkpoint of iteration {last_saved} may already be bad: weights can break an iteration before a loss "
         "shows it. If this comes again from there, go back further with --ckpt-step. "
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Device and backend in words."""
-    return "CUDA (nccl)" if device.type == "cuda" else "CPU (gloo)"

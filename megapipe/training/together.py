@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,10 +22,13 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
     return mesh.world.gather_json(together(mesh, lambda: work() if first else None))[0]  # type: ignore[no-any-return]
 
 
-def together(mesh: ProcessMesh, work: Callable[[], T]) -> T:
+def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = None) -> T:
     """`work` on every rank; an error on any becomes the same CheckpointError on all.
 
     An error that is none of the user's is raised as it is on the rank that has it.
+
+    Args:
+        folder: where it writes, which torch does not say when the disk is full.
     """
     problems: list[str] = []
     unexpected: Exception | None = None
@@ -31,9 +37,12 @@ def together(mesh: ProcessMesh, work: Callable[[], T]) -> T:
     except CheckpointError as error:
         problems += error.problems
     except OSError as error:
-        problems.append(f"{error.filename or 'checkpoint'}: {error.strerror or error}")
+        problems.append(f"{error.filename or folder or 'checkpoint'}: {error.strerror or error}{_room(error, folder)}")
     except CheckpointException as error:
-        problems += [f"on rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+        problems += [
+            f"{folder or 'checkpoint'}, on rank {rank}: {failure}{_room(failure, folder)}"
+            for rank, (failure, _) in error.failures.items()
+        ]
     except Exception as error:
         unexpected = error
         problems.append(f"on rank {mesh.world.rank}: {type(error).__name__}: {error}")
@@ -48,3 +57,12 @@ def together(mesh: ProcessMesh, work: Callable[[], T]) -> T:
 def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
     """The files that this rank reads for all."""
     return sorted(names)[mesh.world.rank :: mesh.world.size]
+
+
+def _room(error: BaseException, folder: Path | None) -> str:
+    """What is left on a disk that is full."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if folder is None or not full or not folder.exists():
+        return ""
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    return f" ({written:,} bytes are written in {folder.name}, {shutil.disk_usage(folder).free:,} bytes are free)"

@@ -3,13 +3,17 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
+import tempfile
 
 import pytest
 from killed_saves import Toy, kill_everywhere, load_newest
 
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
+from megapipe.training.checkpoint import check_save
 
 
 def refused(folder):
@@ -141,7 +145,7 @@ def test_a_checkpoint_is_never_overwritten(root):
         Toy(2).save(root)
     assert str(caught.value) == (
         f"--save {root} has checkpoints of iterations 2 already, and this run starts at 1; a checkpoint is never "
-        f"overwritten. Continue with --load {root}, or use another folder"
+        f"overwritten. Continue with --load {root} without --ckpt-step, or use another folder: --save {root}-from-1"
     )
     assert (root / "iter_0000002" / "manifest.json").stat() == before
 
@@ -186,3 +190,58 @@ def test_every_file_is_synced_after_it_is_written(tmp_path, monkeypatch):
     Toy(1).save(tmp_path)
     for path in (tmp_path / "iter_0000001").iterdir():
         assert synced[path.name] == path.stat().st_size > 0
+
+
+def test_a_complete_checkpoint_stays_whatever_the_pointer_says(root):
+    """The pointer moved back by hand is Megatron's way to roll back; the later checkpoints were deleted one by one."""
+    (root / commit.POINTER).write_text("1\n")
+    state = (root / "iter_0000002" / "state.json").read_text()
+    Toy(2).save(root)
+    assert load_newest(root) == 2
+    (kept,) = root.glob("iter_0000002.old-*")
+    commit.clear(root)
+    assert (kept / "state.json").read_text() == state
+    assert commit.iterations_in(root) == [1, 2]
+
+
+def test_a_save_removes_no_folder_of_another(root):
+    other = commit.begin(root, 3)
+    commit.begin(root, 4)
+    assert other.is_dir()
+
+
+def test_a_leftover_that_cannot_be_removed_stays_and_stops_nothing(root, monkeypatch):
+    left = commit.begin(root, 3)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(left))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    commit.clear(root)
+    assert left.is_dir()
+    monkeypatch.undo()
+    Toy(3).save(root)
+    assert load_newest(root) == 3
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_training(root, monkeypatch):
+    def refuse(prefix, dir):
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(CheckpointError, match=f"{root}/iter_0.tmp-: Permission denied"):
+        check_save(root, 2, ProcessMesh.single())
+
+
+def test_a_full_disk_is_told_with_folder_and_bytes(root, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megapipe.training.checkpoint.save", full)
+    with pytest.raises(CheckpointError) as caught:
+        Toy(3).save(root)
+    assert re.fullmatch(
+        rf"{root}/iter_0000003\.tmp-\w+: No space left on device \(0 bytes are written in iter_0000003\.tmp-\w+, "
+        r"[\d,]+ bytes are free\)",
+        str(caught.value),
+    )
