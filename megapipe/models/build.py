@@ -9,6 +9,7 @@ of its own, and its values are taken over.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from threading import Lock
 
 import torch
@@ -21,7 +22,11 @@ from megapipe.models.provider import StageProvider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize, stream_key
 
-_GLOBAL_GENERATOR = Lock()  # torch has one for all threads
+
+@cache
+def _global_generator() -> Lock:
+    """Who holds it may seed and use torch's generator, of which there is one for all threads."""
+    return Lock()
 
 
 def build_stage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis, seed: int) -> nn.Module:
@@ -29,7 +34,7 @@ def build_stage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp
 
     Raises: ConfigError if the provider does not make a parameter without Layout where its layer is made by itself.
     """
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+    with _global_generator(), torch.random.fork_rng(devices=[]):
         module = provider(model, span, tp)
         if plain := {name for name, param in module.named_parameters() if not hasattr(param, "mesh_layout")}:
             wanted = {name: x for name, x in _tensors(module).items() if not hasattr(x, "mesh_layout")}

@@ -78,6 +78,30 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     return Census(owners, twins)
 
 
+def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A frozen parameter (requires_grad False) has no gradient, no state and no decay: it stays where it is."""
+    return [(name, param) for name, param in stage.named_parameters() if param.requires_grad]
+
+
+def frozen(stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh) -> list[nn.Parameter] | None:
+    """Frozen parameters that count on this rank, so that each element of the model counts on one of a pipeline; None
+    if the whole model is trained."""
+    if all(row.trained for row in census.values()):
+        return None
+    params = {name: param for stage in stages for name, param in stage.named_parameters() if not param.requires_grad}
+    here = [name for name in params if census[name].rank == mesh.pp.rank and census[name].tied_to is None]
+    return [params[name] for name in here if mesh.tp.rank == 0 or layout_of(params[name]).dim is not None]
+
+
+def check_trained(census: Mapping[str, Row]) -> None:
+    """Raises: ConfigError if the whole model is frozen."""
+    if not any(row.trained for row in census.values()):
+        raise ConfigError(
+            "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the "
+            "model provider, or run forwards alone with --freeze-all-layers"
+        )
+
+
 def _mirrored(a: Row, b: Row, pp: int) -> bool:
     """Are these DualPipe's replicas: mirrored ranks, different chains?"""
     return a.rank != b.rank and a.rank + b.rank == pp - 1 and a.stage != b.stage and a[3:] == b[3:]

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,8 @@ from torch.optim.adamw import adamw
 from megapipe.config import TrainConfig
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError
 from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
-from megapipe.optim.census import Row, take_census
+from megapipe.optim.census import check_trained, frozen, take_census, trained
 
 
 @dataclass(frozen=True)
@@ -69,30 +69,27 @@ class Optimizer:
         self.distributed = distributed and mesh.dp.size > 1
         shares = mesh.dp if self.distributed else WHOLE
         self.steps, self.weight_decay = 0, train.weight_decay
-        self.params = dict(pair for stage in stages for pair in _trained(stage))
+        self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = take_census(stages, mesh)
-        if not (train.freeze_all_layers or any(row.trained for row in census.values())):
-            raise ConfigError(
-                "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the "
-                "model provider, or run forwards alone with --freeze-all-layers"
-            )
-        self._frozen = _frozen(stages, census, mesh)
+        if not train.freeze_all_layers:
+            check_trained(census)
+        self._frozen = frozen(stages, census, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         self._index = {name: n for n, name in enumerate(owners)}
         self._placed: dict[tuple[str, ...], Tensor] = {}
         ties = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
         self._ties_here = [(user, owner) for user, owner in ties if user in self.params and owner in self.params]
         self._ties_across = [
-            (user if user in self.params else owner, min(1, census[owner].rank))
+            (user if user in self.params else owner, mesh.ends.ranks.index(mesh.pp.ranks[census[owner].rank]))
             for user, owner in ties
             if (user in self.params) != (owner in self.params)
         ]
         borrowed = {user for user, _ in self._ties_here}
         self.buffers: list[FlatBuffers] = []
         self.owned: list[FlatBuffers] = []
-        shared: dict[tuple[int, str], FlatBuffers] = {}
+        shared: list[tuple[int, str, FlatBuffers]] = []
         for stage in stages:
-            params = dict(_trained(stage))
+            params = dict(trained(stage))
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
             buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares)
@@ -100,9 +97,9 @@ class Optimizer:
             if here:
                 self.owned.append(buffers)
             if name in twins:
-                shared[int(census[name].rank > twins[name].rank), name] = buffers
+                shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
-        self._twins = [(source, shared[source, name]) for source, name in sorted(shared)]
+        self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
         self.exp_avg = [torch.zeros_like(b.main) for b in self.owned]
         self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.owned]
         for user, owner in self._ties_here:
@@ -278,21 +275,6 @@ class Optimizer:
         if self.distributed:
             self.mesh.dp.all_reduce(zeros)
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
-
-
-def _trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A frozen parameter (requires_grad False) has no gradient, no state and no decay: it stays where it is."""
-    return [(name, param) for name, param in stage.named_parameters() if param.requires_grad]
-
-
-def _frozen(stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh) -> list[nn.Parameter] | None:
-    """Frozen parameters that count on this rank, so that each element of the model counts on one of a pipeline; None
-    if the whole model is trained."""
-    if all(row.trained for row in census.values()):
-        return None
-    params = {name: param for stage in stages for name, param in stage.named_parameters() if not param.requires_grad}
-    here = [name for name in params if census[name].rank == mesh.pp.rank and census[name].tied_to is None]
-    return [params[name] for name in here if mesh.tp.rank == 0 or layout_of(params[name]).dim is not None]
 
 
 def _natural(name: str) -> list[str | int]:

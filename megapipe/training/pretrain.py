@@ -149,10 +149,9 @@ class Run:
             self.say(changes(plan))
         if mesh.world.rank == 0:
             print(table(plan, parameters), flush=True)
-        bubble = plan.timeline
         self.say(
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
-            f"predicted bubble {bubble.bubble / bubble.makespan:.1%}"
+            f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
         self.optimizer = Optimizer(
