@@ -35,16 +35,17 @@ _FIELDS = {
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "microbatch_group_size_per_virtual_pipeline_stage "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
     "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
-    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr adam_eps",
+    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps",
     # What a clock of the system can count.
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
-    "at least 0": "init_method_std embedding_init_method_std min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init "
-    "weight_decay clip_grad "
+    "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
+    "lr_warmup_init weight_decay clip_grad "
     "num_workers ckpt_step profile_step_start",
     "at least -1": "eval_iters",
     "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more

@@ -203,6 +203,9 @@ def _learning_rate(config: Config) -> Problems:
     for low, name in ((t.min_lr, "--min-lr"), (t.lr_warmup_init, "--lr-warmup-init")):
         if t.lr is not None and low > t.lr:
             yield f"{name} {low:g} is above --lr {t.lr:g}. Use {name} {t.lr / 10:g}."
+    ends, low = t.decoupled_lr, t.min_lr if t.decoupled_min_lr is None else t.decoupled_min_lr
+    if ends is not None and low > ends:
+        yield f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. Use --decoupled-min-lr {ends / 10:g}."
     if t.override_opt_param_scheduler and t.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt_param-scheduler takes the settings from the command line, "

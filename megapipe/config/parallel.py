@@ -20,6 +20,8 @@ class ParallelConfig:
     """Layers of each stage, where a rank holds several."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Stages of each rank: the same by count."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Microbatches that pass one chunk of a rank before the next begins, under interleaved. Default: pipeline ranks."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first pipeline rank, over all its stages; the others share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = None

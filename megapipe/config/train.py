@@ -62,6 +62,10 @@ class TrainConfig:
     """Peak learning rate. Required."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of word embeddings and output head. Default: --lr."""
+    decoupled_min_lr: float | None = None
+    """Their learning rate at the end of the decay. Default: --min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Curve after the warm-up."""
     lr_decay_iters: int | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megapipe.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig
 
 
 class Idle(NamedTuple):
@@ -35,6 +35,13 @@ def _no_load(config: Config) -> bool:
 
 def _kept(config: Config) -> bool:
     return config.model.recompute_granularity is None and not config.model.recompute_activations
+
+
+def _one_chunk(config: Config) -> bool:
+    par = config.parallel
+    chunks = par.num_layers_per_virtual_pipeline_stage or par.num_virtual_stages_per_pipeline_rank
+    name = par.pipeline_schedule or ("interleaved" if chunks or par.pipeline_model_parallel_layout else "1f1b")
+    return not name.lower().startswith("interleaved")
 
 
 _NOTHING_LOADED = "nothing is loaded"
@@ -86,6 +93,14 @@ IDLE: tuple[Idle, ...] = (
         for name in ("tiktoken_pattern", "tiktoken_num_special_tokens")
     ),
     Idle("data", "null_tokenizer_eod_id", "NullTokenizer", _not(_tokenizer_is("NullTokenizer")), "it has its own"),
+    Idle("train", "decoupled_min_lr", "--decoupled-lr", lambda c: c.train.decoupled_lr is None, "one rate for all"),
+    Idle(
+        "parallel",
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        "several stages on a rank",
+        _one_chunk,
+        "there is no chunk to visit",
+    ),
     Idle(
         "train",
         "exit_signal",
@@ -104,6 +119,7 @@ _DEFAULTS = {
     "data": DataConfig(),
     "log": LogConfig(),
     "model": ModelConfig(),
+    "parallel": ParallelConfig(),
     "train": TrainConfig(),
 }
 

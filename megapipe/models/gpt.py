@@ -113,6 +113,10 @@ class GPTModel(nn.Module):
                 init_std=config.embedding_std if config.tied else config.init_method_std,
                 tied_to=WORD_EMBEDDINGS if config.tied else None,
             )
+        embeds = [self.embedding.word_embeddings] if self.embedding is not None else []
+        for end in (*embeds, *([self.output_layer] if self.output_layer is not None else [])):
+            # Megatron-LM's mark; the optimizer may have a rate for them
+            setattr(end.weight, "is_embedding_or_output_parameter", True)  # noqa: B010
         self._input: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:

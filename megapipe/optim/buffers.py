@@ -1,8 +1,10 @@
 """Parameters and gradients of a stage, laid out flat: one all-reduce, one fused update and one copy each.
 
-    gradients    [ decayed | not decayed | borrowed ]     float32 (float64 for a float64 model)
-    main         [ decayed | not decayed ]                as the gradients; what the optimizer updates
-    model        [ decayed | not decayed ]                what the layers compute with; `main` itself unless bf16
+    gradients    [ ends | decayed | not decayed | borrowed ]     float32 (float64 for a float64 model)
+    main         [ ends | decayed | not decayed ]                as the gradients; what the optimizer updates
+    model        [ ends | decayed | not decayed ]                what the layers compute with; `main` itself unless bf16
+
+The ends are word embeddings and output head, which may have a learning rate of their own; they are decayed too.
 
 Under ZeRO-1 (Rajbhandari et al. 2020, sec. 5) what is not borrowed is padded to equal shares, one of each data-parallel
 rank. `main` has this rank's share alone; its gradients are reduced there, and `model` is gathered from all shares.
@@ -50,24 +52,26 @@ class FlatBuffers:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
         own = [name for name in params if name not in borrowed]
-        decayed = [name for name in own if _decays(name, params[name])]
-        others = [name for name in own if not _decays(name, params[name])]
+        ends_of_model = [name for name in own if _at_an_end(params[name])]
+        decayed = [name for name in own if _decays(name, params[name]) and name not in ends_of_model]
+        others = [name for name in own if not _decays(name, params[name]) and name not in ends_of_model]
         self._where: dict[str, tuple[int, torch.Size]] = {}
         ends = []
         end = 0
-        for names in (decayed, others, [name for name in params if name in borrowed]):
+        for names in (ends_of_model, decayed, others, [name for name in params if name in borrowed]):
             for name in names:
                 self._where[name] = (end, params[name].shape)
                 end += -(-params[name].numel() // ALIGN) * ALIGN
             ends.append(end)
-            if len(ends) == 2:
+            if len(ends) == 3:
                 end += -end % (ALIGN * shares.size)
                 shared = end
         self.shares, size = shares, shared // shares.size
         self.share = slice(shares.rank * size, (shares.rank + 1) * size)
-        self.decayed = self.within(0, ends[0])
-        self.not_decayed = self.within(ends[0], ends[1])
-        self.own = tuple(decayed + others)
+        self.ends = self.within(0, ends[0])
+        self.decayed = self.within(ends[0], ends[1])
+        self.not_decayed = self.within(ends[1], ends[2])
+        self.own = tuple(ends_of_model + decayed + others)
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
@@ -172,6 +176,11 @@ class FlatBuffers:
         """Start from the model's weights, for example after loading those alone."""
         if self.rounds:
             self.main.copy_(self.model[self.share])
+
+
+def _at_an_end(param: nn.Parameter) -> bool:
+    """Word embeddings or output head, by Megatron-LM's mark."""
+    return getattr(param, "is_embedding_or_output_parameter", False)
 
 
 def _decays(name: str, param: nn.Parameter) -> bool:

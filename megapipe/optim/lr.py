@@ -7,9 +7,9 @@ size stays on its curve.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megapipe.config import Config
+from megapipe.config import Config, TrainConfig
 from megapipe.errors import ConfigError
 
 
@@ -91,6 +91,14 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
     else:
         height = _fall(s.style, (samples - s.warmup) / (s.decay - s.warmup))
     return s.min_lr + height * (s.lr - s.min_lr)
+
+
+def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> float | None:
+    """The rate of word embeddings and output head under --decoupled-lr: the same curve between other ends."""
+    if train.decoupled_lr is None:
+        return None
+    low = schedule.min_lr if train.decoupled_min_lr is None else train.decoupled_min_lr
+    return learning_rate(replace(schedule, lr=train.decoupled_lr, min_lr=low), samples)
 
 
 def _fall(style: str, r: float) -> float:

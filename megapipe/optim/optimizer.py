@@ -114,11 +114,14 @@ class Optimizer:
         for buffers in self.buffers:
             buffers.zero_grad()
 
-    def step(self, lr: float, grad_scale: float = 1.0, count_zeros: bool = False) -> StepInfo:
+    def step(
+        self, lr: float, grad_scale: float = 1.0, count_zeros: bool = False, ends_lr: float | None = None
+    ) -> StepInfo:
         """Reduce, scale, clip and update.
 
         Args:
             lr: the rate of this step.
+            ends_lr: that of word embeddings and output head, `lr` if None.
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
         self._reduce()
@@ -133,7 +136,7 @@ class Optimizer:
         if self.train.clip_grad > 0 and (shrink := self.train.clip_grad / (norm + 1e-6)) < 1:
             for flat in grads:
                 flat.mul_(shrink)
-        self._update(lr)
+        self._update(lr, lr if ends_lr is None else ends_lr)
         return StepInfo(norm, num_zeros=zeros)
 
     def params_norm(self) -> float:
@@ -206,9 +209,13 @@ class Optimizer:
         for source, buffers in self._twins:
             self.mesh.twins.broadcast(buffers.model[buffers.share] if shares else buffers.model, source)
 
-    def _update(self, lr: float) -> None:
-        for decay in (True, False):
-            parts = [b.decayed if decay else b.not_decayed for b in self.owned]
+    def _update(self, lr: float, ends_lr: float) -> None:
+        decay = self.weight_decay
+        for parts, rate, decayed in (
+            ([b.ends for b in self.owned], ends_lr, decay),
+            ([b.decayed for b in self.owned], lr, decay),
+            ([b.not_decayed for b in self.owned], lr, 0.0),
+        ):
             rows = zip(self.owned, parts, self.exp_avg, self.exp_avg_sq, strict=True)
             live = [
                 (b.main[part], b.reduced[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop
@@ -227,8 +234,8 @@ class Optimizer:
                     amsgrad=False,
                     beta1=self.train.adam_beta1,
                     beta2=self.train.adam_beta2,
-                    lr=lr,
-                    weight_decay=self.weight_decay if decay else 0.0,
+                    lr=rate,
+                    weight_decay=decayed,
                     eps=self.train.adam_eps,
                     maximize=False,
                 )

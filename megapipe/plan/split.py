@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -16,6 +17,8 @@ from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
 from megapipe.schedule import SCHEDULES, Placement, Schedule, build, entry_of, is_file, loop, unpaired
 
+GROUPED = ("interleaved", "interleaved-zb")
+"""Schedules with groups of microbatches per chunk."""
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -36,7 +39,10 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     chunks = None
     if not is_file(name) and (entry := entry_of(name)).chunks is None:
         chunks = _chunks(config) or (_filled(config, ranks) if entry.placement == "loop or v" else None)
-    schedule = _build(name, ranks, microbatches, chunks)
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if name.lower() not in GROUPED:
+        group = None
+    schedule = _build(name, ranks, microbatches, chunks, group)
     if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
@@ -171,6 +177,7 @@ def _filled(config: Config, ranks: int) -> int | None:
 
 
 @lru_cache(maxsize=16)
-def _build(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+def _build(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
     # A searched schedule takes seconds; validation and the run ask for the same.
-    return build(name, ranks, microbatches, chunks=chunks)
+    options: dict[str, Any] = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
+    return build(name, ranks, microbatches, chunks=chunks, **options)

@@ -32,7 +32,7 @@ from megapipe.models.layer import compile_layers
 from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
-from megapipe.optim.lr import LRSchedule, learning_rate
+from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
@@ -211,6 +211,7 @@ class Run:
             self.batches_at(consumed),
             consumed,
             learning_rate(self.lr, progress.scheduled_samples),
+            ends_lr=decoupled_rate(self.lr, progress.scheduled_samples, self.config.train),
             loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
         )

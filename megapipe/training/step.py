@@ -150,8 +150,9 @@ def train_step(
     *,
     loss_scale: float = 1.0,
     count_zeros: bool = False,
+    ends_lr: float | None = None,
 ) -> StepResult:
-    """Forward, backward, reduce, clip, update."""
+    """Forward, backward, reduce, clip, update. ends_lr: the rate of word embeddings and output head, `lr` if None."""
     optimizer.zero_grad()
     totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale)
     if not totals.finite:
@@ -160,7 +161,7 @@ def train_step(
     scale = 1 / max(totals.tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
     position = pipeline.mesh.position
     position.enter("the optimizer step")
-    info = optimizer.step(lr, scale / loss_scale, count_zeros)
+    info = optimizer.step(lr, scale / loss_scale, count_zeros, ends_lr)
     position.leave()
     return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros)
 

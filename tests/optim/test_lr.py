@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.config import Config, TrainConfig
 from megapipe.errors import ConfigError
-from megapipe.optim.lr import LRSchedule, learning_rate
+from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate
 
 CURVE = LRSchedule(lr=1.0, min_lr=0.1, warmup=100, decay=1100)
 
@@ -94,3 +94,10 @@ def test_a_curve_that_cannot_be():
         "--lr-decay-style WSD needs --lr-wsd-decay-iters between 1 and the length of the curve: "
         "the last part has 0 of 80 samples",
     )
+
+
+def test_the_decoupled_rate_has_the_same_curve_between_its_own_ends():
+    assert decoupled_rate(CURVE, 600, TrainConfig()) is None
+    assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0, decoupled_min_lr=1.0)) == pytest.approx(2.0)
+    assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0)) == pytest.approx(0.1 + 0.5 * 2.9)
+    assert decoupled_rate(CURVE, 50, TrainConfig(decoupled_lr=3.0)) == pytest.approx(1.5)

@@ -109,6 +109,38 @@ def test_a_split_step_is_torchs_adamw_on_the_whole_model(sizes):
         assert params_norm == pytest.approx(whole, rel=1e-13)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}, {"dp": 2}])
+def test_word_embeddings_and_head_may_have_a_rate_of_their_own(sizes):
+    params = {name: nn.Parameter(full(name, 0, torch.float64)) for name in MODEL if name != HEAD}
+    groups = [
+        {"params": [params[EMBEDDING]], "lr": 5e-2, "weight_decay": 0.1},
+        {"params": [p for n, p in params.items() if p.ndim > 1 and n != EMBEDDING], "weight_decay": 0.1},
+        {"params": [p for p in params.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-2)
+    scale = sizes.get("dp", 1)
+    for name, param in params.items():
+        param.grad = full(name, 1, torch.float64) * (0.5 * scale * (scale + 1) / 2)
+    params[EMBEDDING].grad += full(HEAD, 1, torch.float64) * (0.5 * scale * (scale + 1) / 2)
+    nn.utils.clip_grad_norm_(params.values(), 0.5)
+    adam.step()
+
+    def body(mesh):
+        (stage,) = stages_of(mesh, torch.float64)
+        for name, param in stage.named_parameters():
+            param.is_embedding_or_output_parameter = name in (EMBEDDING, HEAD)
+        optimizer = Optimizer([stage], TRAIN, mesh, distributed=True)
+        for name, param in stage.named_parameters():
+            param.main_grad.add_(split(full(name, 1, torch.float64), name, mesh.tp) * (mesh.dp.rank + 1))
+        optimizer.step(1e-2, grad_scale=0.5, ends_lr=5e-2)
+        return mesh, {n: p.detach() for n, p in stage.named_parameters()}
+
+    for mesh, got in run_threads(body, **sizes):
+        for name, param in got.items():
+            want = params[EMBEDDING if name == HEAD else name].detach()
+            torch.testing.assert_close(param, split(want, name, mesh.tp), rtol=1e-12, atol=1e-14)
+
+
 def train_mirrored(mesh, dtype=torch.float64, steps=4):
     """`train` with each stage twice, on mirrored ranks, as under DualPipe; each replica has half the gradient."""
     names = [name for name in MODEL if name.startswith("layers")]

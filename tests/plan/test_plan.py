@@ -51,6 +51,16 @@ def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():
     assert stages("--num-layers 8", 2) == ("1f1b", (4, 4))
 
 
+def test_a_group_of_microbatches_passes_one_chunk_before_the_next():
+    flags = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2"
+    grouped = make_plan(config(f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4", 2)).schedule
+    forwards = [step[0].stage for step in grouped.ranks[0] if str(step[0])[1:2] == "F"][:8]
+    assert forwards == [0, 0, 0, 0, 2, 2, 2, 2]  # rank 0 has stages 0 and 2
+    assert "microbatch_group_size_per_vp_stage of at least 2" in problems(
+        f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 1", 2
+    )
+
+
 @pytest.mark.parametrize("vocab, holds", [(1 << 16, True), (1 << 17, False)])
 def test_the_plan_counts_the_logits_that_the_fused_loss_keeps(vocab, holds):
     model = replace(STYLES["gpt2"], padded_vocab_size=vocab)

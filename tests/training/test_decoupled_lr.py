@@ -1,0 +1,21 @@
+"""--decoupled-lr reaches the word embeddings and the output head of a run, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from short_run import config, run_of
+from tiny import STYLES
+
+from megapipe.distributed.mesh import ProcessMesh
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_a_rate_of_nothing_leaves_embedding_and_head_where_they_were(style):
+    run = run_of(ProcessMesh.single(), config(STYLES[style], decoupled_lr=1e-30))
+    params = run.optimizer.params
+    before = {name: param.detach().clone() for name, param in params.items()}
+    for _ in range(2):  # the first step of a warm-up has rate 0
+        run.step()
+    still = {name for name, param in params.items() if torch.equal(param, before[name])}
+    assert still == {"embedding.word_embeddings.weight", "output_layer.weight"}
