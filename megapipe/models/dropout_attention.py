@@ -20,7 +20,7 @@ from megapipe.tensor_parallel.rng import Stream, current_stream, dropped
 
 _SCORES, _ROWS = 1 << 21, 128
 """Scores and queries of a block: more leave a CPU's cache, or compute more of what the mask removes."""
-_SCORES_GPU, _ROWS_GPU = 1 << 26, 512
+_SCORES_GPU, _ROWS_GPU = 1 << 25, 512
 
 
 class _Span(NamedTuple):
@@ -47,11 +47,11 @@ class _Block(NamedTuple):
     def probabilities(self, rows: Tensor, keys: Tensor, span: _Span) -> Tensor:
         """rows [n, r, d] and keys [n, m, d] of n pairs of a sequence and a group -> [n, r, m]."""
         scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
-        torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=_scale(rows), out=scores)  # scaled before it is rounded
+        scores.baddbmm_(rows, keys.mT, beta=0, alpha=_scale(rows))  # scaled before it is rounded
         unseen, at = self._unseen(span, rows.device)
         by_query = scores.view(1 if unseen.ndim == 2 else len(unseen), -1, span.end - span.begin, keys.shape[1])
         by_query[..., at:].masked_fill_(unseen, float("-inf"))
-        return torch.softmax(scores, -1, out=scores)
+        return scores.softmax(-1)
 
     def dropped(self, probabilities: Tensor, sequences: int, span: _Span) -> Tensor:
         """Which of them are."""
@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
             p = block.probabilities(rows, keys[:, seen], span)
             dropped = block.dropped(p, len(q), span)
             dp = (do @ values[:, seen].mT).masked_fill_(dropped, 0)
-            ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
+            ds = torch.ops.aten._softmax_backward_data(dp, p, -1, dp.dtype)
             _queries(dq, span).copy_((ds @ keys[:, seen]).mul_(_scale(q)).view_as(_queries(dq, span)))
             dk[:, seen].add_(ds.mT @ rows)  # += would copy the sum onto itself
             dv[:, seen].add_(p.masked_fill_(dropped, 0).mT @ do)

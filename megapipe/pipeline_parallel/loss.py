@@ -17,6 +17,14 @@ LossFunc = Callable[..., Any]
 _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of tokens, dict)"
 
 
+def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
+    """What forward_step returned. Raises: ConfigError for anything else than a pair."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], Tensor):
+        raise ConfigError(f"forward_step must return (output, loss_func), got {_form(returned)}.")
+    output, loss_func = returned
+    return output, loss_func
+
+
 class Loss(NamedTuple):
     """What one microbatch says.
 
@@ -39,7 +47,7 @@ class Loss(NamedTuple):
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
             raise ConfigError(f"{_FORMS}; its loss must be one floating-point number in a tensor, got {_form(value)}.")
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise ConfigError(f"{_FORMS}; its loss must have a gradient, and this one is detached from the model.")
+            raise ConfigError(f"{_FORMS}; its loss has no gradient: it depends on no parameter that trains.")
         if tokens and not (_is_number(tokens[0]) and torch.as_tensor(tokens[0]).numel() == 1):
             raise ConfigError(f"{_FORMS}; its number of tokens must be one number, got {_form(tokens[0])}.")
         if not isinstance(reported, Mapping):

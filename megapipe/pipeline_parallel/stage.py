@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.loss import Loss, LossFunc
+from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
 from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
@@ -124,7 +124,7 @@ class PipelineStage:
         self.stream(microbatch).activate()
         meanwhile(cuts.advance)
         with self._layered.between_layers(cuts) if self._layered else nullcontext():
-            output, loss_func = self.forward_step(self.data_iterator, self.module)
+            output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
         if self.holds_loss:
             output, grad = self._loss(microbatch, output, loss_func)
