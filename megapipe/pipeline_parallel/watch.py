@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -229,7 +230,8 @@ def _ignore(*_: object) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"megapipe: {text}\n".encode())  # in one piece: other ranks write too
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"megapipe: {text}\n".encode())  # in one piece: other ranks write too
 
 
 def _exit(code: int) -> NoReturn:

@@ -6,7 +6,8 @@ Tools read these lines by field name, so fields of our own stand behind the last
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -96,28 +97,34 @@ def arguments(config: Config) -> str:
 class TensorBoard:
     """Scalars under Megatron's tags, by iteration and by samples. Does nothing without --tensorboard-dir.
 
-    A folder that cannot be written to costs one warning, never the run.
+    A folder that cannot be written to, from the start or from some day on, costs one warning, never the run.
     """
 
     def __init__(self, log: LogConfig) -> None:
         self._writer: Any = None
-        if log.tensorboard_dir is None:
-            return
-        try:
-            self._writer = SummaryWriter(log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
-        except OSError as error:
-            print(f"WARNING: no TensorBoard logs, --tensorboard-dir {log.tensorboard_dir}: {error}", flush=True)
+        self._folder = log.tensorboard_dir
+        if self._folder is not None:
+            with self._warning():
+                self._writer = SummaryWriter(self._folder, max_queue=log.tensorboard_queue_size)
 
     def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int) -> None:
         """Write those that are there, each also against samples."""
-        if self._writer is None:
-            return
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, iteration)
-                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        with self._warning():
+            for tag, value in values.items():
+                if value is not None and self._writer is not None:
+                    self._writer.add_scalar(tag, value, iteration)
+                    self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
         """Flush."""
-        if self._writer is not None:
-            self._writer.close()
+        with self._warning():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # also what the writer's thread met since the last call
+            self._writer = None
+            print(f"WARNING: no TensorBoard logs from here on, --tensorboard-dir {self._folder}: {error}", flush=True)

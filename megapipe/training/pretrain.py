@@ -58,11 +58,13 @@ from megapipe.training.report import Reporter
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.signals import ExitSignal
+from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 
+@stdout_may_break()
 def pretrain(
     config: Config,
     provider: Provider,

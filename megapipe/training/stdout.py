@@ -1,0 +1,47 @@
+"""What a run prints may be read by nobody: that is no reason to stop training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any, TextIO, cast
+
+
+@contextmanager
+def stdout_may_break() -> Iterator[None]:
+    """While entered, a standard output that nobody reads any more (`| head`, a full disk) costs one warning."""
+    with redirect_stdout(cast(TextIO, _Forgiving(sys.stdout))):
+        yield
+
+
+class _Forgiving:
+    """A stream; from its first failure on nothing."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._do(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(lambda stream: stream.flush())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _do(self, call: Callable[[TextIO], object]) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        try:
+            call(stream)
+        except (OSError, ValueError) as error:
+            self._stream = None
+            with suppress(OSError, ValueError):
+                os.write(2, f"WARNING: no output from here on, standard output: {error}\n".encode())
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, stream.fileno())  # what it still holds is flushed when Python ends
+                os.close(nothing)
