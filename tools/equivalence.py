@@ -69,7 +69,7 @@ class Training:
         self.pipeline = Pipeline(
             self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable
         )
-        self.optimizer = Optimizer(self.stages, self.config.train, mesh, distributed=case.distributed)
+        self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.parallel.of_optimizer)
         self.scale = LossScale.start(self.config.train)
 
     def step(self, number: int) -> StepResult:
@@ -82,6 +82,7 @@ class Training:
 
     def validation_loss(self) -> float:
         """Of a batch that is not trained on."""
+        self.optimizer.settle()
         return _loss(evaluate(self.pipeline, self._at, 10_000, 1))
 
     def gradients(self) -> dict[str, Part]:

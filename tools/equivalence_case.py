@@ -70,6 +70,7 @@ class Case:
         file: the schedule goes through a "json" or "csv" file first.
         variable: the microbatches differ in length.
         distributed: optimizer state is split over data parallel.
+        overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
         documents: none, "attention", "positions" or "both" restart at an end of document.
@@ -91,6 +92,7 @@ class Case:
     file: str | None = None
     variable: bool = False
     distributed: bool = False
+    overlap: bool = False
     dtype: str = "float64"
     steps: int = STEPS
     batch: int = 1
@@ -121,6 +123,7 @@ class Case:
             p2p="plain",
             file=None,
             distributed=False,
+            overlap=False,
             metrics="none",
             compile=False,
         )
@@ -158,6 +161,9 @@ class Case:
                 pipeline_schedule=self.schedule,
                 no_overlap_p2p_communication=self.p2p == "batched",
                 use_ring_exchange_p2p=self.p2p == "ring",
+                use_distributed_optimizer=self.distributed,
+                overlap_grad_reduce=self.overlap,
+                overlap_param_gather=self.overlap and self.distributed,
             ),
             train=TrainConfig(
                 micro_batch_size=self.batch,

@@ -71,6 +71,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             file=rng.choice((None, None, "json", "csv")),
             variable=rng.random() < 0.25,
             distributed=dp > 1 and rng.random() < 0.5,
+            overlap=dp > 1 and rng.random() < 0.5,
             dtype=rng.choice(("float64", "float64", "float64", "float32", "bfloat16", "float16")),
             attention_dropout=rng.choice((0.0, 0.1, 0.3)),
             hidden_dropout=rng.choice((0.0, 0.1)),

@@ -15,6 +15,12 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}, which does not "
             f"divide it. Use --seq-length {s + -s % tp}, or leave --sequence-parallel out."
         )
+    par = config.parallel
+    if par.overlap_param_gather and not (par.overlap_grad_reduce and par.use_distributed_optimizer):
+        yield (
+            "--overlap-param-gather gathers what --use-distributed-optimizer splits, beside what --overlap-grad-reduce "
+            "reduces. Add both, or leave --overlap-param-gather out."
+        )
     if t.bf16 and t.fp16:
         yield "--bf16 and --fp16 are two types for the same weights. Leave one out."
     if t.grad_reduce_in_bf16 and not t.bf16:

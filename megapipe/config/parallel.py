@@ -36,6 +36,10 @@ class ParallelConfig:
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     use_distributed_optimizer: bool = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
+    overlap_grad_reduce: bool = False
+    """Reduce the gradients of a stage while others still compute, as passes G of the table."""
+    overlap_param_gather: bool = False
+    """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
     no_overlap_p2p_communication: bool = False
     """Post messages between stages in batches instead of one by one."""
     use_ring_exchange_p2p: bool = False
@@ -53,3 +57,8 @@ class ParallelConfig:
         if self.use_ring_exchange_p2p:
             return "ring"
         return "batched" if self.no_overlap_p2p_communication else "plain"
+
+    @property
+    def of_optimizer(self) -> dict[str, bool]:
+        """What optim.optimizer takes of it."""
+        return {"distributed": self.use_distributed_optimizer, "gathers_later": self.overlap_param_gather}

@@ -22,7 +22,7 @@ _UNFUSED = "names a fused kernel that we do not have"
 _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FIXED = "the schedule's table orders messages and passes; there is nothing to set"
-_REDUCED = "gradients are reduced when the step's passes are done, over flat buffers; nothing overlaps"
+_REDUCED = "a stage's flat gradients are one bucket"
 _SAVED = "every rank writes what it owns, and a save blocks the step until it is on disk"
 _STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
 _READ = "files are mapped and read ahead by --num-workers threads"
@@ -82,8 +82,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
     ("rerun-mode", ("disabled", "validate_results"), "a step that is not finite stops the run; none is run twice"),
     # overlap, collectives, memory
-    ("overlap-grad-reduce", _SWITCH, _REDUCED),
-    ("overlap-param-gather overlap-param-gather-with-optimizer-step", _SWITCH, "weights are whole: none is gathered"),
+    ("overlap-param-gather-with-optimizer-step", _SWITCH, "stages are updated together, when the norm is known"),
     ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
     ("ddp-bucket-size ddp-num-buckets", _ANY, _REDUCED),
     ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),

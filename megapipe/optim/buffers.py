@@ -15,7 +15,7 @@ remainder to treat in another way and a parameter gets the same bits wherever it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -132,36 +132,46 @@ class FlatBuffers:
 
     @property
     def reduced(self) -> Tensor:
-        """The gradients of the share; summed over data parallel after `reduce`."""
+        """The gradients of the share; summed over data parallel once that is done."""
         return self.grads[self.share]
 
     @property
     def parts(self) -> list[Tensor]:
-        """What `reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
+        """What `start_reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
         return [self.grads] if self.shares.size == 1 else [self.reduced, self.grads[self.model.numel() :]]
 
-    def reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> None:
-        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given.
+    def start_reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> Callable[[], None]:
+        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given; what is returned waits for it.
 
         One all-reduce; under ZeRO-1 one reduce-scatter, and an all-reduce of what is borrowed.
         """
-        whole = self.grads
-        if self.shares.size > 1:
-            own = self.grads[: self.model.numel()]
-            if own.numel():
-                self.reduced.copy_(dp.reduce_scatter(own if dtype is None else own.to(dtype)))
-            whole = self.grads[self.model.numel() :]
-        if not whole.numel():
-            return
-        if dtype is None or dp.size == 1:
-            dp.all_reduce(whole)
-        else:
-            whole.copy_(dp.all_reduce(whole.to(dtype)))
+        shared = self.model.numel() if self.shares.size > 1 else 0
+        jobs = []
+        for start, into, part in (
+            (dp.start_reduce_scatter, self.reduced, self.grads[:shared]),
+            (dp.start_all_reduce, self.grads[shared:], self.grads[shared:]),
+        ):
+            if part.numel() and dp.size > 1:
+                jobs.append((into, start(part if dtype is None else part.to(dtype))))
 
-    def gather(self) -> None:
-        """Take the other shares of the model's weights from the ranks that have updated them."""
-        if self.shares.size > 1 and self.model.numel():
-            self.model.copy_(self.shares.all_gather(self.model[self.share].clone()))
+        def finish() -> None:
+            for into, pending in jobs:
+                summed = pending.wait()
+                if summed is not into:
+                    into.copy_(summed)
+
+        return finish
+
+    def start_gather(self) -> Callable[[], None]:
+        """Take the other shares of the model's weights from the ranks that have updated them; returns as above."""
+        if self.shares.size == 1 or not self.model.numel():
+            return lambda: None
+        pending = self.shares.start_all_gather(self.model[self.share].clone())
+
+        def finish() -> None:
+            self.model.copy_(pending.wait())
+
+        return finish
 
     def gathered(self, flat: Tensor) -> Tensor:
         """A tensor of the share's size, whole: the shares of all ranks. Collective over data parallel."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -22,6 +22,7 @@ from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
 from megapipe.optim.census import check_trained, frozen, take_census, trained
+from megapipe.optim.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Optimizer:
     Args:
         stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
             whole model.
+        gathers_later: a step leaves updated weights to `start_gather` of the next, or to `settle`.
         distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
     Attributes:
         buffers: one per stage, in the same order.
+        reduction: sums their gradients; what it has not begun by then, `step` begins.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         steps: updates made so far; Adam's bias correction needs it.
         weight_decay: as in TrainConfig; a loaded checkpoint may set it.
@@ -63,10 +66,18 @@ class Optimizer:
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], train: TrainConfig, mesh: ProcessMesh, *, distributed: bool = False
+        self,
+        stages: Sequence[nn.Module],
+        train: TrainConfig,
+        mesh: ProcessMesh,
+        *,
+        distributed: bool = False,
+        gathers_later: bool = False,
     ) -> None:
         self.mesh, self.train = mesh, train
         self.distributed = distributed and mesh.dp.size > 1
+        self.gathers_later = gathers_later
+        self._stale: set[int] = set()
         shares = mesh.dp if self.distributed else WHOLE
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in trained(stage))
@@ -100,6 +111,15 @@ class Optimizer:
                 shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
+        self.reduction = Reduction(
+            mesh,
+            self.buffers,
+            [twin for _, twin in self._twins],
+            self.params,
+            self._ties_here,
+            [name for name, _ in self._ties_across],
+            torch.bfloat16 if train.grad_reduce_in_bf16 else None,
+        )
         self.exp_avg = [torch.zeros_like(b.main) for b in self.owned]
         self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.owned]
         for user, owner in self._ties_here:
@@ -111,6 +131,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Start a step."""
+        self.reduction.begin()
         for buffers in self.buffers:
             buffers.zero_grad()
 
@@ -124,7 +145,7 @@ class Optimizer:
             ends_lr: that of word embeddings and output head, `lr` if None.
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
-        self._reduce()
+        self.reduction.finish()
         grads = [b.reduced if self.distributed else b.grads for b in self.owned]
         if grad_scale != 1:
             for flat in grads:
@@ -182,27 +203,17 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_model_to_main()
 
-    def _reduce(self) -> None:
-        """Sum over tensor parallel, data parallel and twins, and add the uses of tied weights."""
-        dtype = torch.bfloat16 if self.train.grad_reduce_in_bf16 else None
-        for buffers in self.buffers:
-            buffers.sum_over_tp(self.mesh.tp)
-        # The two uses of a weight have other shares on their two ranks, so each is summed whole.
-        across = [_main_grad(self.params[name]) for name, _ in self._ties_across]
-        whole = [grad if dtype is None else grad.to(dtype) for grad in across] if self.distributed else []
-        whole = [self.mesh.dp.all_reduce(grad.clone()) for grad in whole]
-        for buffers in self.buffers:
-            buffers.reduce(self.mesh.dp, dtype)
-        for grad, summed in zip(across, whole, strict=False):
-            grad.copy_(summed)
-        for _, buffers in self._twins:
-            for part in buffers.parts:
-                self.mesh.twins.all_reduce(part)
-        # Two numbers have one sum: the same bits whether both uses share a rank or not.
-        for user, owner in self._ties_here:
-            _main_grad(self.params[owner]).add_(_main_grad(self.params[user]))
-        for grad in across:
-            self.mesh.ends.all_reduce(grad)
+    def start_gather(self, chunk: int) -> Callable[[], None]:
+        """Begin to gather the weights of this rank's stage number `chunk` if they were updated since; as above."""
+        if chunk not in self._stale:
+            return lambda: None
+        self._stale.remove(chunk)
+        return self.buffers[chunk].start_gather()
+
+    def settle(self) -> None:
+        """Gather the weights that a step has left for the next. Collective over data parallel."""
+        for finish in [self.start_gather(chunk) for chunk in sorted(self._stale)]:
+            finish()
 
     def _send_to_twins(self, *, shares: bool = False) -> None:
         """The owners' weights, or this rank's share of them."""
@@ -243,8 +254,9 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
-        for buffers in self.buffers:
-            buffers.gather()
+        self._stale = set(range(len(self.buffers)))
+        if not self.gathers_later:
+            self.settle()
 
     def _counted(self, b: FlatBuffers) -> list[str]:
         """The parameters in a buffer that count on this rank, so that each element of the model counts on one of a
@@ -287,7 +299,3 @@ class Optimizer:
 def _natural(name: str) -> list[str | int]:
     """Sort key with layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _main_grad(param: nn.Parameter) -> Tensor:
-    return param.main_grad  # type: ignore[attr-defined, no-any-return]

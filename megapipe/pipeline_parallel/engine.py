@@ -13,13 +13,14 @@ from torch import nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.execute import StartOfStage, execute
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.overlap import Layered
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, attribute_of
 from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
+    Kind,
     Placement,
     Program,
     Schedule,
@@ -89,6 +90,7 @@ class Request:
         variable_seq_lengths: for this step, as for all of an engine.
         on_last_backward: called with a stage's number before the backward pass of its last microbatch.
         on_stage_done: called with a stage's number when its last pass is over.
+        of_stage: how to begin the table's passes of a stage as a whole, see pipeline_parallel.execute.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
     """
 
@@ -107,6 +109,7 @@ class Request:
     variable_seq_lengths: bool = False
     on_last_backward: Callable[[int], None] | None = None
     on_stage_done: Callable[[int], None] | None = None
+    of_stage: Mapping[Kind, StartOfStage] | None = None
     on_loss: Callable[[Loss], None] | None = None
 
 
@@ -158,8 +161,15 @@ class ForwardBackward:
             comm.open_links(table.placement)
             self._opened.add(table.placement)
         with torch.set_grad_enabled(not step.forward_only):
-            where = self.mesh.position
-            execute(programs[rank], table.placement, stages, comm, on_stage_done=step.on_stage_done, position=where)
+            execute(
+                programs[rank],
+                table.placement,
+                stages,
+                comm,
+                on_stage_done=step.on_stage_done,
+                of_stage=step.of_stage,
+                position=self.mesh.position,
+            )
         return _reported(stages.values(), step.on_loss)
 
     def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from itertools import islice
@@ -17,6 +17,7 @@ from megapipe.distributed.position import Position
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
+from megapipe.schedule.kinds import Lane, Where
 
 
 class Stage(Protocol):
@@ -54,7 +55,8 @@ class Call(NamedTuple):
     Attributes:
         takes: the pass whose result it uses, made on rank `source`; None at an end of the model, and for W.
         gives: does another pass use its result?
-        ends: is it the last pass of its stage?
+        ends: is it the last pass of a microbatch on its stage?
+        awaits: passes of other lanes that must have ended.
     """
 
     item: Pass
@@ -62,6 +64,18 @@ class Call(NamedTuple):
     source: int
     gives: bool
     ends: bool
+    awaits: tuple[Pass, ...]
+
+
+StartOfStage = Callable[[int], Callable[[], None]]
+"""Begins what is done to a stage as a whole, by its number; what it returns waits for the end."""
+
+
+class Lanes(NamedTuple):
+    """What runs beside the passes of microbatches: how each kind begins, and how to wait for those that have begun."""
+
+    start: Mapping[Kind, StartOfStage]
+    under_way: dict[Pass, Callable[[], None]]
 
 
 _Plan = tuple[tuple[Call, ...] | Exchange, ...]
@@ -76,6 +90,7 @@ def execute(
     comm: Messenger,
     *,
     on_stage_done: Callable[[int], None] | None = None,
+    of_stage: Mapping[Kind, StartOfStage] | None = None,
     position: Position | None = None,
 ) -> None:
     """Run one rank's program from first to last item.
@@ -88,10 +103,13 @@ def execute(
         stages: this rank's stages by number; those with pairs in the program are `OverlappedStage`s.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
+        of_stage: how the kinds of a stage as a whole that the program has are begun. A pass that needs one waits for
+            it, and the end of the program for all.
         position: kept up to date, for `watch`.
     Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
     """
     hand: _Hand = {}
+    lanes = Lanes(of_stage or {}, {})
     step = _run_labelled if profiler._is_profiler_enabled else _run
     item: tuple[Call, ...] | Exchange = ()
     position = position or Position()
@@ -100,12 +118,14 @@ def execute(
     try:
         for item in plan:
             position.at = item, monotonic()
-            step(item, stages, hand, comm)
+            step(item, stages, hand, comm, lanes)
             if on_stage_done is not None and not isinstance(item, Exchange):
                 for call in item:
                     if call.ends:
                         on_stage_done(call.item.stage)
         position.at = "the end of the passes", monotonic()
+        for end in lanes.under_way.values():
+            end()
         comm.finish()
     except Exception as error:
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")
@@ -122,6 +142,7 @@ def _plan(program: Program, placement: Placement, rank: int, ahead: int) -> _Pla
     forward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_forward}
     backward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_backward}
     last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
+    beside = [p for p in passes if p.kind.rule.lane is not Lane.COMPUTE]
 
     def call(p: Pass) -> Call:
         source = placement.source(p)
@@ -130,9 +151,17 @@ def _plan(program: Program, placement: Placement, rank: int, ahead: int) -> _Pla
             made = forward_of if p.kind.is_forward else backward_of
             takes = made[source, p.microbatch]
         made_on = placement.rank_of[takes.stage if takes else p.stage]
-        return Call(p, takes, made_on, placement.consumer(p) is not None, last[p.stage] == p)
+        gives, awaits = placement.consumer(p) is not None, tuple(_awaited(p, beside))
+        return Call(p, takes, made_on, gives, last.get(p.stage) == p, awaits)
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
+
+
+def _awaited(item: Pass, beside: Sequence[Pass]) -> Iterator[Pass]:
+    """Of the passes on other lanes those whose results a pass needs: its stage's own, or any if it needs all."""
+    for need in item.kind.rule.needs:
+        own = need.where is Where.STEP
+        yield from (p for p in beside if need.made in p.kind.rule.makes and (p.stage == item.stage or not own))
 
 
 def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
@@ -152,9 +181,17 @@ def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
     return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
 
 
-def _run(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger) -> None:
+def _run(
+    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, lanes: Lanes
+) -> None:
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
+        return
+    for needed in (p for call in item for p in call.awaits if p in lanes.under_way):
+        lanes.under_way.pop(needed)()
+    kind, stage, _ = item[0].item
+    if kind.rule.per_stage:
+        lanes.under_way[item[0].item] = lanes.start[kind](stage)
     elif len(item) == 2:
         _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand)
     else:
@@ -204,10 +241,15 @@ def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
         hand[call.item] = made
 
 
-def _run_labelled(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger) -> None:
+def _run_labelled(
+    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, lanes: Lanes
+) -> None:
     if isinstance(item, Exchange):
         names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
     else:
+        for needed in (p for call in item for p in call.awaits if p in lanes.under_way):
+            with record_function(f"wait {needed}"):
+                lanes.under_way.pop(needed)()
         for call in item:
             if call.takes and isinstance(held := hand[call.takes], InFlight):
                 with record_function(f"recv {call.takes} <-{call.source}"):
@@ -216,7 +258,7 @@ def _run_labelled(item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage]
     with ExitStack() as labels:
         for name in names:
             labels.enter_context(record_function(name))
-        _run(item, stages, hand, comm)
+        _run(item, stages, hand, comm, lanes)
 
 
 def _text(item: tuple[Call, ...] | Exchange) -> str:

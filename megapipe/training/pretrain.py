@@ -156,9 +156,7 @@ class Run:
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
-        self.optimizer = Optimizer(
-            self.modules, config.train, mesh, distributed=config.parallel.use_distributed_optimizer
-        )
+        self.optimizer = Optimizer(self.modules, config.train, mesh, **config.parallel.of_optimizer)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.reading = Reading(config, mesh, place)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
@@ -179,16 +177,14 @@ class Run:
             self.profiler.before(progress.iteration)
             result = self.step()
             self.profiler.after(progress.iteration)
-            seconds = config.parallel.distributed_timeout_seconds_after_init
-            if seconds and progress.iteration == began + 1:
+            if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
             self.report.iteration(result, progress, self.lr, self.optimizer)
             self._stop_if_not_finite(result, last_saved)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
                 self.report.pause()
-            every = config.checkpoint.save_interval
-            if every and progress.iteration % every == 0:
+            if (every := config.checkpoint.save_interval) and progress.iteration % every == 0:
                 last_saved = self._save()
                 self.report.pause()
             if reason := self._exit_reason():
@@ -249,6 +245,7 @@ class Run:
         if batches_at is None or not config.data.eval_batches:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
+        self.optimizer.settle()
         losses = evaluate(self.pipeline, batches_at, begin, config.data.eval_batches)
         if consumed is None:
             progress.consumed_valid_samples += config.data.eval_batches * config.global_batch_size
@@ -271,6 +268,7 @@ class Run:
         assert directory is not None
         self.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
         state = dataclasses.asdict(self.progress)
+        self.optimizer.settle()
         save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
         self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
         return n

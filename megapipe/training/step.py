@@ -16,9 +16,12 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents, find_documents
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
+from megapipe.pipeline_parallel.execute import StartOfStage
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.stage import ForwardStep
-from megapipe.schedule import Schedule
+from megapipe.schedule import Kind, Schedule
+from megapipe.schedule.transforms.optimizer import with_gather
+from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.totals import Adder, Totals
 
@@ -65,7 +68,8 @@ class Pipeline:
         *,
         variable_seq_lengths: bool = False,
     ) -> None:
-        self.config, self.schedule, self.modules, self.mesh = config, schedule, modules, mesh
+        self.config, self.modules, self.mesh = config, modules, mesh
+        self.schedule = schedule = with_overlap(schedule, config)
         self._forward_step, self._eod = forward_step, eod
         self._add_up = Adder(mesh)
         self._forward_backward = ForwardBackward(
@@ -77,13 +81,20 @@ class Pipeline:
         )
 
     def run(
-        self, microbatches: Sequence[Tensor], consumed: int, *, evaluate: bool = False, loss_scale: float = 1.0
+        self,
+        microbatches: Sequence[Tensor],
+        consumed: int,
+        *,
+        evaluate: bool = False,
+        loss_scale: float = 1.0,
+        optimizer: Optimizer | None = None,
     ) -> Totals:
         """All passes of one step, and what they reported.
 
         Args:
             microbatches: token ids [b, s + 1] of this data-parallel rank; read only where a stage needs them.
             consumed: samples trained on before this step, which name its randomness.
+            optimizer: does what the table has of a stage as a whole; an evaluation has nothing of it.
         """
         config, dp = self.config, self.mesh.dp
         b, s = config.train.micro_batch_size, config.train.seq_length
@@ -105,6 +116,7 @@ class Pipeline:
             calculate_per_token_loss=config.train.calculate_per_token_loss,
             loss_scale=loss_scale,
             on_loss=losses.append,
+            of_stage={} if optimizer is None else self._of_stage(optimizer),
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
             ),
@@ -113,6 +125,13 @@ class Pipeline:
         totals = self._add_up(losses, consumed, evaluate=evaluate)
         self.mesh.position.leave()
         return totals
+
+    def _of_stage(self, optimizer: Optimizer) -> dict[Kind, StartOfStage]:
+        chunk = {stage: i for i, stage in enumerate(self._own)}
+        return {
+            Kind.G: lambda stage: optimizer.reduction.start(chunk[stage]),
+            Kind.A: lambda stage: optimizer.start_gather(chunk[stage]),
+        }
 
     def _documents(self, microbatches: Sequence[Tensor], i: int) -> Documents | None:
         """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
@@ -141,6 +160,14 @@ class Pipeline:
         return map(batch, order)
 
 
+def with_overlap(schedule: Schedule, config: Config) -> Schedule:
+    """The table with what runs beside its passes; the update is behind them all, when the norm is known."""
+    if config.data_parallel_size == 1 or not config.parallel.overlap_grad_reduce:
+        return schedule
+    table = with_reduction(schedule)
+    return with_gather(table) if config.parallel.overlap_param_gather else table
+
+
 def train_step(
     pipeline: Pipeline,
     optimizer: Optimizer,
@@ -154,7 +181,7 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. ends_lr: the rate of word embeddings and output head, `lr` if None."""
     optimizer.zero_grad()
-    totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale)
+    totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale, optimizer=optimizer)
     if not totals.finite:
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False)
     per_token = pipeline.config.train.calculate_per_token_loss

@@ -81,7 +81,7 @@ def test_gradients_are_summed_over_data_parallel():
         model = toy()
         flat = FlatBuffers(dict(model.named_parameters()))
         model[0].weight.main_grad.fill_(mesh.dp.rank + 1)
-        flat.reduce(mesh.dp)
+        flat.start_reduce(mesh.dp)()
         return model[0].weight.main_grad
 
     for grad in run_threads(body, dp=3):

@@ -14,29 +14,32 @@ from megapipe.pipeline_parallel.threads import run_threads
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
 
-def trained(mesh: ProcessMesh, *, distributed: bool, steps: int = 6, style: str, **flags) -> Result:
+def trained(mesh: ProcessMesh, *, parallel: dict[str, bool], steps: int = 4, style: str, **flags) -> Result:
     """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
     plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
     run = run_of(
         mesh,
         replace(
             plain,
-            parallel=replace(plain.parallel, use_distributed_optimizer=distributed),
+            parallel=replace(plain.parallel, **parallel),
             train=replace(plain.train, micro_batch_size=1, global_batch_size=4 * mesh.dp.size),
             log=replace(plain.log, log_num_zeros_in_grad=True),
         ),
     )
     said = [(r.losses["lm loss"], r.grad_norm, r.num_zeros) for r in (run.step() for _ in range(steps))]
+    run.optimizer.settle()
     kept = {f"{kind} {n}": x.clone() for kind, views in run.optimizer.state().items() for n, x in views.items()}
     kept |= {name: param.detach().clone() for name, param in run.optimizer.params.items()}
     return said, kept, [moment.numel() for moment in run.optimizer.exp_avg]
 
 
-def compare(dp: int, pp: int = 1, **how) -> list[tuple[Result, Result]]:
+ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def compare(dp: int, pp: int = 1, ours: dict[str, bool] = ZERO, **how) -> list[tuple[Result, Result]]:
     datasets()
-    plain, split = (
-        run_threads(partial(trained, distributed=distributed, **how), dp=dp, pp=pp) for distributed in (False, True)
-    )
+    plain, split = (run_threads(partial(trained, parallel=parallel, **how), dp=dp, pp=pp) for parallel in ({}, ours))
     return list(zip(plain, split, strict=True))
 
 
@@ -57,6 +60,21 @@ def test_two_ranks_train_the_same_bits_as_without_it(schedule, pp, style, flags)
         assert all(torch.equal(x, split[1][key]) for key, x in plain[1].items())
         padding = 64 * 2  # of a buffer, in elements; the rule is 1/dp within 1%
         assert all(n / 2 <= m <= n / 2 + padding for n, m in zip(plain[2], split[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "ours", "flags"),
+    [
+        ("zb-v", 2, OVERLAP, {"bf16": True}),
+        ("dualpipe", 2, OVERLAP, {"bf16": True, "grad_reduce_in_bf16": True}),
+        ("interleaved", 2, {"overlap_grad_reduce": True}, {}),
+        ("1f1b", 1, OVERLAP, {}),
+    ],
+)
+def test_what_overlaps_trains_the_same_bits(schedule, pp, ours, flags):
+    for plain, split in compare(2, pp, ours, style="gpt2", steps=3, schedule=schedule, **flags):
+        assert plain[0] == split[0]
+        assert all(torch.equal(x, split[1][key]) for key, x in plain[1].items())
 
 
 def test_four_ranks_train_the_same_to_rounding():

@@ -21,6 +21,8 @@ from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
+from megapipe.schedule.transforms.optimizer import with_gather
+from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 
 from .relay import Done, Void
@@ -98,18 +100,30 @@ def test_where_nothing_overlaps_the_f_of_a_pair_leaves_before_b():
     assert run(schedule, 1) == [p for step in steps_of(build("dualpipe-v", 4, 8), 1) for p in step]
 
 
-def test_a_stage_is_done_after_its_last_pass():
-    schedule, log = build("zb-v", 4, 8), []
+def test_what_is_done_to_a_stage_begins_in_its_place_and_is_waited_for_where_it_is_needed():
+    log: list[str] = []
 
     class Logging(Stage):
         def __init__(self, number: int, _: list[str]) -> None:
             super().__init__(number, log)
 
-    run(schedule, 2, Logging, on_stage_done=lambda stage: log.append(f"done {stage}"))
+    def begin(kind):
+        def start(stage):
+            log.append(f"{kind}{stage} begins")
+            return lambda: log.append(f"{kind}{stage} is there")
+
+        return start
+
+    schedule = with_gather(with_reduction(build("zb-v", 4, 8)))
+    run(schedule, 2, Logging, of_stage={kind: begin(kind) for kind in (Kind.G, Kind.A)})
+    assert log[:3] == ["A2 begins", "A5 begins", "A2 is there"], "a forward waits for its own stage's weights"
     for stage in schedule.placement.stages_on(2):
-        at = log.index(f"done {stage}")
-        assert log[at - 1].startswith(str(stage))
+        first = next(i for i, entry in enumerate(log) if entry.startswith(f"{stage}F"))
+        assert log[first - 1] == f"A{stage} is there"
+        at = log.index(f"G{stage} begins")
+        assert log[at - 1].startswith(f"{stage}W")
         assert not any(entry.startswith(str(stage)) for entry in log[at:])
+    assert log[-2:] == ["G5 is there", "G2 is there"], "the end of the program waits for all"
 
 
 def test_a_tensor_that_nobody_uses_is_named():

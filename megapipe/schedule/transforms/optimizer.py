@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -25,16 +26,20 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
     rows = []
     for rank, row in enumerate(schedule.ranks):
         own = schedule.placement.stages_on(rank)
-        first = list(dict.fromkeys(x.stage for step in row for x in step if x.kind.is_forward))
         reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
-        front = [Pass(Kind.A, s, 0) for s in first] if gather == "ahead" else []
+        front = _gathers(row) if gather == "ahead" else []
         back = [Pass(Kind.U, s, 0) for s in reduced]
         if gather == "behind":
-            back = [x for s in first for x in (Pass(Kind.U, s, 0), Pass(Kind.A, s, 1))]
+            back = [x for a in _gathers(row) for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
         check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
         cut = next(i for i, step in enumerate(row) if any(x.kind.is_backward for x in step))
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
     return replace(schedule, ranks=tuple(rows))
+
+
+def with_gather(schedule: Schedule) -> Schedule:
+    """The table of one step that begins with the gathering of the weights that the step before has updated."""
+    return replace(schedule, ranks=tuple((*_steps(_gathers(row)), *row) for row in schedule.ranks))
 
 
 def with_whole_step(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = True) -> Schedule:
@@ -55,6 +60,13 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
         for row in schedule.ranks
     )
     return replace(schedule, ranks=tuple(rows), training_steps=training_steps)
+
+
+def _gathers(row: Sequence[Step]) -> list[Pass]:
+    """Of each stage, in the order in which the forwards need them."""
+    return [
+        Pass(Kind.A, stage, 0) for stage in dict.fromkeys(x.stage for step in row for x in step if x.kind.is_forward)
+    ]
 
 
 def _steps(passes: list[Pass]) -> tuple[Step, ...]:

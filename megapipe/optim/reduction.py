@@ -1,0 +1,76 @@
+"""The sums of a step's gradients over ranks, stage by stage: those that begin early and those that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.optim.buffers import FlatBuffers
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Sums over tensor parallel, data parallel and twins, and the uses of tied weights.
+
+    Attributes:
+        buffers: of this rank's stages, in ascending order.
+        twins: those of them that exist on another rank too, in one order on both.
+        params: of all stages by name.
+        ties_here: (user, owner) of a weight whose two uses are on this rank.
+        ties_across: names of weights whose other use is on the rank at the other end.
+        dtype: what gradients are rounded to on their way over data parallel, if not their own.
+    """
+
+    mesh: ProcessMesh
+    buffers: Sequence[FlatBuffers]
+    twins: Sequence[FlatBuffers]
+    params: Mapping[str, nn.Parameter]
+    ties_here: Sequence[tuple[str, str]]
+    ties_across: Sequence[str]
+    dtype: torch.dtype | None = None
+    _begun: set[int] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Begin a step: nothing is summed."""
+        self._begun.clear()
+
+    def start(self, chunk: int) -> Callable[[], None]:
+        """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
+
+        Returns: what waits for the sums.
+        """
+        self._begun.add(chunk)
+        buffers, dp = self.buffers[chunk], self.mesh.dp
+        buffers.sum_over_tp(self.mesh.tp)
+        # The two uses of a weight have other shares on their two ranks, so under ZeRO-1 each is summed whole.
+        sharded = buffers.shares.size > 1
+        grads = [self._main_grad(name) for name in self.ties_across if sharded and name in buffers.own]
+        whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
+        finish_all = buffers.start_reduce(dp, self.dtype)
+
+        def finish() -> None:
+            finish_all()
+            for grad, pending in zip(grads, whole, strict=True):
+                grad.copy_(pending.wait())
+
+        return finish
+
+    def finish(self) -> None:
+        """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
+        for finish in [self.start(chunk) for chunk in range(len(self.buffers)) if chunk not in self._begun]:
+            finish()
+        for buffers in self.twins:
+            for part in buffers.parts:
+                self.mesh.twins.all_reduce(part)
+        # Two numbers have one sum: the same bits whether both uses share a rank or not.
+        for user, owner in self.ties_here:
+            self._main_grad(owner).add_(self._main_grad(user))
+        for name in self.ties_across:
+            self.mesh.ends.all_reduce(self._main_grad(name))
+
+    def _main_grad(self, name: str) -> Tensor:
+        return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]
