@@ -1,15 +1,20 @@
 """Arrays that take a while to compute, kept in a folder so that the next start maps them.
 
-No process waits for another: whoever finds no entry computes it, and renames a finished one into place.
+Whoever finds no entry and gets its lock file computes it and renames it into place; others that see that folder wait.
+The lock saves work and disk, no more: two that build side by side, because one took the other for dead, store the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +39,7 @@ def cached(
         return list(build())
     text = json.dumps(key, indent=1, sort_keys=True)
     entry = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if not entry.is_dir():
-        _store(entry, text, build())
+    _once(entry, lambda: _store(entry, text, build()))
     try:
         files = sorted(entry.glob("*.npy"))
         return [np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray) for file in files]
@@ -43,11 +47,78 @@ def cached(
         raise DataError(f"--data-cache-path entry {entry} is damaged ({error}). Delete it: rm -r {entry}") from error
 
 
+_BEAT_S, _STALE_S = 5.0, 60.0
+"""How often a builder says that it lives, and how long the others believe it without a word."""
+
+
+def _once(entry: Path, build: Callable[[], None]) -> None:
+    """Until the entry is there: build it, or wait for who does."""
+    lock = entry.with_name(f".lock-{entry.name}")
+    seen: tuple[str, int] | None = None
+    since = 0.0
+    with contextlib.suppress(OSError):  # a folder that cannot be made: said where the entry is stored
+        entry.parent.mkdir(parents=True, exist_ok=True)
+    while not entry.is_dir():
+        try:
+            handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            if (now := _holder(lock)) != seen:
+                seen, since = now, time.monotonic()
+            if now is not None and (_dead(now[0]) or time.monotonic() - since > _STALE_S):
+                lock.unlink(missing_ok=True)
+            else:
+                time.sleep(0.05)
+            continue
+        except OSError:  # nor written
+            build()
+            return
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{socket.gethostname()} {os.getpid()}")
+        done = threading.Event()
+        threading.Thread(target=_beat, args=(lock, done), daemon=True).start()
+        try:
+            if not entry.is_dir():
+                for left in entry.parent.glob(f".building-{entry.name}-*"):  # of one that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                build()
+        finally:
+            done.set()
+            lock.unlink(missing_ok=True)
+
+
+def _beat(lock: Path, done: threading.Event) -> None:
+    while not done.wait(_BEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(lock)
+
+
+def _holder(lock: Path) -> tuple[str, int] | None:
+    """Who has the lock, and when it last said that it lives by the clock of its file system."""
+    try:
+        return lock.read_text(), lock.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _dead(holder: str) -> bool:
+    """Was it a process of this machine that is gone?"""
+    host, _, pid = holder.rpartition(" ")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
     size = sum(a.nbytes for a in arrays)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=entry.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".building-{entry.name}-", dir=entry.parent))
         try:
             (temporary / "key.json").write_text(key)
             for i, array in enumerate(arrays):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.data import index_cache
 from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.data.index_cache import cached
 from megapipe.data.indexed import IndexedDataset
@@ -117,6 +124,50 @@ def test_cached_indices_are_mapped_and_not_built_again(tmp_path: Path) -> None:
     other = cached(str(tmp_path / "cache"), {"a": 2}, lambda: [np.arange(3)])
     assert other[0].tolist() == [0, 1, 2]
     assert len(list((tmp_path / "cache").iterdir())) == 2  # no temporary folder left
+
+
+def builders(folder: Path, starters: int, seconds: float = 0.2) -> int:
+    """How many of so many starters of one cold entry have built it; all get the same arrays."""
+    built: list[int] = []
+
+    def build() -> list[np.ndarray]:
+        built.append(len(list(folder.glob(".building-*"))))
+        time.sleep(seconds)
+        return [np.arange(1000)]
+
+    with ThreadPoolExecutor(starters) as pool:
+        found = list(pool.map(lambda _: cached(str(folder), {"a": 1}, build)[0].tolist(), range(starters)))
+    assert found == [list(range(1000))] * starters
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+    return len(built)
+
+
+def test_one_of_many_starters_builds_a_cold_entry_and_the_others_wait(tmp_path: Path) -> None:
+    """8 starters of a 40 MB entry had 265 MB on disk at once."""
+    assert builders(tmp_path, 16) == 1
+
+
+@pytest.mark.parametrize("gone", ["this machine", "another machine"])
+def test_a_builder_that_was_killed_holds_nobody_up_and_leaves_nothing(
+    tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached(str(tmp_path), {"a": 1}, lambda: [np.arange(1000)])
+    (entry,) = tmp_path.iterdir()
+    shutil.rmtree(entry)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    host = socket.gethostname() if gone == "this machine" else "elsewhere"
+    (tmp_path / f".lock-{entry.name}").write_text(f"{host} {killed.pid}")
+    (tmp_path / f".building-{entry.name}-x").mkdir()
+    monkeypatch.setattr(index_cache, "_STALE_S", 0.3)
+    assert builders(tmp_path, 4) == 1
+
+
+def test_a_builder_that_says_it_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cache, "_STALE_S", 0.5)
+    monkeypatch.setattr(index_cache, "_BEAT_S", 0.05)
+    monkeypatch.setattr(index_cache, "_dead", lambda holder: False)
+    assert builders(tmp_path, 4, seconds=1.2) == 1
 
 
 def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path) -> None:
