@@ -154,19 +154,27 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
 
 
 def load_checkpoint(
-    folder: Path, stages: Sequence[nn.Module], optimizer: Optimizer | None, config: Config, mesh: ProcessMesh
+    folder: Path,
+    stages: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    config: Config,
+    mesh: ProcessMesh,
+    *,
+    checked: bool = False,
 ) -> LoadedState:
     """Read a checkpoint into the stages and the optimizer, after every file has been checked. Collective.
 
     Args:
         optimizer: None to load the weights alone, as --finetune and --no-load-optim do.
+        checked: its files have been compared with the manifest.
     Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
     """
     flags = config.checkpoint
     weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers
     with_optimizer = None if weights_alone else optimizer
-    files = together(mesh, lambda: commit.read_manifest(folder))
-    together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
+    if not checked:
+        files = together(mesh, lambda: commit.read_manifest(folder))
+        together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
     content = together(mesh, lambda: _read_state(folder, with_optimizer, config))
     held = {} if with_optimizer is None else with_optimizer.state()
     tensors = tensors_of(stages, held, mesh)

@@ -38,6 +38,10 @@ class Digest(TypedDict):
     sha256: str
 
 
+class Damaged(CheckpointError):
+    """Files that are not what was saved."""
+
+
 def folder_of(root: Path, iteration: int) -> Path:
     """Where a checkpoint of this iteration lies, as in Megatron-LM."""
     return root / f"iter_{iteration:07d}"
@@ -150,23 +154,31 @@ def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
     _sync_folder(folder)
     os.rename(folder, final)
     _sync_folder(root)
-    write_durably(root / f"{POINTER}.tmp", f"{iteration}\n")
-    os.replace(root / f"{POINTER}.tmp", root / POINTER)
-    _sync_folder(root)
+    point_to(root, iteration)
     return final
 
 
+def point_to(root: Path, iteration: int) -> None:
+    """Name the checkpoint to resume from."""
+    write_durably(root / f"{POINTER}.tmp", f"{iteration}\n")
+    os.replace(root / f"{POINTER}.tmp", root / POINTER)
+    _sync_folder(root)
+
+
 def read_manifest(folder: Path) -> dict[str, Digest]:
-    """The files of a checkpoint. Raises: CheckpointError if the manifest itself cannot be believed."""
+    """The files of a checkpoint.
+
+    Raises: Damaged if the manifest itself cannot be believed, CheckpointError if this version cannot read it.
+    """
     path = folder / MANIFEST
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
         if is_megatrons(folder):
             raise CheckpointError(_megatrons(folder)) from None
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
+        raise Damaged(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{path} is damaged. {_OTHER}") from None
+        raise Damaged(f"{path} is damaged. {_OTHER}") from None
     try:
         content = json.loads(text)
         if content["format"] > FORMAT:
@@ -179,7 +191,7 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
             raise ValueError
         problems = [f"{path}: {name!r} is not the name of a file in it" for name in files if not _FILE.fullmatch(name)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is damaged. {_OTHER}") from None
+        raise Damaged(f"{path} is damaged. {_OTHER}") from None
     if folder.name != folder_of(folder, iteration).name:
         problems.append(f"{path} belongs to iteration {iteration}; the folder was renamed or its files were mixed")
     problems += [
@@ -188,7 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
         if name.endswith(".safetensors") and name not in files
     ]
     if problems:
-        raise CheckpointError(problems)
+        raise Damaged(problems)
     return files  # type: ignore[no-any-return]
 
 
@@ -207,7 +219,7 @@ def _megatrons(folder: Path) -> str:
 
 
 def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None:
-    """Raises: CheckpointError naming every file among `names` that is not what the manifest says."""
+    """Raises: Damaged, naming every file among `names` that is not what the manifest says."""
     problems = []
     for name in names:
         path = folder / name
@@ -224,7 +236,7 @@ def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None
         elif found != files[name]:
             problems.append(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}. {_OTHER}")
     if problems:
-        raise CheckpointError(problems)
+        raise Damaged(problems)
 
 
 def write_durably(path: Path, text: str) -> None:

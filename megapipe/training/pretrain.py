@@ -47,6 +47,7 @@ from megapipe.training.checkpoint import (
     refuse_save,
     save_checkpoint,
 )
+from megapipe.training.fallback import newest_sound
 from megapipe.training.lock import one_run
 from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
@@ -99,7 +100,6 @@ def pretrain(
     plan = make_plan(config)
     refuse_save(config.checkpoint, find_checkpoint(config.checkpoint))
     data = datasets(config, tokenizer)
-
     if config.train.deterministic_mode:
         be_deterministic()
     device = pick_device(config.parallel)
@@ -252,10 +252,10 @@ class Run:
         self.report.validation(losses, where, progress)
 
     def _resume(self) -> Progress:
-        path = find_checkpoint(self.config.checkpoint, self.mesh)
+        path = newest_sound(self.config.checkpoint, self.mesh)
         progress = Progress.after(LoadedState(), self.config.train)
         if path is not None:
-            loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh)
+            loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh, checked=True)
             self.lr = loaded.schedule or self.lr
             self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
             if loaded.other:

@@ -1,0 +1,67 @@
+"""From which checkpoint --load goes on: the newest that is sound, whatever happened to those after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapipe.config import CheckpointConfig
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import CheckpointError
+from megapipe.training import commit
+from megapipe.training.checkpoint import find_checkpoint
+from megapipe.training.together import on_first, share_of, together
+
+
+def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
+    """The checkpoint to load, its files checked; the same on all ranks, which share the reading. None: start fresh.
+
+    One that --ckpt-step names is never replaced by another. In the folder of --save damaged ones are set aside under
+    another name, so that this run can save there.
+
+    Raises: CheckpointError if none is sound, with everything that is wrong.
+    """
+    path = find_checkpoint(config, mesh)
+    if path is None:
+        return None
+    found: list[str] = []
+    damaged: list[Path] = []
+    while problems := _damage(path, mesh):
+        found += problems
+        damaged.append(path)
+        older = [n for n in _iterations(path.parent, mesh) if n < commit.iteration_of(path)]
+        if config.ckpt_step is not None or not older:
+            raise CheckpointError(found)
+        path = commit.folder_of(path.parent, older[-1])
+    if damaged:
+        sound = path
+        aside = on_first(mesh, lambda: _set_aside(config, sound, damaged))
+        if mesh.world.rank == 0:
+            lost = commit.iteration_of(damaged[0]) - commit.iteration_of(path)
+            text = "\n  ".join([*found, f"going on from {path}: {lost} iterations are lost{aside}"])
+            print(f"{'=' * 24} WARNING: DAMAGED CHECKPOINT {'=' * 24}\n  {text}\n{'=' * 76}", flush=True)
+    return path
+
+
+def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
+    def look() -> list[str]:
+        try:
+            files = commit.read_manifest(folder)
+            commit.verify(folder, files, share_of(files, mesh))
+        except commit.Damaged as error:
+            return list(error.problems)
+        return []
+
+    return list(dict.fromkeys(text for row in mesh.world.gather_json(together(mesh, look)) for text in row))
+
+
+def _iterations(root: Path, mesh: ProcessMesh) -> list[int]:
+    return on_first(mesh, lambda: commit.iterations_in(root))
+
+
+def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> str:
+    if config.save is None or not sound.parent.samefile(config.save):
+        return ""
+    commit.point_to(sound.parent, commit.iteration_of(sound))
+    for folder in damaged:
+        folder.rename(commit.aside(folder, "damaged"))
+    return "; the damaged ones are renamed to .damaged-..."
