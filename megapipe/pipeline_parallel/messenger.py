@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.transport import InFlight, Op, Shape, Transport
 from megapipe.schedule import Message, Pass, Placement
 
@@ -75,12 +76,23 @@ class Messenger:
             return self._exchange_with_shapes(messages, payload)
         rank = self.pp.rank
         ops = [
-            Op(True, dst, payload(made_by).contiguous(), _tag(made_by))
+            Op(True, dst, self._checked(made_by, payload(made_by)), _tag(made_by))
             if src == rank
             else Op(False, src, self._buffer(self.shape), _tag(made_by))
             for made_by, src, dst in messages
         ]
         return self._track(messages, ops)
+
+    def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
+        """What leaves here; another form than the receiver's buffer would end there, in gloo's or NCCL's words."""
+        same = x.ndim == len(self.shape) if self.variable_seq_lengths else x.shape == self.shape
+        if not (same and x.dtype == self.dtype):
+            raise ConfigError(
+                f"stage {made_by.stage} of the model gives {list(x.shape)} of {_name(x.dtype)} in pass {made_by}, and "
+                f"stages pass on [s, b, h] = {list(self.shape)} of {_name(self.dtype)}, the parameters' type. "
+                "Let the forward of the stage return that."
+            )
+        return x.contiguous()
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -95,7 +107,7 @@ class Messenger:
         for message in messages:
             sends = message.src == self.pp.rank
             peer = message.dst if sends else message.src
-            tensor = payload(message.made_by).contiguous() if sends else None
+            tensor = self._checked(message.made_by, payload(message.made_by)) if sends else None
             shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
             tag = _tag(message.made_by)
             (work,) = self.transport.post([Op(sends, peer, shape, tag)])
@@ -124,6 +136,10 @@ class Messenger:
 
     def _buffer(self, shape: Shape) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.pp.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tag(made_by: Pass) -> int:

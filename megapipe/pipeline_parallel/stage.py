@@ -78,7 +78,13 @@ class PipelineStage:
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
         self.loss_scale = loss_scale
         self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
-        self._set_input = attribute_of(module, "set_input_tensor")
+        try:
+            self._set_input = attribute_of(module, "set_input_tensor")
+        except AttributeError:
+            raise ConfigError(
+                f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given the hidden states of "
+                "the one before it (None on the first). Add it to the model."
+            ) from None
         self._backwards, self._on_last_backward = 0, on_last_backward
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}

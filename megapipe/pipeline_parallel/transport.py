@@ -95,6 +95,8 @@ class Transport:
 
     def post(self, ops: list[Op]) -> Sequence[Handle]:
         """Start the operations, in their order as far as the mode has one; a handle for each."""
+        if not ops:  # a batch of nothing is an IndexError in torch
+            return []
         if self.mode is P2PMode.PLAIN:
             return [self.one(op) for op in ops]
         if self.mode is P2PMode.BATCHED:

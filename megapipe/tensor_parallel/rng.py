@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.tokens import Documents
+from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.eager import eager
 
 _WORDS, _HEAD = 624, 24  # of a Mersenne Twister's state, in the bytes of torch.Generator.get_state
@@ -139,6 +140,12 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
         if not hasattr(param, "mesh_layout"):
             continue  # a layer we do not know has initialised itself
         layout = layout_of(param)
+        if math.prod(layout.local(tp.size)) != param.numel() or math.prod(layout.full) % param.numel():
+            split = "" if layout.dim is None else f", of which a rank of {tp.size} has a part in dimension {layout.dim}"
+            raise ConfigError(
+                f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its Layout says "
+                f"{list(layout.full)}{split}. Make both agree in the model provider."
+            )
         name = layout.tied_to or name
         whole = torch.empty(layout.full, dtype=torch.float32)
         if layout.std:

@@ -40,8 +40,7 @@ def check_ownership(
     stages: dict[int, Parts] = {}
     for rank, parts in enumerate(everyone):
         stages |= dict(zip(placement.stages_on(rank), parts, strict=True))
-    with torch.device("meta"):
-        whole = _parts(provider(model, LayerSpan(0, model.layers, True, True), mesh.tp), mesh.tp)
+    whole = _parts(_without_storage(provider, model, mesh.tp), mesh.tp)
     problems = [
         line
         for chain in range(placement.num_chains)
@@ -57,13 +56,24 @@ def check_ownership(
     return [sum(math.prod(shape) for shape in stages[s].values() if shape) for s in range(placement.num_stages)]
 
 
+def _without_storage(provider: StageProvider, model: ModelConfig, tp: Axis) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return provider(model, LayerSpan(0, model.layers, True, True), tp)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            "the model provider cannot build the whole model without storage, on torch's meta device, by which it is "
+            f"checked that no layer is missing: {str(error).splitlines()[0]} "
+            "Let it not read the values of what it has made."
+        ) from error
+
+
 def _parts(module: nn.Module, tp: Axis) -> Parts:
     """Shape in the whole model of each parameter; of each layer an empty one, so that one without any counts too."""
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
         layout = layout_of(param)
-        local = layout.local(tp.size)
-        assert math.prod(local) == param.numel(), f"{name} has {param.numel()} elements, its layout says {local}"
+        assert math.prod(layout.local(tp.size)) == param.numel(), f"{name} was initialised, so its layout fits"
         found[name] = list(layout.full)
     return found
 

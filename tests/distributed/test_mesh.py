@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import build_mesh
+from megapipe.distributed.mesh import ProcessMesh, build_mesh
 
 
 @pytest.mark.parametrize("shares, calls", [({"ends", "twins"}, 64 + 512), ({"ends"}, 64), ((), 0)])
@@ -18,3 +19,9 @@ def test_groups_of_pairs_of_ranks_are_made_only_for_what_they_share(shares, call
     assert made["ends"] + made["twins"] == calls
     assert [made[name] for name in ("tp", "dp", "pp", "world")] == [128, 128, 64, 1]
     assert (mesh.ends.size, mesh.twins.size) == (1 + ("ends" in shares), 1 + ("twins" in shares))
+
+
+def test_every_axis_of_a_process_alone_is_on_its_device():
+    mesh = ProcessMesh.single(torch.device("meta"))
+    axes = (mesh.tp, mesh.dp, mesh.pp, mesh.world, mesh.ends, mesh.twins)
+    assert {axis.device for axis in axes} == {torch.device("meta")}

@@ -91,3 +91,27 @@ def test_parameters_of_two_types_are_refused_with_their_ranks():
     with pytest.raises(ConfigError) as caught:
         run_threads(body, pp=2)
     assert "parameters are of 2 types (pipeline rank 0: float32; pipeline rank 1: bfloat16)" in str(caught.value)
+
+
+def test_a_stage_that_gives_something_else_than_hidden_states_is_told_of_both():
+    """Its receiver would have ended in gloo's words, or read another tensor's bytes."""
+
+    class Wide(Plain):
+        def forward(self) -> Tensor:
+            return super().forward().double() if self.double_ else super().forward()[:1]
+
+    for double, found in ((True, "[2, 1, 4] of float64"), (False, "[1, 1, 4] of float32")):
+        model = Wide()
+        model.double_ = double
+        assert error(pp=2, model=model, config=CONFIG) == (
+            f"stage 0 of the model gives {found} in pass 0F0, and stages pass on [s, b, h] = [2, 1, 4] of float32, the "
+            "parameters' type. Let the forward of the stage return that."
+        )
+
+
+def test_a_module_that_takes_no_input_tensor_is_refused():
+    model = nn.Linear(4, 4)
+    assert error(model=model, config=CONFIG) == (
+        "Linear has no set_input_tensor(x), by which a stage is given the hidden states of the one before it (None on "
+        "the first). Add it to the model."
+    )

@@ -248,3 +248,9 @@ def test_links_open_in_one_order_on_all_ranks(monkeypatch, name):
 )
 def test_megatrons_flags_choose_the_mode(flags, mode):
     assert ParallelConfig(**flags).p2p_mode == P2PMode(mode)
+
+
+@pytest.mark.parametrize("mode", P2PMode)
+def test_an_end_of_the_pipeline_posts_nothing_on_a_gpu_either(mode):
+    """Torch's batch_isend_irecv([]) is an IndexError; the branch for CPUs hid it."""
+    assert Transport(Axis(0, 2, (0, 1), None, torch.device("cuda")), mode).post([]) == []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.models.build import build_stage
@@ -293,3 +294,25 @@ def test_a_checkpoint_loads_after_freezing_and_the_other_way_round_says_how(tmp_
     assert "iter_0000001 lacks state of parameters that were frozen then (add --no-load-optim): " in str(caught.value)
     without = replace(config, checkpoint=CheckpointConfig(no_load_optim=True))
     load_checkpoint(folders[frozen], *fresh(provider), without, single)
+
+
+def test_a_layout_of_another_size_is_refused():
+    def wrong(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = Plain(span)
+        for layer in stage.layers.values():
+            set_layout(layer.gain, Layout((HIDDEN,), 0))
+        return stage
+
+    assert (
+        "gain has 8 elements on a tensor-parallel rank, and its Layout says [8], of which a rank of 2 has a part"
+        in (refusal(wrong, pp=2, tp=2))
+    )
+
+
+def test_a_provider_that_reads_values_while_it_builds_is_refused():
+    def reads(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = Plain(span)
+        assert stage.layers[str(span.first)].gain.sum().item() != 0
+        return stage
+
+    assert "the model provider cannot build the whole model without storage, on torch's meta device" in refusal(reads)
