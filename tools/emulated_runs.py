@@ -42,6 +42,7 @@ class Runner(ABC):
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
         self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
+        assert not isinstance(costs.comm, tuple), "the emulated links are all alike"
         self.device = Device(link=costs.comm)
         self.prepare()
 

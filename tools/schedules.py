@@ -32,6 +32,7 @@ from megapipe.schedule import (  # noqa: E402
     vee,
     verify,
 )
+from megapipe.schedule.costs_file import load_costs  # noqa: E402
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
@@ -106,8 +107,9 @@ def parser() -> Parser:
             "--costs",
             type=_costs,
             default=Costs(),
-            metavar="F,B,W[,COMM]",
-            help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message",
+            metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
+            help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
+            "what every pass costs beside; or a .json of them, also by stage and by link",
         )
         one.add_argument(
             "--memory",
@@ -272,11 +274,18 @@ def _positive(text: str) -> float:
 
 
 def _costs(text: str) -> Costs:
+    if text.endswith(".json"):
+        try:
+            return load_costs(text)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     numbers = _numbers(text)
-    if len(numbers) not in (3, 4) or not sum(numbers[:3]):
-        raise argparse.ArgumentTypeError(f"F,B,W or F,B,W,COMM is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}")
-    f, b, w = numbers[:3]
-    return Costs(f, b, w, comm=sum(numbers[3:]))
+    if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
+        raise argparse.ArgumentTypeError(
+            f"F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}"
+        )
+    f, b, w, comm, overhead = (*numbers, 0.0, 0.0)[:5]
+    return Costs(f, b, w, comm=comm, overhead=overhead)
 
 
 def _step_costs(text: str) -> dict[str, float]:

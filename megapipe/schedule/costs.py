@@ -25,7 +25,9 @@ class Costs:
         f, b, w: forward, input gradient, weight gradient. BW costs b + w.
         fb: a forward and a fused backward run as one overlapped pair, per device share; None: the sum of the two.
             A pair whose backward is split takes w less.
-        comm: latency of a message between two ranks. It occupies neither; a message within a rank costs nothing.
+        comm: time of a message between two ranks, latency and transfer, of all links or of each: link r joins ranks r
+            and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
+        overhead: what every F, B, W and BW costs beside its work, however small the stage: host time, launches.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
         g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
@@ -36,13 +38,14 @@ class Costs:
     b: PerStage = 1.0
     w: PerStage = 1.0
     fb: float | None = None
-    comm: float = 0.0
+    comm: float | tuple[float, ...] = 0.0
     mem_b: PerStage = 1.0
     mem_w: PerStage = 1.0
     g: PerStage = 0.0
     u: PerStage = 0.0
     a: PerStage = 0.0
     v: PerStage = 0.0
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -107,9 +110,27 @@ class Costs:
         """Duration of each kind of pass, by stage."""
         stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.rule.costs}
         return {
-            kind: [sum(parts) for parts in zip(*(stages[name] for name in kind.rule.costs), strict=True)]
+            kind: [
+                sum(parts, 0.0 if kind.rule.per_stage else self.overhead)
+                for parts in zip(*(stages[name] for name in kind.rule.costs), strict=True)
+            ]
             for kind in Kind
         }
+
+    def lag(self, src: int, dst: int, ranks: int) -> float:
+        """Time of a message from one rank to another; between ranks that are no neighbours, of the slowest link."""
+        if src == dst:
+            return 0.0
+        if not isinstance(self.comm, tuple):
+            return self.comm
+        if len(self.comm) < ranks - 1:
+            raise ScheduleError(
+                f"Costs.comm names {len(self.comm)} links, but {ranks} ranks have at least {ranks - 1}."
+            )
+        near, far = min(src, dst), max(src, dst)
+        if far - near == 1:
+            return self.comm[near]
+        return self.comm[-1] if (near, far) == (0, ranks - 1) and len(self.comm) == ranks else max(self.comm)
 
     def memory(self, placement: Placement) -> tuple[list[float], list[float]]:
         """(mem_b, mem_w) by stage."""
@@ -124,8 +145,8 @@ class Costs:
         table = self.durations(placement)
         if len(step) == 1 or self.fb is None:
             return sum(table[x.kind][x.stage] for x in step)
-        split = sum(table[Kind.W][x.stage] for x in step if x.kind.is_split)
-        return self.fb * placement.num_ranks / placement.chain - split
+        split = sum(table[Kind.W][x.stage] - self.overhead for x in step if x.kind.is_split)
+        return self.fb * placement.num_ranks / placement.chain - split + self.overhead * len(step)
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
         value: PerStage = getattr(self, name)

@@ -67,7 +67,7 @@ def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple
                 if before is not None:
                     source[x] = x + 3 * m * (before - s)
                     if rank_of[before] != rank_of[s]:
-                        lag[x], target[source[x]] = costs.comm, x
+                        lag[x], target[source[x]] = costs.lag(rank_of[before], rank_of[s], placement.num_ranks), x
                 elif k:
                     source[x] = x - m
     unit = max(duration)
@@ -218,67 +218,3 @@ def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] |
         result.append(x)
         held += holds[x]
     return result
-
-
-def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Orders, list[float]] | None:
-    """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
-
-    Args:
-        orders: F and B of each rank.
-        patience: a W may begin in a wait that is shorter than itself if it overruns it by at most this part of W.
-    Returns: (orders with W, end of every pass), None if the order blocks or does not fit.
-    """
-    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
-    holds, n, m, p = problem.holds, problem.num_passes, problem.microbatches, len(orders)
-    end = [-1.0] * n + [0.0]
-    at, now, held, paid = [0] * p, [0.0] * p, [0.0] * p, [0] * p
-    owed: Orders = [[] for _ in orders]
-    full: Orders = [[] for _ in orders]
-    ready, left = list(range(p)), sum(map(len, orders))
-    limits = [limit * (1 + 1e-9) for limit in problem.memory]
-    while ready:
-        r = ready.pop()
-        order, owe, out, limit, i = orders[r], owed[r], full[r], limits[r], at[r]
-        t, mem, w = now[r], held[r], paid[r]
-        left += i
-        while i < len(order):
-            x = order[i]
-            arrival = end[source[x]]
-            if arrival < 0.0:
-                break
-            arrival += lag[x]
-            while w < len(owe):
-                y = owe[w]
-                slack = patience * duration[y] + 1e-9 * arrival
-                if mem + holds[x] <= limit and t + duration[y] > arrival + slack:
-                    break
-                t += duration[y]
-                end[y] = t
-                out.append(y)
-                mem += holds[y]
-                w += 1
-            mem += holds[x]
-            if mem > limit:
-                return None
-            t = (arrival if arrival > t else t) + duration[x]
-            end[x] = t
-            out.append(x)
-            i += 1
-            if x // m % 3:
-                owe.append(x + m)
-            y = target[x]
-            if y != n:
-                q = rank[y]
-                if at[q] < len(orders[q]) and orders[q][at[q]] == y:
-                    ready.append(q)
-        left -= i
-        at[r], now[r], held[r], paid[r] = i, t, mem, w
-    if left:
-        return None
-    for r in range(p):
-        t = now[r]
-        for y in owed[r][paid[r] :]:
-            t += duration[y]
-            end[y] = t
-            full[r].append(y)
-    return full, end

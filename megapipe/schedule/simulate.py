@@ -110,11 +110,11 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT) -> Clock:
     rows, m = schedule.ranks, schedule.all_microbatches
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
     length = _lengths(costs, schedule.placement)
-    rank_of, comm = schedule.placement.rank_of, costs.comm
+    rank_of = schedule.placement.rank_of
     done: dict[Pass, float] = {}
 
     def after_others(item: Pass, rank: int) -> float:
-        return max([done.get(x, inf) + comm * (rank_of[x.stage] != rank) for x in others[item]])
+        return max([done.get(x, inf) + costs.lag(rank_of[x.stage], rank, len(rows)) for x in others[item]])
 
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
@@ -220,7 +220,7 @@ def _arrivals(
         for stage in range(place.num_stages) if not is_beyond(kind, need) else ():
             other = {Where.OWN: stage, Where.PREV: place.prev(stage), Where.NEXT: place.next(stage)}[need.where]
             if other is not None:
-                lag = costs.comm if place.rank_of[other] != place.rank_of[stage] else 0.0
+                lag = costs.lag(place.rank_of[other], place.rank_of[stage], place.num_ranks)
                 found[stage].append((tables[need.made], (other - stage) * m, lag))
     return found
 

@@ -74,3 +74,17 @@ def test_costs_for_another_number_of_stages_are_refused() -> None:
 def test_costs_are_numbers_from_0(bad: float) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\.w must be a number from 0, got {bad}"):
         Costs(w=(1.0, bad))
+
+
+def test_every_pass_pays_the_overhead_once_however_small_its_stage() -> None:
+    costs = Costs(10, 11, 8, overhead=0.5)
+    assert simulate(build("gpipe", 1, 4), costs).makespan == 4 * (29 + 2 * 0.5)
+    assert simulate(build("zb-h1", 1, 4), costs).makespan == 4 * (29 + 3 * 0.5)
+    assert simulate(build("interleaved-zb", 1, 4, chunks=4), costs).makespan == 4 * (29 + 12 * 0.5)
+
+
+def test_a_message_takes_the_time_of_its_link() -> None:
+    """Down over links 0 and 1, back over both again: 3 F, 3 BW, and in a loop of two chunks once over link 2."""
+    costs = Costs(1, 1, 1, comm=(0.25, 4, 100))
+    assert simulate(build("1f1b", 3, 1), costs).makespan == 9 + 2 * (0.25 + 4)
+    assert simulate(build("interleaved", 3, 1), costs).makespan == 9 + 2 * (2 * (0.25 + 4) + 100)

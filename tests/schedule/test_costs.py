@@ -3,6 +3,7 @@
 import pytest
 
 from megapipe.schedule import Costs, ScheduleError
+from megapipe.schedule.costs_file import dump_costs, load_costs
 
 H, S, A, MB = 4096, 2048, 32, 2
 SBH = S * MB * H
@@ -54,3 +55,18 @@ def test_the_output_layer_is_on_the_last_stage() -> None:
     assert costs.mem_b[3] == 6 * one + 4 * SBH * (1 + vocab / H)
     with pytest.raises(ScheduleError, match="needs layers as a tuple"):
         Costs.transformer(H, S, A, layers=8, vocab=vocab)
+
+
+def test_a_costs_file_says_stages_links_and_messages(tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    costs = Costs((1.0, 2.0), 3.0, 4.0, comm=(0.5, 0.25), overhead=0.125)
+    path.write_text(dump_costs(costs))
+    assert load_costs(path) == costs
+    path.write_text('{"f": 2, "comm": {"latency": 5, "bytes": 100, "bandwidth": [50, 25]}}')
+    assert load_costs(path) == Costs(2.0, comm=(7.0, 9.0))
+    path.write_text('{"g": "fast"}')
+    with pytest.raises(ScheduleError, match=r"costs.json: g must be a number or a list of numbers, got \"fast\"."):
+        load_costs(path)
+    path.write_text('{"forward": 1}')
+    with pytest.raises(ScheduleError, match="names forward; costs have f, b, w"):
+        load_costs(path)

@@ -7,6 +7,8 @@ at hand, or where the memory asks for them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from math import inf
 
 from megapipe.schedule.costs import Costs
@@ -17,7 +19,6 @@ from megapipe.schedule.orders import (
     clock,
     decode,
     encode,
-    fill_weights,
     length,
     problem,
 )
@@ -35,7 +36,7 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
         memory: limit of a refilled one, in microbatches of a device share, whatever the costs count.
     """
     place, m = candidates[0].placement, candidates[0].num_microbatches
-    shares = Costs(costs.f, costs.b, costs.w, comm=costs.comm)
+    shares = replace(costs, mem_b=1.0, mem_w=1.0)
     of = problem(place, m, shares, (memory,) * place.num_ranks, period=False)
     best, least = candidates[0], inf
     for candidate in candidates:
@@ -61,3 +62,65 @@ def refilled(of: Problem, orders: Orders) -> Iterator[tuple[Orders, list[float]]
     for patience in PATIENCE:
         if filled := fill_weights(of, bare, patience):
             yield filled
+
+
+def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Orders, list[float]] | None:
+    """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
+
+    Args:
+        orders: F and B of each rank.
+        patience: a W may begin in a wait that is shorter than itself if it overruns it by at most this part of W.
+    Returns: (orders with W, end of every pass), None if the order blocks or does not fit.
+    """
+    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
+    holds, n, m, p = problem.holds, problem.num_passes, problem.microbatches, len(orders)
+    end = [-1.0] * n + [0.0]
+    at, now, held, paid = [0] * p, [0.0] * p, [0.0] * p, [0] * p
+    owed: Orders = [[] for _ in orders]
+    full: Orders = [[] for _ in orders]
+    ready, left = list(range(p)), sum(map(len, orders))
+    limits = [limit * (1 + 1e-9) for limit in problem.memory]
+    while ready:
+        r = ready.pop()
+        order, owe, out, limit, i = orders[r], owed[r], full[r], limits[r], at[r]
+        t, mem, w = now[r], held[r], paid[r]
+        left += i
+        while i < len(order):
+            x = order[i]
+            arrival = end[source[x]]
+            if arrival < 0.0:
+                break
+            arrival += lag[x]
+            while w < len(owe):
+                y = owe[w]
+                slack = patience * duration[y] + 1e-9 * arrival
+                if mem + holds[x] <= limit and t + duration[y] > arrival + slack:
+                    break
+                t += duration[y]
+                end[y] = t
+                out.append(y)
+                mem += holds[y]
+                w += 1
+            mem += holds[x]
+            if mem > limit:
+                return None
+            t = (arrival if arrival > t else t) + duration[x]
+            end[x] = t
+            out.append(x)
+            i += 1
+            if x // m % 3:
+                owe.append(x + m)
+            y = target[x]
+            if y != n:
+                q = rank[y]
+                if at[q] < len(orders[q]) and orders[q][at[q]] == y:
+                    ready.append(q)
+        left -= i
+        at[r], now[r], held[r], paid[r] = i, t, mem, w
+    if left:
+        return None
+    for out, rest, t in zip(full, (o[n:] for o, n in zip(owed, paid, strict=True)), now, strict=True):
+        out += rest
+        for y, done in zip(rest, accumulate((duration[y] for y in rest), initial=t), strict=False):
+            end[y] = done + duration[y]
+    return full, end

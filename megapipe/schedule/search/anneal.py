@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
+from megapipe.schedule.generators.fit import fill_weights
 from megapipe.schedule.orders import (
     Orders,
     Problem,
     backward_sooner,
     clock,
-    fill_weights,
     fits_rank,
     length,
     weights_sooner,

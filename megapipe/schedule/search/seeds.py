@@ -14,6 +14,7 @@ from math import exp
 from random import Random
 
 from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.fit import fill_weights
 from megapipe.schedule.generators.interleaved import interleaved_zb
 from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
 from megapipe.schedule.orders import (
@@ -22,7 +23,6 @@ from megapipe.schedule.orders import (
     backward_sooner,
     clock,
     encode,
-    fill_weights,
     fits,
     length,
     one_by_one,

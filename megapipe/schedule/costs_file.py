@@ -1,0 +1,60 @@
+"""Costs as a JSON file, the same for every tool: `--costs FILE.json`.
+
+An object with the fields of `Costs`: a number, or a list with one for each stage (of `comm`: for each link). In place
+of a time, `comm` may be {"latency": L, "bytes": N, "bandwidth": R}, each a number or a list: a message takes L + N / R.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import Costs
+
+_MESSAGE = ("latency", "bytes", "bandwidth")
+
+
+def load_costs(path: str | Path) -> Costs:
+    """Read a costs file.
+
+    Raises: ScheduleError in one line that names the file and the field.
+    """
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path} is no costs file: {error}") from None
+    if not isinstance(given, dict):
+        raise ScheduleError(f'{path} is no costs file: an object is needed, such as {{"f": 10, "b": 11, "w": 8}}.')
+    known = [field.name for field in fields(Costs)]
+    if unknown := [name for name in given if name not in known]:
+        raise ScheduleError(f"{path} names {', '.join(unknown)}; costs have {', '.join(known)}.")
+    values: dict[str, Any] = {name: _value(path, name, value) for name, value in given.items()}
+    return Costs(**values)
+
+
+def dump_costs(costs: Costs) -> str:
+    """The text of a costs file; `load_costs` reads the same costs from it."""
+    return json.dumps({name: value for name, value in vars(costs).items() if value is not None}, indent=1) + "\n"
+
+
+def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:
+    if name == "comm" and isinstance(value, dict):
+        if missing := [part for part in _MESSAGE if part not in value]:
+            raise ScheduleError(f"{path}: comm lacks {', '.join(missing)}; it has {', '.join(_MESSAGE)}.")
+        return _message(path, {part: _value(path, part, value[part]) for part in _MESSAGE})
+    numbers: list[Any] = value if isinstance(value, list) else [value]
+    if not numbers or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
+        raise ScheduleError(f"{path}: {name} must be a number or a list of numbers, got {json.dumps(value)}.")
+    return tuple(map(float, numbers)) if isinstance(value, list) else float(numbers[0])
+
+
+def _message(path: str | Path, parts: dict[str, float | tuple[float, ...]]) -> float | tuple[float, ...]:
+    links = max(len(x) if isinstance(x, tuple) else 0 for x in parts.values())
+    rows = [x if isinstance(x, tuple) else (x,) * max(links, 1) for x in parts.values()]
+    if len({len(row) for row in rows}) > 1 or min(rows[2]) <= 0:
+        raise ScheduleError(f"{path}: comm needs lists of one length and a bandwidth above 0.")
+    times = tuple(latency + size / bandwidth for latency, size, bandwidth in zip(*rows, strict=True))
+    return times if links else times[0]
