@@ -78,6 +78,26 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     return Census(owners, twins)
 
 
+def ties(
+    census: Mapping[str, Row], params: Mapping[str, nn.Parameter], mesh: ProcessMesh
+) -> tuple[list[tuple[str, str]], list[tuple[str, int]]]:
+    """Weights that are used twice.
+
+    Args:
+        params: of this rank, by name.
+    Returns: (user, owner) where both are on this rank; and of those whose other use is on another, the name here and
+        the owner's rank in mesh.ends. In one order on all ranks.
+    """
+    pairs = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
+    here = [(user, owner) for user, owner in pairs if user in params and owner in params]
+    across = [
+        (user if user in params else owner, mesh.ends.ranks.index(mesh.pp.ranks[census[owner].rank]))
+        for user, owner in pairs
+        if (user in params) != (owner in params)
+    ]
+    return here, across
+
+
 def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A frozen parameter (requires_grad False) has no gradient, no state and no decay: it stays where it is."""
     return [(name, param) for name, param in stage.named_parameters() if param.requires_grad]

@@ -21,7 +21,7 @@ from megapipe.config import TrainConfig
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
-from megapipe.optim.census import check_trained, frozen, take_census, trained
+from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
 from megapipe.optim.reduction import Reduction
 
 
@@ -88,14 +88,8 @@ class Optimizer:
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         self._index = {name: n for n, name in enumerate(owners)}
         self._placed: dict[tuple[str, ...], Tensor] = {}
-        ties = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
-        self._ties_here = [(user, owner) for user, owner in ties if user in self.params and owner in self.params]
-        self._ties_across = [
-            (user if user in self.params else owner, mesh.ends.ranks.index(mesh.pp.ranks[census[owner].rank]))
-            for user, owner in ties
-            if (user in self.params) != (owner in self.params)
-        ]
-        borrowed = {user for user, _ in self._ties_here}
+        ties_here, ties_across = ties(census, self.params, mesh)
+        borrowed = {user for user, _ in ties_here}
         self.buffers: list[FlatBuffers] = []
         self.owned: list[FlatBuffers] = []
         shared: list[tuple[int, str, FlatBuffers]] = []
@@ -111,20 +105,14 @@ class Optimizer:
                 shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
-        self.reduction = Reduction(
-            mesh,
-            self.buffers,
-            [twin for _, twin in self._twins],
-            self.params,
-            self._ties_here,
-            [name for name, _ in self._ties_across],
-            torch.bfloat16 if train.grad_reduce_in_bf16 else None,
-        )
+        dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
+        twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
+        self.reduction = Reduction(mesh, self.buffers, twice, self.params, ties_here, across, dtype)
         self.exp_avg = [torch.zeros_like(b.main) for b in self.owned]
         self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.owned]
-        for user, owner in self._ties_here:
+        for user, owner in ties_here:
             self.params[user].data = self.params[owner].data
-        for name, source in self._ties_across:
+        for name, source in ties_across:
             mesh.ends.broadcast(self.params[name].data, source)
         self._send_to_twins()
         self.reload_main()
