@@ -50,6 +50,35 @@ class Dependencies:
                 yield there or makers[0]
 
 
+def closed_prefix(schedule: Schedule) -> list[int]:
+    """Of each rank how many of its first steps can be run a second time by all ranks together.
+
+    They write no gradient, and what they need of any rank is among those of that rank: the forwards at the beginning of
+    a step, which are run again when the weights under them turn out to be wrong.
+    """
+    needs = Dependencies(schedule)
+    cuts = [
+        next((i for i, step in enumerate(row) if not all(can_repeat(x.kind) for x in step)), len(row))
+        for row in schedule.ranks
+    ]
+    while True:
+        inside = {x for row, cut in zip(schedule.ranks, cuts, strict=True) for step in row[:cut] for x in step}
+        open_at = [
+            next(
+                (i for i, step in enumerate(row[:cut]) if any(n not in inside for x in step for n in needs.of(x))), cut
+            )
+            for row, cut in zip(schedule.ranks, cuts, strict=True)
+        ]
+        if open_at == cuts:
+            return cuts
+        cuts = open_at
+
+
+def can_repeat(kind: Kind) -> bool:
+    """Does a second run of such a pass leave what the first did?"""
+    return kind.rule.evaluates or Made.GATHERED in kind.rule.makes
+
+
 def needs_of(kind: Kind, schedule: Schedule) -> tuple[Need, ...]:
     """The needs of a kind that apply in this table."""
     return tuple(

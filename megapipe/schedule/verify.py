@@ -7,10 +7,11 @@ waits for whom, then memory, and last the programs themselves, played through wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.dependencies import Dependencies, can_repeat
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import lower_timed
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
@@ -70,6 +71,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                     seen[item] = i
     yield from _missing_or_early(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
+    yield from _never_again(schedule)
 
 
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
@@ -135,6 +137,24 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
                 )
                 if [place.position(s) for s in there] != here:
                     yield f"ranks {rank} and {other} run {kind} of the replicas they share in different orders"
+
+
+def _never_again(schedule: Schedule) -> Iterator[str]:
+    """What stands before V has run on weights that V may take back: all ranks must be able to run it again."""
+    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
+    if not validates or schedule.training_steps > 1:  # what holds of one step holds of each
+        return
+    needs = Dependencies(schedule)
+    before = [list(takewhile(lambda step: step[0].kind not in validates, row)) for row in schedule.ranks]
+    inside = {item for row in before for step in row for item in step}
+    for rank, row in enumerate(before):
+        for i, item in ((i, item) for i, step in enumerate(row) for item in step):
+            if not can_repeat(item.kind):
+                yield f"rank {rank}, step {i}, {item}: stands before V, where only what can be run again may stand"
+                continue
+            for need in needs.of(item):
+                if need not in inside:
+                    yield f"rank {rank}, step {i}, {item}: stands before V and needs {need}, which stands behind it"
 
 
 def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:

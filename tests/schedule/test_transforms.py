@@ -4,7 +4,19 @@ from itertools import pairwise
 
 import pytest
 
-from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, build, from_json, simulate, to_json, verify
+from megapipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    build,
+    from_json,
+    simulate,
+    to_json,
+    verify,
+)
+from megapipe.schedule.dependencies import closed_prefix
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Pass
 from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
@@ -101,3 +113,33 @@ def test_passes_of_a_lane_do_not_overlap() -> None:
         for lane in Lane:
             own: list[Pass] = [x for step in row for x in step[:1] if x.kind.rule.lane is lane]
             assert all(time.end[a] <= time.start[b] for a, b in pairwise(own))
+
+
+def test_what_v_may_take_back_can_be_run_again_by_all_ranks_together() -> None:
+    """In every schedule all forwards before a rank's first backward; in a table where rank 1 runs a late one, fewer."""
+    for name in FIXED:
+        rows = build(name, 4, 8).ranks
+        assert closed_prefix(build(name, 4, 8)) == [
+            next(i for i, step in enumerate(row) if any(x.kind.is_backward for x in step)) for row in rows
+        ]
+    f, bw = ([[Pass(kind, r, i) for i in range(2)] for r in range(3)] for kind in (Kind.F, Kind.BW))
+    rows = ([f[0][0], bw[0][0], f[0][1], bw[0][1]], [f[1][0], bw[1][0], f[1][1], bw[1][1]], [*f[2], *bw[2]])
+    rows = tuple(tuple((x,) for x in row) for row in rows)
+    table = Schedule("late", build("1f1b", 3, 2).placement, 2, rows)
+    assert closed_prefix(table) == [1, 1, 1], "2F1 needs 1F1, which comes after a backward"
+    late = with_optimizer(
+        with_reduction(Schedule("gpipe", table.placement, 2, build("gpipe", 3, 2).ranks)), barrier=False
+    )
+    verify(late)
+    row = late.ranks[1]
+    at = next(i for i, step in enumerate(row) if step[0].kind is Kind.V)
+    early = (*row[: at - 1], row[at], row[at - 1], *row[at + 1 :])
+    wrong = Schedule("early", late.placement, 2, (late.ranks[0], early, late.ranks[2]))
+    with pytest.raises(
+        ScheduleError, match="rank 2, step 1, 2F1: stands before V and needs 1F1, which stands behind it"
+    ):
+        verify(wrong)
+    first = late.ranks[0]
+    swapped = (*first[:at], first[at + 1], first[at], *first[at + 2 :])
+    with pytest.raises(ScheduleError, match="only what can be run again may stand"):
+        verify(Schedule("late", late.placement, 2, (swapped, *late.ranks[1:])))

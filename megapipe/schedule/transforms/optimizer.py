@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.dependencies import closed_prefix
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.transforms.reduction import with_reduction
@@ -19,12 +20,13 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
 
     Args:
         barrier: every update waits for the gradients of all ranks, whose norm it needs. Without, a rank updates when
-            its own are reduced, and V stands before the first pass of the next step that writes gradients.
+            its own are reduced, and V of the next step stands behind forwards alone, those whose inputs all ranks can
+            make again if the update was wrong.
         gather: of the updated weights over data parallel: none, right behind the update, or at the start of the next
             step, in the order in which its forwards need them.
     """
-    rows = []
-    for rank, row in enumerate(schedule.ranks):
+    rows, cuts = [], closed_prefix(schedule)
+    for rank, (row, cut) in enumerate(zip(schedule.ranks, cuts, strict=True)):
         own = schedule.placement.stages_on(rank)
         reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
         front = _gathers(row) if gather == "ahead" else []
@@ -32,7 +34,6 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
         if gather == "behind":
             back = [x for a in _gathers(row) for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
         check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
-        cut = next(i for i, step in enumerate(row) if any(x.kind.is_backward for x in step))
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
     return replace(schedule, ranks=tuple(rows))
 
