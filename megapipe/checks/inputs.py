@@ -8,7 +8,7 @@ from shutil import which
 
 from megapipe.config import Config
 from megapipe.data.blend import parse_data_path, split_ranges
-from megapipe.data.indexed import IndexedDataset
+from megapipe.data.indexed import glance
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
@@ -31,7 +31,7 @@ def path_problems(config: Config) -> Iterator[str]:
     data, load, save = config.data, config.checkpoint.load, config.checkpoint.save
     if not data.mock_data and not ask(lambda: parse_data_path(data.data_path)):
         for prefix in parse_data_path(data.data_path)[0]:
-            yield from ask(lambda: IndexedDataset(prefix))  # noqa: B023
+            yield from ask(lambda: glance(prefix))  # noqa: B023
     yield from ask(lambda: build_tokenizer(data))
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
     if load and not os.path.isdir(load) and load != save:

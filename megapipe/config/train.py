@@ -103,6 +103,19 @@ class TrainConfig:
     use_checkpoint_opt_param_scheduler: Annotated[bool, arg(name="use-checkpoint-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the checkpoint."""
 
+    # Sizes that are required, valid once they are given.
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence."""
+        assert self.seq_length is not None
+        return self.seq_length
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a microbatch."""
+        assert self.micro_batch_size is not None
+        return self.micro_batch_size
+
     @property
     def half(self) -> bool:
         """Weights and activations have 16 bits."""

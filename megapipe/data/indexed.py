@@ -81,6 +81,24 @@ class IndexedDataset:
         return self.tokens[begin : begin + int(self.lengths[sequence])]
 
 
+def glance(prefix: str) -> None:
+    """What can be seen of a pair without reading its index through: header, sizes, where the last sequence ends.
+
+    Raises: DataError as `IndexedDataset`, which looks at every entry.
+    """
+    idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    _refuse_missing(prefix, [p for p in (idx, bin) if not p.is_file()])
+    dtype, sequences, _ = _read_header(idx)
+    with idx.open("rb") as file:
+        file.seek(HEADER.size + 4 * (sequences - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(HEADER.size + 12 * sequences - 8)
+        (pointer,) = struct.unpack("<q", file.read(8))
+    size, expected = bin.stat().st_size, pointer + length * dtype.itemsize
+    if size != expected:
+        raise _damaged(bin, f"has {size} bytes, but {idx} ends at {expected}")
+
+
 def _refuse_missing(prefix: str, missing: list[Path]) -> None:
     if not missing:
         return

@@ -230,7 +230,9 @@ def _read_state(folder: Path, optimizer: Optimizer | None, config: Config) -> di
         content = json.loads((folder / STATE).read_text())
         model, scheduler = content["config"]["model"], content["opt_param_scheduler"]
         content["iteration"], content["state"]["consumed_train_samples"], content["state"]["consumed_valid_samples"]
-    except (ValueError, KeyError, TypeError):
+        if content["state"].get("iteration", content["iteration"]) != content["iteration"]:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
     if problems := resume_problems(model, None if optimizer is None else scheduler, config, folder.name):
         raise CheckpointError(problems)

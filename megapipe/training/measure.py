@@ -32,7 +32,7 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
     if (tp := config.parallel.tensor_model_parallel_size) > 1:
         raise ConfigError(f"times are measured in one process, not --tensor-model-parallel-size {tp}. Leave it out.")
     model, train = config.model, config.train
-    shape = (train.micro_batch_size or 1, train.seq_length or 1)
+    shape = (train.micro_batch, train.sequence)
     tokens = torch.randint(model.padded_vocab_size or 1, shape, device=device)
     dtype = torch.bfloat16 if train.bf16 else torch.float16 if train.half else torch.float32
     x = torch.randn(shape[1], shape[0], model.hidden, device=device, dtype=dtype)

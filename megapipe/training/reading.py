@@ -56,10 +56,9 @@ class Reading:
         if not self.looks:
             return lambda consumed: ()
         config, dp = self.config, self.mesh.dp
-        assert config.train.micro_batch_size is not None
         return Batches(
             dataset,
-            config.train.micro_batch_size,
+            config.train.micro_batch,
             config.num_microbatches,
             dp.rank,
             dp.size,

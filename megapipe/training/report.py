@@ -27,7 +27,7 @@ class Reporter:
         self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
         self._board = TensorBoard(config.log if self.speaks else replace(config.log, tensorboard_dir=None))
-        self._flops = flops_per_token(config.model, config.train.seq_length or 0)
+        self._flops = flops_per_token(config.model, config.train.sequence)
 
     def say(self, text: str) -> None:
         """Print on the speaking rank."""
@@ -67,7 +67,7 @@ class Reporter:
             return
         synchronize(self.mesh.device)
         seconds = window.seconds_per_iteration()
-        tokens = config.global_batch_size * (config.train.seq_length or 0)
+        tokens = config.global_batch_size * config.train.sequence
         tflops = self._flops * tokens / seconds / config.world_size / 1e12 if log.log_throughput else None
         report = IterationReport(
             iteration=n,

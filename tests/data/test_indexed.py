@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.data import indexed
 from megapipe.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megapipe.errors import DataError
 
@@ -138,3 +139,13 @@ def test_the_suffix_of_preprocessing_is_proposed(golden: str, tmp_path: Path) ->
         IndexedDataset(tmp_path / "my")
     with pytest.raises(DataError, match=r"Use --data-path .*golden$"):
         IndexedDataset(f"{golden}.bin")
+
+
+def test_a_glance_reads_no_more_than_the_ends_of_an_index_and_finds_a_pair_cut_off(golden: str, monkeypatch) -> None:
+    """Every .idx was opened and read through twice by every rank at every start."""
+    monkeypatch.setattr(indexed, "_check_index", lambda *_: pytest.fail("read through"))
+    indexed.glance(golden)
+    path = Path(f"{golden}.bin")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"golden\.bin has 53 bytes, but .*golden\.idx ends at 54"):
+        indexed.glance(golden)

@@ -249,3 +249,13 @@ def test_an_error_of_our_own_on_one_rank_does_not_leave_the_others_to_their_time
         ("ZeroDivisionError", "by zero"),
         ("CheckpointError", text),
     ]
+
+
+def test_a_state_that_names_two_iterations_is_none(tmp_path):
+    folder = Run(SINGLE).save(tmp_path, 3)
+    state = json.loads((folder / "state.json").read_text())
+    state["state"]["iteration"] = 4
+    (folder / "state.json").write_text(json.dumps(state))
+    files = commit.digest(folder, [path.name for path in folder.iterdir() if path.name != "manifest.json"])
+    (folder / "manifest.json").write_text(commit._manifest_text(3, files))
+    assert problems(lambda: Run(SINGLE).load(folder)) == (f"{folder / 'state.json'} is not the state of a run",)
