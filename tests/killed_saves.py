@@ -28,7 +28,7 @@ class Toy:
         self.stage = nn.Linear(3, 2)
         self.optimizer = Optimizer([self.stage], CONFIG.train, ProcessMesh.single())
         self.optimizer.steps = iteration
-        for flat in (self.optimizer.buffers[0].main, *self.optimizer.exp_avg, *self.optimizer.exp_avg_sq):
+        for flat in (self.optimizer.buffers[0].main, *(x for flats in self.optimizer.moments.values() for x in flats)):
             flat.fill_(iteration)
 
     def save(self, root):

@@ -16,8 +16,10 @@ import schedules  # noqa: E402
 
 from examples import deepseek_pairs, megatron_shaped  # noqa: E402
 from examples.deepseek_pairs import Stage  # noqa: E402
+from megapipe.config import TrainConfig  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
+from megapipe.optim.optimizer import Optimizer  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.schedule import build, simulate  # noqa: E402
 from tools import fuzz_equivalence  # noqa: E402
@@ -217,3 +219,30 @@ def test_grad_sync_func_takes_the_place_of_synchronising_in_the_last_backward():
 def test_without_a_mesh_the_step_says_how_to_make_one():
     with pytest.raises(ConfigError, match=r"there is no mesh: call ProcessMesh\.create"):
         megatron_shaped.train_step(iter(()), [megatron_shaped.Part(None, 0)], torch.optim.SGD([torch.ones(1)], lr=1))
+
+
+def test_an_own_optimizer_trains_the_same_split_by_zero_1_and_whole():
+    """Lion by hand in three lines."""
+    lion = TrainConfig(optimizer=f"{ROOT}/examples/own_optimizer.py:lion", adam_beta2=0.99, clip_grad=0.0)
+
+    def trained(mesh, distributed):
+        module = torch.nn.Linear(8, 16).double()
+        torch.nn.init.ones_(module.weight)
+        optimizer = Optimizer([module], lion, mesh, distributed=distributed)
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            module.weight.main_grad.copy_(gradient(step))
+            optimizer.step(0.1, grad_scale=1 / mesh.dp.size)
+        return module.weight.detach()
+
+    def gradient(step):
+        return torch.randn(16, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+    weight, momentum = torch.ones(16, 8, dtype=torch.float64), torch.zeros(16, 8, dtype=torch.float64)
+    for step in range(1, 4):
+        update = (0.9 * momentum + 0.1 * gradient(step)).sign()
+        weight = weight * (1 - 0.1 * 0.01) - 0.1 * update
+        momentum = 0.99 * momentum + 0.01 * gradient(step)
+    for distributed in (False, True):
+        for mine in run_threads(lambda mesh: trained(mesh, distributed), dp=2):  # noqa: B023
+            torch.testing.assert_close(mine, weight, rtol=1e-13, atol=1e-13)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "models.overrides": "config errors",
     "models": "config distributed errors named pipeline_parallel.partition tensor_parallel",
     "data": "config distributed errors",
-    "optim": "config distributed errors",
+    "optim": "config distributed errors named",
     "plan": "config errors models.overrides pipeline_parallel.layout_string pipeline_parallel.partition schedule "
     "tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.overrides models.transformer_engine optim plan schedule",

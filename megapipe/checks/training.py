@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megapipe.checks.inputs import ask
 from megapipe.config import Config
+from megapipe.optim.rules import find_rule, split_problem
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -15,6 +17,7 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}, which does not "
             f"divide it. Use --seq-length {s + -s % tp}, or leave --sequence-parallel out."
         )
+    yield from _optimizer_problems(config)
     par = config.parallel
     if par.overlap_param_gather and not (par.overlap_grad_reduce and par.use_distributed_optimizer):
         yield (
@@ -30,3 +33,11 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--initial-loss-scale {t.initial_loss_scale:g} is below --min-loss-scale {t.min_loss_scale:g}. "
             f"Use --initial-loss-scale {t.min_loss_scale:g}."
         )
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    if unknown := ask(lambda: find_rule(config.train)):
+        yield from unknown
+    elif config.parallel.use_distributed_optimizer:
+        problem = split_problem(config.train, find_rule(config.train))
+        yield from (problem,) if problem else ()

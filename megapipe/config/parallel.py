@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,6 @@ class ParallelConfig:
         return "batched" if self.no_overlap_p2p_communication else "plain"
 
     @property
-    def of_optimizer(self) -> dict[str, bool]:
+    def of_optimizer(self) -> dict[str, Any]:
         """What optim.optimizer takes of it."""
         return {"distributed": self.use_distributed_optimizer, "gathers_later": self.overlap_param_gather}

@@ -56,8 +56,8 @@ class TrainConfig:
     """Refuse kernels whose results differ from run to run."""
     freeze_all_layers: bool = False
     """Train nothing: run the forwards, report the losses, keep the weights. A provider freezes a part of a model."""
-    optimizer: Literal["adam"] = "adam"
-    """adam is AdamW with decoupled weight decay."""
+    optimizer: str = "adam"
+    """adam (AdamW, decoupled weight decay), sgd, muon, or FILE.py:NAME of your own."""
     lr: float | None = None
     """Peak learning rate. Required."""
     min_lr: float = 0.0
@@ -96,6 +96,18 @@ class TrainConfig:
     """Decay of the second moment."""
     adam_eps: float = 1e-8
     """Added to the root of the second moment."""
+    sgd_momentum: float = 0.9
+    """Of sgd."""
+    muon_momentum: float = 0.95
+    """Of muon's matrices; the rest has adam's settings."""
+    muon_nesterov: bool = False
+    """Look one step of momentum ahead."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps that make the momentum orthogonal."""
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Factor on muon's step: root of max(rows, columns), of max(1, rows / columns) (Jordan), or of rows / columns."""
+    muon_extra_scale_factor: float = 1.0
+    """A further one; 0.2 makes spectral steps as large as adam's."""
     no_check_for_nan_in_loss_and_grad: bool = False
     """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
     override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False

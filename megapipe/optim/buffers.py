@@ -6,6 +6,8 @@
 
 The ends are word embeddings and output head, which may have a learning rate of their own; they are decayed too.
 
+Parameters with a rate or decay of their own (rule.Group) make further sections like these.
+
 Under ZeRO-1 (Rajbhandari et al. 2020, sec. 5) what is not borrowed is padded to equal shares, one of each data-parallel
 rank. `main` has this rank's share alone; its gradients are reduced there, and `model` is gathered from all shares.
 
@@ -16,16 +18,32 @@ remainder to treat in another way and a parameter gets the same bits wherever it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.layout import layout_of
+from megapipe.optim.rule import Group, Groups, usual_groups
 
 ALIGN = 64
 WHOLE = Axis()
 """One rank has all."""
+
+
+class Section(NamedTuple):
+    """Parameters that lie together in `main` as they are updated alike.
+
+    Attributes:
+        at_end: they are word embeddings or output head, which may have a learning rate of their own.
+    """
+
+    group: Group
+    at_end: bool
+    names: tuple[str, ...]
+    where: slice
 
 
 class FlatBuffers:
@@ -38,6 +56,9 @@ class FlatBuffers:
         has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
         device: of a stage without parameters, which takes part in collectives all the same.
         shares: the data-parallel axis that `main` is split over; size 1: not at all.
+        groups: which parameters are updated alike.
+    Attributes:
+        sections: in their order.
     """
 
     def __init__(
@@ -48,30 +69,31 @@ class FlatBuffers:
         has_main: bool = True,
         device: torch.device = CPU,
         shares: Axis = WHOLE,
+        groups: Groups = usual_groups,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
         own = [name for name in params if name not in borrowed]
-        ends_of_model = [name for name in own if _at_an_end(params[name])]
-        decayed = [name for name in own if _decays(name, params[name]) and name not in ends_of_model]
-        others = [name for name in own if not _decays(name, params[name]) and name not in ends_of_model]
+        group_of = {name: (not _at_an_end(params[name]), groups(name, params[name].shape)) for name in own}
+        kinds = sorted(set(group_of.values()), key=lambda kind: (kind[0], -kind[1].weight_decay, kind[1].lr))
+        alike = [tuple(name for name in own if group_of[name] == kind) for kind in kinds]
         self._where: dict[str, tuple[int, torch.Size]] = {}
-        ends = []
+        ends: list[int] = []
         end = 0
-        for names in (ends_of_model, decayed, others, [name for name in params if name in borrowed]):
+        for names in (*alike, tuple(name for name in params if name in borrowed)):
+            if len(ends) == len(alike):
+                end += -end % (ALIGN * shares.size)
+                shared = end
             for name in names:
                 self._where[name] = (end, params[name].shape)
                 end += -(-params[name].numel() // ALIGN) * ALIGN
             ends.append(end)
-            if len(ends) == 3:
-                end += -end % (ALIGN * shares.size)
-                shared = end
         self.shares, size = shares, shared // shares.size
         self.share = slice(shares.rank * size, (shares.rank + 1) * size)
-        self.ends = self.within(0, ends[0])
-        self.decayed = self.within(ends[0], ends[1])
-        self.not_decayed = self.within(ends[1], ends[2])
-        self.own = tuple(ends_of_model + decayed + others)
+        parts = [self.within(first, last) for first, last in pairwise([0, *ends[:-1]])]
+        rows = zip(kinds, alike, parts, strict=True)
+        self.sections = tuple(Section(group, not inner, names, part) for (inner, group), names, part in rows)
+        self.own = tuple(name for names in alike for name in names)
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
@@ -191,11 +213,6 @@ class FlatBuffers:
 def _at_an_end(param: nn.Parameter) -> bool:
     """Word embeddings or output head, by Megatron-LM's mark."""
     return getattr(param, "is_embedding_or_output_parameter", False)
-
-
-def _decays(name: str, param: nn.Parameter) -> bool:
-    """Weight decay leaves out biases and one-dimensional parameters, as in Megatron-LM."""
-    return param.ndim > 1 and not name.endswith(".bias")
 
 
 def _add_to_main_grad(param: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""AdamW over the flat buffers of a rank, with one view of the whole model's parameters.
+"""The optimizer: a rule over the flat buffers of a rank, with one view of the whole model's parameters.
 
-A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel and over
-DualPipe's twins, the two uses of a tied weight are added, and the norm is summed over the model's parameters in one
-global order.
+A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel and twins,
+the two uses of a tied weight are added, and the norm is summed over the model's parameters in one global order.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
 from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
 from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
 from megapipe.optim.reduction import Reduction
+from megapipe.optim.rule import Groups, Part, usual_groups
+from megapipe.optim.rules import find_rule, split_problem
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class StepInfo:
 
     Attributes:
         grad_norm: L2 norm of the whole scaled gradient before clipping.
-        skipped: the norm was not finite and nothing was changed, on any rank.
+        skipped: the norm was not finite and nothing was changed.
         num_zeros: gradient elements that are exactly zero, if asked for.
     """
 
@@ -41,24 +42,25 @@ class StepInfo:
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with clipping by the global norm.
+    """A rule (rule.py: AdamW, or what --optimizer names) with clipping by the global norm.
 
     Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
     as is every method that says so; `step` is collective over the mesh.
 
-    Under DualPipe a stage exists twice, on mirrored ranks. Both sum their gradients; the rank where it is of the first
-    chain has the main parameters and Adam's moments, updates, and sends the weights to the other. So every rank has the
-    state of half its stages, and norm and checkpoint see each once.
+    Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients; the rank where it is of the first
+    chain has main parameters and state, updates, and sends the weights on. So norm and checkpoint see each once.
 
     Args:
         stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
             whole model.
         gathers_later: a step leaves updated weights to `start_gather` of the next, or to `settle`.
+        groups: which parameters have a rate or decay of their own.
         distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
     Attributes:
         buffers: one per stage, in the same order.
         reduction: sums their gradients; what it has not begun by then, `step` begins.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
+        moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
         steps: updates made so far; Adam's bias correction needs it.
         weight_decay: as in TrainConfig; a loaded checkpoint may set it.
     Parameters with requires_grad False are no part of it.
@@ -71,13 +73,16 @@ class Optimizer:
         train: TrainConfig,
         mesh: ProcessMesh,
         *,
+        groups: Groups = usual_groups,
         distributed: bool = False,
         gathers_later: bool = False,
     ) -> None:
-        self.mesh, self.train = mesh, train
+        self.mesh, self.train, self.rule = mesh, train, find_rule(train)
         self.distributed = distributed and mesh.dp.size > 1
         self.gathers_later = gathers_later
         self._stale: set[int] = set()
+        if self.distributed and (problem := split_problem(train, self.rule)):
+            raise ConfigError(problem)
         shares = mesh.dp if self.distributed else WHOLE
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in trained(stage))
@@ -97,7 +102,7 @@ class Optimizer:
             params = dict(trained(stage))
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares)
+            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups)
             self.buffers.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -108,8 +113,7 @@ class Optimizer:
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
         self.reduction = Reduction(mesh, self.buffers, twice, self.params, ties_here, across, dtype)
-        self.exp_avg = [torch.zeros_like(b.main) for b in self.owned]
-        self.exp_avg_sq = [torch.zeros_like(b.main) for b in self.owned]
+        self.moments = {kind: [torch.zeros_like(b.main) for b in self.owned] for kind in self.rule.state}
         for user, owner in ties_here:
             self.params[user].data = self.params[owner].data
         for name, source in ties_across:
@@ -159,8 +163,8 @@ class Optimizer:
         return math.hypot(trained, math.sqrt(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares)).item()))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that a resumed run needs and this rank owns: exp_avg and exp_avg_sq by parameter name, and master
-        where the model's weights are rounded. A tied weight beside its owner has none of its own. Views, or under
+        """The tensors that a resumed run needs and this rank owns: the rule's by parameter name, and master where
+         the model's weights are rounded. A tied weight beside its owner has none of its own. Views, or under
         ZeRO-1 whole copies on the host, from which `load_state` takes the shares; then collective over data parallel.
         """
         return {
@@ -181,10 +185,8 @@ class Optimizer:
                     b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
 
     def _kinds(self) -> dict[str, list[Tensor]]:
-        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if any(b.rounds for b in self.owned):
-            kinds["master"] = [b.main for b in self.owned]
-        return kinds
+        rounded = any(b.rounds for b in self.owned)
+        return self.moments | ({"master": [b.main for b in self.owned]} if rounded else {})
 
     def reload_main(self) -> None:
         """Take the main parameters from the model's weights."""
@@ -209,35 +211,20 @@ class Optimizer:
             self.mesh.twins.broadcast(buffers.model[buffers.share] if shares else buffers.model, source)
 
     def _update(self, lr: float, ends_lr: float) -> None:
-        decay = self.weight_decay
-        for parts, rate, decayed in (
-            ([b.ends for b in self.owned], ends_lr, decay),
-            ([b.decayed for b in self.owned], lr, decay),
-            ([b.not_decayed for b in self.owned], lr, 0.0),
-        ):
-            rows = zip(self.owned, parts, self.exp_avg, self.exp_avg_sq, strict=True)
-            live = [
-                (b.main[part], b.reduced[part], m[part], v[part]) for b, part, m, v in rows if part.start < part.stop
-            ]
-            if live:
-                main, grads, exp_avg, exp_avg_sq = (list(column) for column in zip(*live, strict=True))
-                adamw(
-                    main,
-                    grads,
-                    exp_avg,
-                    exp_avg_sq,
-                    [],
-                    # adamw adds the one of this step
-                    [torch.full((), float(self.steps), device=x.device) for x in main],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=self.train.adam_beta1,
-                    beta2=self.train.adam_beta2,
-                    lr=rate,
-                    weight_decay=decayed,
-                    eps=self.train.adam_eps,
-                    maximize=False,
-                )
+        parts: list[Part] = []
+        for n, b in enumerate(self.owned):
+            flat = {kind: flats[n] for kind, flats in self.moments.items()}
+            for group, at_end, names, where in b.sections:
+                rates = (ends_lr if at_end else lr) * group.lr, self.weight_decay * group.weight_decay
+                if self.rule.elementwise and where.start < where.stop:
+                    state = {kind: x[where] for kind, x in flat.items()}
+                    parts.append(Part(names, b.main[where], b.reduced[where], state, *rates))
+                for name in () if self.rule.elementwise else names:
+                    state = {kind: b.view(x, name) for kind, x in flat.items()}
+                    value, grad, layout = b.view(b.main, name), b.view(b.reduced, name), layout_of(self.params[name])
+                    parts.append(Part((name,), value, grad, state, *rates, layout, self.mesh.tp))
+        if parts:
+            self.rule.update(parts, self.steps)
         self.steps += 1
         for buffers in self.owned:
             buffers.copy_main_to_model()

@@ -103,9 +103,10 @@ def make_plan(config: Config) -> Plan:
         plain = replace(model, recompute_granularity=None, recompute_activations=False)
         whole = pieces(plain, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
         work = replace(work, kept=(whole, _shares(schedule, some)))
-    # Gradient and two moments in float32; beside a rounded weight also its master copy. ZeRO-1 splits the last three.
+    # Gradient, two moments (SGD: one) in float32, and a rounded weight's master; ZeRO-1 splits all but the first.
     shards = config.data_parallel_size if par.use_distributed_optimizer else 1
-    state, replica = element + 4 + (8 + 4 * train.half) / shards, element + 4
+    moments = 4 if train.optimizer == "sgd" else 8
+    state, replica = element + 4 + (moments + 4 * train.half) / shards, element + 4
     counts = counts_of(config, schedule.placement)
     plan = Plan(schedule, counts, work, state, replica, model.tied, rows * model.hidden, tp)
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB

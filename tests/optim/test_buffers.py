@@ -29,7 +29,10 @@ def test_decayed_weights_come_first_and_biases_and_norms_after():
     model = toy()
     flat = FlatBuffers(dict(model.named_parameters()))
     assert flat.own == ("0.weight", "2.weight", "0.bias", "1.weight", "1.bias")
-    assert (flat.decayed, flat.not_decayed) == (slice(0, 2 * ALIGN), slice(2 * ALIGN, 5 * ALIGN))
+    assert [(group.weight_decay, where) for group, _, _, where in flat.sections] == [
+        (1.0, slice(0, 2 * ALIGN)),
+        (0.0, slice(2 * ALIGN, 5 * ALIGN)),
+    ]
 
 
 def test_a_borrowed_weight_has_a_gradient_and_no_storage():

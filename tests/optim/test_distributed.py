@@ -30,7 +30,7 @@ def trained(mesh: ProcessMesh, *, parallel: dict[str, bool], steps: int = 4, sty
     run.optimizer.settle()
     kept = {f"{kind} {n}": x.clone() for kind, views in run.optimizer.state().items() for n, x in views.items()}
     kept |= {name: param.detach().clone() for name, param in run.optimizer.params.items()}
-    return said, kept, [moment.numel() for moment in run.optimizer.exp_avg]
+    return said, kept, [moment.numel() for moment in run.optimizer.moments["exp_avg"]]
 
 
 ZERO = {"use_distributed_optimizer": True}

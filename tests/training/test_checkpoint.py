@@ -62,14 +62,14 @@ def test_finetune_takes_the_weights_and_nothing_else(tmp_path):
     ours, theirs = run.optimizer.buffers[0], saved.optimizer.buffers[0]
     assert torch.equal(ours.model, theirs.model)
     assert torch.equal(ours.main, theirs.model.float())
-    assert not run.optimizer.exp_avg[0].any()
+    assert not run.optimizer.moments["exp_avg"][0].any()
 
 
 def test_no_load_optim_keeps_the_counters(tmp_path):
     run = Run(SINGLE)
     loaded = run.load(Run(SINGLE).train(1, 2).save(tmp_path, 2), no_load_optim=True)
     assert (loaded.iteration, loaded.consumed_train_samples, run.optimizer.steps) == (2, 16, 0)
-    assert not run.optimizer.exp_avg[0].any()
+    assert not run.optimizer.moments["exp_avg"][0].any()
 
 
 def test_weights_load_without_an_optimizer(tmp_path):

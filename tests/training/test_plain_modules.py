@@ -194,7 +194,7 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_plain_torch(name, sizes,
             assert key in trained or torch.equal(value, before[key])
         assert all(views.keys() <= trained for views in rank[3].state().values())
         padded = sum(-(-view.numel() // 64) * 64 for view in rank[3].state()["exp_avg"].values())
-        assert sum(flat.numel() for flat in rank[3].exp_avg) == padded
+        assert sum(flat.numel() for flat in rank[3].moments["exp_avg"]) == padded
 
 
 def test_frozen_parameters_have_no_share_under_zero_1():

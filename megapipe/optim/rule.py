@@ -1,0 +1,85 @@
+"""What an optimizer is here: a rule that makes parameters better, given their names and shapes. How they are stored,
+summed over ranks, clipped, split by ZeRO-1 and saved is not its affair.
+
+`--optimizer FILE.py:NAME` names a function that takes the TrainConfig and gives a Rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout
+
+
+class Group(NamedTuple):
+    """Parameters that are updated alike: factors on the learning rate and on --weight-decay."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+
+Groups = Callable[[str, torch.Size], Group]
+"""(name in the whole model, shape on this rank) -> the group of a parameter."""
+
+
+def usual_groups(name: str, shape: torch.Size) -> Group:
+    """Weight decay leaves out biases and one-dimensional parameters, as in Megatron-LM."""
+    return Group(weight_decay=1.0 if len(shape) > 1 and not name.endswith(".bias") else 0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rule updates in place: of an elementwise rule many parameters at once, flat, of any other one parameter.
+
+    Attributes:
+        names: of the parameters, in the whole model.
+        value, grad: float32, or float64 in a float64 model; the gradient is summed, scaled and clipped.
+        state: tensors like `value` by the names that the rule gives, zeros at first; they are saved.
+        lr, weight_decay: of this step and these parameters.
+        layout, tp: of a single parameter, how it lies over tensor parallel.
+    """
+
+    names: tuple[str, ...]
+    value: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    lr: float
+    weight_decay: float
+    layout: Layout = field(default_factory=lambda: Layout(()))
+    tp: Axis = Axis()
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A tensor like `value`, in the shape of the whole model's parameter. Collective over tensor parallel."""
+        dim = self.layout.dim
+        local = x.reshape(self.layout.local(self.tp.size if dim is not None else 1))
+        if dim is None or self.tp.size == 1:
+            return local
+        return torch.cat(self.tp.all_gather(local[None].contiguous()).unbind(), dim)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's slice of what `whole` gave, in the shape of `value`."""
+        if self.layout.dim is not None and self.tp.size > 1:
+            whole = whole.chunk(self.tp.size, self.layout.dim)[self.tp.rank]
+        return whole.reshape(self.value.shape)
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """An optimizer.
+
+    Attributes:
+        elementwise: does each number depend on its own gradient and state alone? Then ZeRO-1 may split parameters.
+        state: names of the tensors that it keeps for every parameter.
+    """
+
+    elementwise: bool
+    state: tuple[str, ...]
+
+    def update(self, parts: Sequence[Part], steps: int) -> None:
+        """One step of all parameters of this rank. steps: updates made before this one."""

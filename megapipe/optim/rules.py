@@ -1,0 +1,155 @@
+"""The rules that --optimizer names: adam, sgd, muon, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megapipe.config import TrainConfig
+from megapipe.errors import ConfigError
+from megapipe.named import find_named
+from megapipe.optim.rule import Part, Rule
+
+FLAG = "--optimizer"
+
+
+class Adam:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    elementwise = True
+    state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.train = train
+
+    def update(self, parts: Sequence[Part], steps: int) -> None:
+        for alike in dict.fromkeys((part.lr, part.weight_decay) for part in parts):
+            same = [part for part in parts if (part.lr, part.weight_decay) == alike]
+            lr, weight_decay = alike
+            adamw(
+                [part.value for part in same],
+                [part.grad for part in same],
+                [part.state["exp_avg"] for part in same],
+                [part.state["exp_avg_sq"] for part in same],
+                [],
+                # adamw adds the one of this step
+                [torch.full((), float(steps), device=part.value.device) for part in same],
+                fused=True,
+                amsgrad=False,
+                beta1=self.train.adam_beta1,
+                beta2=self.train.adam_beta2,
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.train.adam_eps,
+                maximize=False,
+            )
+
+
+class Sgd:
+    """m = momentum m + gradient + weight decay x weight; weight -= lr m. As torch.optim.SGD."""
+
+    elementwise = True
+    state: tuple[str, ...] = ("momentum",)
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.train = train
+
+    def update(self, parts: Sequence[Part], steps: int) -> None:
+        for part in parts:
+            grad = part.grad.add(part.value, alpha=part.weight_decay) if part.weight_decay else part.grad
+            momentum = part.state["momentum"].mul_(self.train.sgd_momentum).add_(grad)
+            part.value.add_(momentum, alpha=-part.lr)
+
+
+class Muon:
+    """Momentum made orthogonal by Newton-Schulz for the matrices between embedding and head (Jordan 2024,
+    kellerjordan.github.io/posts/muon), AdamW for all the rest.
+
+    A matrix is orthogonalised whole, gathered over tensor parallel, the same on each rank. A parameter that its layout
+    says has three dimensions (the gate and the value of SwiGLU) is a stack of matrices.
+    """
+
+    elementwise = False
+    state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.train, self.rest = train, Adam(train)
+
+    def update(self, parts: Sequence[Part], steps: int) -> None:
+        matrices = [part for part in parts if is_matrix(part)]
+        self.rest.update([part for part in parts if not is_matrix(part)], steps)
+        for part in matrices:
+            momentum = part.state["exp_avg"].lerp_(part.grad, 1 - self.train.muon_momentum)
+            step = part.grad.lerp(momentum, self.train.muon_momentum) if self.train.muon_nesterov else momentum
+            whole = part.whole(step)
+            towards = newton_schulz(whole, self.train.muon_num_ns_steps) * self._scale(whole)
+            part.value.mul_(1 - part.lr * part.weight_decay).sub_(part.mine(towards), alpha=part.lr)
+
+    def _scale(self, whole: Tensor) -> float:
+        rows, columns = whole.shape[-2:]
+        by_mode: dict[str, float] = {
+            "spectral": max(rows, columns) ** 0.5,
+            "shape_scaling": max(1.0, rows / columns) ** 0.5,
+            "unit_rms_norm": (rows / columns) ** 0.5,
+        }
+        return by_mode[self.train.muon_scale_mode] * self.train.muon_extra_scale_factor
+
+
+def is_matrix(part: Part) -> bool:
+    """Is it one of Muon's? Not embeddings and the output head, whose rows are tokens."""
+    (name,) = part.names
+    return part.value.ndim > 1 and "embedding" not in name and "output_layer" not in name
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """About U V^T of x = U S V^T: singular values between 0.7 and 1.2 after five steps of Jordan's quintic.
+
+    Args:
+        x: [..., rows, columns].
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+_RULES: dict[str, Callable[[TrainConfig], Rule]] = {"adam": Adam, "sgd": Sgd, "muon": Muon}
+
+
+def find_rule(train: TrainConfig) -> Rule:
+    """The rule that --optimizer names.
+
+    Raises: ConfigError if there is none of this name, or what FILE.py:NAME gives is no Rule.
+    """
+    name = train.optimizer
+    if name in _RULES:
+        return _RULES[name](train)
+    if ":" not in name:
+        near = get_close_matches(name, _RULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_RULES)}, and FILE.py:NAME of your own"
+        raise ConfigError(f"{FLAG} {name}: {hint}")
+    try:
+        rule = find_named(name, FLAG, "my_optimizer:make")(train)
+    except ConfigError as error:
+        raise ConfigError(f"{FLAG} {error}") from None
+    if not isinstance(rule, Rule):
+        raise ConfigError(f"{FLAG} {name} gives a {type(rule).__name__}, which has not elementwise, state and update")
+    return rule
+
+
+def split_problem(train: TrainConfig, rule: Rule) -> str | None:
+    """Why ZeRO-1 cannot split what this rule needs whole."""
+    if rule.elementwise:
+        return None
+    return (
+        f"{FLAG} {train.optimizer} needs whole parameters, and --use-distributed-optimizer splits them over "
+        f"data-parallel ranks. Leave --use-distributed-optimizer out, or use {FLAG} adam."
+    )
