@@ -11,7 +11,7 @@ from programs import FORKED
 from torch.distributed.device_mesh import init_device_mesh
 
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import build_mesh
+from megapipe.distributed.mesh import build_mesh, rank_grid
 
 WORLD = 4
 
@@ -30,7 +30,7 @@ def rank_main(rank, store, commands, results):
                     return device_mesh.get_group(name)
                 return dist.group.WORLD if name == "world" else dist.new_group(list(ranks))
 
-            meshes[pp, dp, tp] = build_mesh((pp, dp, tp), rank, CPU, group, device_mesh)
+            meshes[pp, dp, tp] = build_mesh(rank_grid((pp, dp, tp)), rank, CPU, group, device_mesh)
         return meshes[pp, dp, tp]
 
     for scenario, layouts, args in iter(commands.get, None):

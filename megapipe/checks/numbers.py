@@ -35,7 +35,7 @@ _FIELDS = {
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "microbatch_group_size_per_virtual_pipeline_stage "
+    "check_weight_hash_across_dp_replicas_interval microbatch_group_size_per_virtual_pipeline_stage "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "

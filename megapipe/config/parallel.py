@@ -14,6 +14,8 @@ class ParallelConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers among them."""
+    use_tp_pp_dp_mapping: bool = False
+    """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
     num_layers_per_virtual_pipeline_stage: int | None = None

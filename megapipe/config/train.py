@@ -108,6 +108,8 @@ class TrainConfig:
     """Factor on muon's step: root of max(rows, columns), of max(1, rows / columns) (Jordan), or of rows / columns."""
     muon_extra_scale_factor: float = 1.0
     """A further one; 0.2 makes spectral steps as large as adam's."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Every so many steps compare a hash of all weights over their replicas, and stop if they differ."""
     no_check_for_nan_in_loss_and_grad: bool = False
     """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
     override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False

@@ -1,7 +1,7 @@
 """Who a process is and with whom it talks: tensor, data and pipeline axes over one world of ranks.
 
 Read once from torch's device mesh into plain frozen objects; nothing else in the package asks torch.distributed who it
-is. Rank order as Megatron's: tensor parallel fastest, pipeline slowest.
+is. Rank order as Megatron's: tensor parallel fastest, then data, pipeline slowest; or pipeline before data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.agreement import agree
@@ -122,15 +122,15 @@ class ProcessMesh:
             device_id=device if device.type == "cuda" else None,
         )
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        shape = (pp, world_size // (tp * pp), tp)
-        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        grid = rank_grid((pp, world_size // (tp * pp), tp), dp_last=parallel.use_tp_pp_dp_mapping)
+        device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "tp"))
 
         def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             if name in ("tp", "dp", "pp"):
                 return device_mesh.get_group(name) if rank in ranks else None
             return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
 
-        mesh = replace(build_mesh(shape, rank, device, make_group, device_mesh, shares), store=store)
+        mesh = replace(build_mesh(grid, rank, device, make_group, device_mesh, shares), store=store)
         mesh.set_timeout(timeout.total_seconds())
         return mesh.activate()
 
@@ -157,16 +157,23 @@ class ProcessMesh:
 _current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 
 
+def rank_grid(shape: tuple[int, int, int], *, dp_last: bool = False) -> torch.Tensor:
+    """The ranks of a (pp, dp, tp) grid: tp varies fastest, then dp, then pp; with dp_last then pp, then dp."""
+    pp, dp, tp = shape
+    ranks = torch.arange(pp * dp * tp)
+    return ranks.view(dp, pp, tp).transpose(0, 1).contiguous() if dp_last else ranks.view(shape)
+
+
 def build_mesh(
-    shape: tuple[int, int, int],
+    grid: torch.Tensor,
     rank: int,
     device: torch.device,
     make_group: Callable[[str, tuple[int, ...]], dist.ProcessGroup | None],
     device_mesh: DeviceMesh | None = None,
     shares: Collection[str] = ("ends", "twins"),
 ) -> ProcessMesh:
-    """The mesh of one rank of a (pp, dp, tp) grid; `make_group` is called for every group of the grid, in one order."""
-    grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
+    """The mesh of one rank of a grid; `make_group` is called for every group of the grid, in one order."""
+    shape = grid.shape
 
     def axis(name: str, sets: Iterable[Iterable[int]]) -> Axis:
         mine = Axis(ranks=(rank,), device=device)
@@ -190,7 +197,7 @@ def build_mesh(
         tp=tp,
         dp=axis("dp", along(1)),
         pp=axis("pp", pipelines),
-        world=axis("world", [grid.flatten().tolist()]),
+        world=axis("world", [range(grid.numel())]),
         ends=axis("ends", ends if "ends" in shares else ()),
         twins=axis("twins", twins if "twins" in shares else ()),
         device=device,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import ProcessMesh, build_mesh
+from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def run_threads(
             return group
 
         try:
-            results[rank] = body(build_mesh((pp, dp, tp), rank, CPU, make_group).activate())
+            results[rank] = body(build_mesh(rank_grid((pp, dp, tp)), rank, CPU, make_group).activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 
 from megapipe.checks.inputs import machine_problems, path_problems
+from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config
 from megapipe.data.tokenizer import assumed_vocab_size, build_tokenizer
-from megapipe.distributed.device import has_cuda
+from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.idle import idle
 from megapipe.flags.parse import to_flags
@@ -26,6 +27,11 @@ def start_block(config: Config) -> str:
         return ""
     width = min(48, max(len(flag) for flag, _ in rows))
     return "\n".join(["accepted, and what holds instead:", *(f"  {flag:<{width}}  {why}" for flag, why in rows)])
+
+
+def as_here(config: Config) -> Config:
+    """The configuration as this build of torch can run it, see checks.machine."""
+    return on_cpus(config) if built_for_cpus() else config
 
 
 def check(config: Config) -> None:

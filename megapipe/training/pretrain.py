@@ -7,18 +7,17 @@ import os
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 
 import torch
 from torch import nn
 
-from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
-    built_for_cpus,
     device_name,
     has_cuda,
     keep_freed_memory,
@@ -38,7 +37,7 @@ from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, table
-from megapipe.training.check import check, start_block
+from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import (
     LoadedState,
     check_save,
@@ -86,7 +85,7 @@ def pretrain(
         check(config)
         return
     started = time.monotonic()
-    config = on_cpus(config) if built_for_cpus() else config
+    config = as_here(config)
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = with_checkpoint_args(config)
     validate(config, has_cuda=has_cuda())
@@ -146,7 +145,8 @@ class Run:
             where = f"({mesh.tp.rank}, {mesh.pp.rank})"
             print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
         parameters = check_ownership(self.modules, config.model, provider, place, mesh)
-        check_replicas(self.modules, mesh, mirrored=place.num_chains > 1)
+        self.check_replicas = partial(check_replicas, self.modules, mesh, mirrored=place.num_chains > 1)
+        self.check_replicas()
         if plan.before is not None:
             self.say(changes(plan))
         if mesh.world.rank == 0:
@@ -181,6 +181,8 @@ class Run:
                 self.mesh.set_timeout(seconds)
             self.report.iteration(result, progress, self.lr, self.optimizer)
             self._stop_if_not_finite(result, last_saved)
+            if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
+                self.check_replicas(after=progress.iteration)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
                 self.report.pause()

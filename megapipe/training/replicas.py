@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, TrainingError
 
 
-def check_replicas(modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool) -> None:
+def check_replicas(
+    modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool, after: int | None = None
+) -> None:
     """Compare parameters and buffers over data parallel and, if `mirrored`, with DualPipe's twins, and over tensor
     parallel the parameters that are whole on each rank: one hash of a rank where all is well. Collective over the mesh.
 
-    Raises: ConfigError on every rank, with the names of those that differ.
+    Args:
+        after: iterations that were trained; None at the start.
+    Raises: ConfigError on every rank, with the names of those that differ; TrainingError after an iteration.
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
     tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
@@ -31,14 +35,21 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored:
     ]
     problems = [line for what, axis, compared in groups for line in _differing(what, axis, compared)]
     found = list(dict.fromkeys(line for lines in mesh.world.gather_json(problems) for line in lines))
-    if found:
+    if not found:
+        return
+    names = "".join(f"\n      {line}" for line in found[:20])
+    names += f"\n      and {len(found) - 20} more" if len(found) > 20 else ""
+    if after is None:
         raise ConfigError(
-            "replicas of the model start with different values, and would stay different:"
-            + "".join(f"\n      {line}" for line in found[:20])
-            + (f"\n      and {len(found) - 20} more" if len(found) > 20 else "")
-            + "\n      Let the model provider draw initial values by torch's functions alone, the same on every rank "
+            f"replicas of the model start with different values, and would stay different:{names}"
+            "\n      Let the model provider draw initial values by torch's functions alone, the same on every rank "
             "(not by random, numpy or the rank), or give the parameter a Layout."
         )
+    raise TrainingError(
+        f"replicas of the model differ after iteration {after}:{names}"
+        "\n      They had equal gradients and updates: a device or its memory may be at fault. The last checkpoint is "
+        "sound if they were equal then."
+    )
 
 
 def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
