@@ -111,18 +111,13 @@ def parser() -> Parser:
             help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
             "what every pass costs beside; or a .json of them, also by stage and by link",
         )
-        one.add_argument(
-            "--memory",
-            type=_positive,
-            metavar="X",
-            help="most activation of a rank; 1F1B peaks at P (default: no limit)",
-        )
+        most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
+        one.add_argument("--memory", type=_positive, metavar="X", help=most)
     show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 50 or 25)")
-    parts = "costs of reducing, updating and (ZeRO-1) gathering 1/P of the model, as passes of the step"
-    show.add_argument("--step", type=_step_costs, metavar="G,U[,A]", help=parts)
+    show.add_argument("--step", type=_step_costs, metavar="G,U[,A]", help="and reduce, update, gather 1/P of the model")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
@@ -281,16 +276,13 @@ def _costs(text: str) -> Costs:
             raise argparse.ArgumentTypeError(str(error)) from None
     numbers = _numbers(text)
     if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
-        raise argparse.ArgumentTypeError(
-            f"F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got {text!r}"
-        )
-    f, b, w, comm, overhead = (*numbers, 0.0, 0.0)[:5]
-    return Costs(f, b, w, comm=comm, overhead=overhead)
+        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1"
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
 
 
 def _step_costs(text: str) -> dict[str, float]:
-    numbers = _numbers(text)
-    if len(numbers) not in (2, 3):
+    if len(numbers := _numbers(text)) not in (2, 3):
         raise argparse.ArgumentTypeError(f"G,U or G,U,A is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
     return dict(zip("gua", numbers, strict=False))
 
