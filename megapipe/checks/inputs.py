@@ -45,6 +45,12 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     c = config.checkpoint
     if c.save and c.save_interval is None:
         yield f"--save {c.save} needs --save-interval, for example --save-interval 1000"
+    if c.save_interval and c.save_retain_interval and c.save_retain_interval % c.save_interval:
+        multiple = -(-c.save_retain_interval // c.save_interval) * c.save_interval
+        yield (
+            f"--save-retain-interval {c.save_retain_interval} is no multiple of --save-interval {c.save_interval}, so "
+            f"checkpoints to keep would not be saved. Use --save-retain-interval {multiple}."
+        )
 
 
 def profile_problems(config: Config) -> Iterator[str]:

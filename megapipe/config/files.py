@@ -85,6 +85,10 @@ class CheckpointConfig:
     """Folder for checkpoints."""
     save_interval: int | None = None
     """Save every so many steps."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints of every so many steps and the newest; remove others once a newer one is complete."""
+    save_keep_last: int | None = None
+    """Keep so many of the newest checkpoints; remove others, but those of --save-retain-interval."""
     load: str | None = None
     """Folder to resume from; without a checkpoint in it the run starts fresh."""
     exit_on_missing_checkpoint: bool = False

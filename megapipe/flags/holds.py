@@ -160,7 +160,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         _STRICT,
     ),
     ("verify-integrity", _SWITCH, "every file's size and SHA-256 are checked before a load"),
-    ("save-retain-interval", _ANY, "every checkpoint is kept, none is deleted"),
     ("no-save-tokenizer-assets disable-save-tokenizer-assets", _SWITCH, "no tokenizer file is copied"),
     ("no-save-rng no-load-rng", _SWITCH, _STREAMS),
     # logs

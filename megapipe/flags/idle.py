@@ -49,6 +49,8 @@ _DYNAMIC = "a dynamic loss scale (--fp16 without --loss-scale)"
 
 IDLE: tuple[Idle, ...] = (
     Idle("checkpoint", "save_interval", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
+    Idle("checkpoint", "save_retain_interval", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
+    Idle("checkpoint", "save_keep_last", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
     Idle("checkpoint", "no_load_optim", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),

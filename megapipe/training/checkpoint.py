@@ -29,6 +29,7 @@ from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.resume import other_settings, resume_problems, settings
+from megapipe.training.retention import retain
 from megapipe.training.shards import ShardWriter, all_there, compare, facts_of, tensors_of
 from megapipe.training.together import on_first, share_of, together
 
@@ -118,11 +119,14 @@ def save_checkpoint(
         parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
         files = {name: entry for part in parts for name, entry in part.items()}
         on_first(mesh, lambda: all_there(folder, writer.everyones, files))
-        return Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    flags = config.checkpoint
+    on_first(mesh, lambda: retain(saved, flags.save_retain_interval, flags.save_keep_last))
+    return saved
 
 
 def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -> Path | None:

@@ -327,6 +327,10 @@ def test_padded_vocabulary():
 
 def test_save_needs_an_interval():
     assert problem("--save a") == "--save a needs --save-interval, for example --save-interval 1000"
+    assert problem("--save a --save-interval 20 --save-retain-interval 50") == (
+        "--save-retain-interval 50 is no multiple of --save-interval 20, so checkpoints to keep would not be saved. "
+        "Use --save-retain-interval 60."
+    )
 
 
 def test_load_of_a_folder_that_is_not_there():

@@ -128,6 +128,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--memory-limit-gib",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
+        "--save-keep-last",
         "--check",
         "--check-paths",
         "--world-size",
