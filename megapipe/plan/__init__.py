@@ -1,6 +1,7 @@
 """The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
 
 from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan
+from megapipe.plan.saving import checkpoint_line
 from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
 from megapipe.plan.table import changes, table
 from megapipe.plan.work import Pieces, Work, pieces
@@ -13,6 +14,7 @@ __all__ = [
     "balanced_by_cost",
     "changes",
     "check_flags",
+    "checkpoint_line",
     "counts_of",
     "make_plan",
     "pieces",

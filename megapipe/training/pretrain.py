@@ -36,7 +36,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
-from megapipe.plan import Plan, changes, make_plan, table
+from megapipe.plan import Plan, changes, checkpoint_line, make_plan, table
 from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import (
     LoadedState,
@@ -150,7 +150,7 @@ class Run:
         if plan.before is not None:
             self.say(changes(plan))
         if mesh.world.rank == 0:
-            print(table(plan, parameters), flush=True)
+            print(f"{table(plan, parameters)}\n{checkpoint_line(plan, config)}".rstrip(), flush=True)
         self.say(
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"

@@ -1,0 +1,32 @@
+"""What a checkpoint takes: bytes on the disk, and on a rank's host while it is written."""
+
+from __future__ import annotations
+
+from megapipe.config import Config
+from megapipe.plan.make import GIB, Plan
+
+
+def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
+    """(of a checkpoint, most that a rank holds on its host beside the run while it writes its part).
+
+    torch's safetensors writer holds a rank's part as tensors and once more as one piece; data-parallel replicas divide
+    the writing among them. Under ZeRO-1 each rank first gathers the optimizer state of its stages whole.
+    """
+    place, half = plan.schedule.placement, config.train.half
+    weight, moments = 2 if half else 4, 0 if config.checkpoint.no_save_optim else 8 + 4 * half
+    held = [
+        sum(plan.works[stage].parameters for stage in place.stages_on(rank) if stage < place.chain) / plan.tp
+        for rank in range(place.num_ranks)
+    ]
+    once = sum(held) * plan.tp - plan.tied * plan.vocab_weights  # a tied weight is saved once
+    gathered = moments if config.parallel.use_distributed_optimizer else 0
+    most = max(held) * (2 * (weight + moments) / config.data_parallel_size + gathered)
+    return once * (weight + moments), most
+
+
+def checkpoint_line(plan: Plan, config: Config) -> str:
+    """The same in words; empty without --save."""
+    if config.checkpoint.save is None:
+        return ""
+    size, most = (value / GIB for value in checkpoint_bytes(plan, config))
+    return f"a checkpoint has {size:.3g} GiB; writing it takes up to {most:.3g} GiB of host memory on a rank"

@@ -1,0 +1,46 @@
+"""The size of a checkpoint that the plan tells is that of the tensors on the disk."""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import replace
+
+import pytest
+import short_run
+from tiny import STYLES
+
+from megapipe.config import CheckpointConfig, Config
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.plan import make_plan
+from megapipe.plan.saving import checkpoint_bytes, checkpoint_line
+from megapipe.training.pretrain import Run
+from pretrain_gpt import forward_step
+
+
+def planned(style: str, dp: int = 1, zero: bool = False, **train) -> Config:
+    config = short_run.config(STYLES[style], dp=dp, **train)
+    return replace(config, parallel=replace(config.parallel, use_distributed_optimizer=zero))
+
+
+@pytest.mark.parametrize(("style", "train"), [("gpt2", {}), ("llama", {"bf16": True})])
+@pytest.mark.parametrize("no_save_optim", [False, True])
+def test_the_plan_tells_the_bytes_of_the_tensors_on_the_disk(tmp_path, capsys, style, train, no_save_optim):
+    flags = CheckpointConfig(save=str(tmp_path), save_interval=100, no_save_optim=no_save_optim)
+    config = replace(planned(style, exit_interval=1, **train), checkpoint=flags)
+    Run(config, ProcessMesh.single(), gpt_provider, forward_step, short_run.datasets(), 126, time.monotonic()).train()
+    size, most = checkpoint_bytes(make_plan(config), config)
+    shards = [path.read_bytes() for path in tmp_path.glob("iter_*/*.safetensors")]
+    assert sum(len(shard) - 8 - struct.unpack("<Q", shard[:8])[0] for shard in shards) == size
+    assert most >= 2 * size
+    assert checkpoint_line(make_plan(config), config) in capsys.readouterr().out
+
+
+def test_replicas_divide_the_writing_and_zero_1_gathers_the_state_whole():
+    alone = checkpoint_bytes(make_plan(planned("llama")), planned("llama"))
+    two, zero = planned("llama", dp=2), planned("llama", dp=2, zero=True)
+    size, most = checkpoint_bytes(make_plan(two), two)
+    assert (size, most) == (alone[0], alone[1] / 2)
+    assert checkpoint_bytes(make_plan(zero), zero) == (size, most + size * 8 / 12)
+    assert checkpoint_line(make_plan(two), two) == ""
