@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -117,6 +117,16 @@ def entry_of(name: str) -> Entry:
         else f"There are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
     )
     raise ScheduleError(f"unknown schedule {name}; {hint}")
+
+
+def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
+    """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
+    for name, entry in SCHEDULES.items():
+        if entry.copies == 1 and name != "zb-auto" and entry.chunks in (None, chunks):
+            try:
+                yield build(name, ranks, microbatches, chunks=chunks, costs=costs)
+            except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
+                continue
 
 
 def is_file(name: str) -> bool:

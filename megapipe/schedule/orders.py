@@ -130,10 +130,12 @@ def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
 
 
 def encode(problem: Problem, schedule: Schedule) -> Orders:
-    """A table of split passes as integers."""
+    """A table as integers; BW is a B with its W right behind it, a pair its F first."""
     m = problem.microbatches
+    split = {kind: (kind,) for kind in KINDS} | {Kind.BW: (Kind.B, Kind.W)}
     return [
-        [(3 * x.stage + KINDS.index(x.kind)) * m + x.microbatch for step in r for x in step] for r in schedule.ranks
+        [(3 * x.stage + KINDS.index(kind)) * m + x.microbatch for step in r for x in step for kind in split[x.kind]]
+        for r in schedule.ranks
     ]
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from megapipe.schedule import ScheduleError, loop, vee
+from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
 from megapipe.schedule.generators.interleaved import interleaved_zb
@@ -142,7 +143,29 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, text) -> None:
 
 
 def test_the_bench_prints_its_table() -> None:
-    command = [sys.executable, "-m", "megapipe.schedule.search.auto", "--effort", "0.02"]
+    command = [sys.executable, "-m", "megapipe.schedule.search.known", "--effort", "0.02"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 9
     assert lines[0].endswith("peer   ours  known  bound closed seconds")
+
+
+@pytest.mark.parametrize("memory", [3.0, 5.0])
+@pytest.mark.parametrize("costs", [Costs(10.0, 14.0, 7.0, comm=0.5), Costs(1.0, 1.0, 1.0, comm=0.2, overhead=0.4)])
+def test_never_worse_than_any_schedule_of_the_catalogue_that_fits(costs, memory) -> None:
+    """With an overhead per pass a whole backward, which pays it once, may be best: then it is what is returned."""
+    found = search(4, 6, costs=costs, memory=memory, effort=0.05)
+    assert max(simulate(found.schedule, costs).peak) <= memory
+    for made in (x for chunks in (1, 2, 4) for x in fixed(4, 6, chunks, costs)):
+        time = simulate(made, costs)
+        if max(time.peak) <= memory and made.placement in (vee(4), *(loop(4, v) for v in (1, 2, 4))):
+            assert found.makespan <= time.makespan + 1e-9, made.name
+
+
+def test_an_overhead_per_pass_makes_four_chunks_cost_what_they_cost() -> None:
+    """Free passes: four chunks have the shortest ramps. At 5% of F each, fewer chunks are faster."""
+    chunks = [
+        search(4, 8, costs=Costs(10.0, 11.0, 8.0, overhead=o), effort=0.05).schedule.placement.num_stages // 4
+        for o in (0.0, 1.0)
+    ]
+    assert chunks[0] == 4
+    assert chunks[1] < 4

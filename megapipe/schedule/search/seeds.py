@@ -13,10 +13,8 @@ from itertools import zip_longest
 from math import exp
 from random import Random
 
-from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.generators.fit import fill_weights
-from megapipe.schedule.generators.interleaved import interleaved_zb
-from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
 from megapipe.schedule.orders import (
     Orders,
     Problem,
@@ -113,14 +111,12 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
 
 
 def _known(problem: Problem) -> Iterator[Schedule]:
-    place, m = problem.placement, problem.microbatches
+    """Every schedule of the catalogue in this placement."""
+    place = problem.placement
     p, chunks = place.num_ranks, place.num_stages // place.num_ranks
-    if place.rank_of == (*range(p), *reversed(range(p))) and chunks == 2:
-        yield from (make(p, m) for make in (zb_v, v_half, v_min))
-    if place.rank_of == tuple(range(p)) * chunks:
-        yield interleaved_zb(p, m, chunks)
-        if chunks == 1:
-            yield from (make(p, m) for make in (zb_h1, zb_h2))
+    for schedule in fixed(p, problem.microbatches, chunks):
+        if schedule.placement == place:
+            yield schedule
 
 
 def _timed(problem: Problem, orders: Orders) -> Found | None:
