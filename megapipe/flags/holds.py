@@ -78,7 +78,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype", ("fp32",), _FLOAT32),
     ("use-precision-aware-optimizer", _SWITCH, "main weights, gradients and moments are float32"),
-    ("num-distributed-optimizer-instances", ("1",), "optimizer state is split over all data-parallel ranks"),
+    (
+        "num-distributed-optimizer-instances",
+        _ANY,
+        "optimizer state is split over all data-parallel ranks, which is less",
+    ),
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
     ("rerun-mode", ("disabled", "validate_results"), "a step that is not finite stops the run; none is run twice"),
     # overlap, collectives, memory

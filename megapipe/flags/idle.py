@@ -136,4 +136,9 @@ def idle(config: Config) -> list[tuple[str, str]]:
             found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
     if config.data.eval_iters < 0:
         found.append((f"--eval-iters {config.data.eval_iters}", "nothing is evaluated"))
+    model = config.model
+    if model.disable_bias_linear and not (model.gated or model.squared_relu):
+        found.append(
+            ("--disable-bias-linear", "GELU keeps its tanh form; Megatron-LM takes the erf form without biases")
+        )
     return found

@@ -101,6 +101,10 @@ def test_no_position_embedding_never_takes_rotary_positions_away():
             "--recompute-num-layers 1",
             ("--recompute-num-layers 1", "nothing is computed again, without --recompute-granularity full"),
         ),
+        (
+            "--disable-bias-linear",
+            ("--disable-bias-linear", "GELU keeps its tanh form; Megatron-LM takes the erf form without biases"),
+        ),
         ("--profile", ("--profile", "nothing is recorded, without --use-pytorch-profiler")),
         (
             "--initial-loss-scale 65536 --bf16",
