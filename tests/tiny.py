@@ -17,7 +17,7 @@ from megapipe.pipeline_parallel.forward_backward import get_forward_backward_fun
 from megapipe.pipeline_parallel.partition import partition
 from megapipe.pipeline_parallel.partition import spans as spans_of
 from megapipe.schedule import Kind, Schedule
-from megapipe.tensor_parallel.rng import initialize
+from megapipe.tensor_parallel.rng import Stream, initialize
 
 SEQ, BATCH, VOCAB, LAYERS = 12, 2, 64, 4
 
@@ -90,6 +90,7 @@ def run_step(
         num_microbatches=schedule.num_microbatches,
         seq_length=SEQ,
         micro_batch_size=BATCH,
+        stream=lambda microbatch: Stream(0, microbatch),  # data-parallel ranks have the same data here
     )
     for flat in buffers:
         flat.sum_over_tp(mesh.tp)

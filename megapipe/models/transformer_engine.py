@@ -182,7 +182,6 @@ class TEColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
         super().__init__(input_size, output_size, tp=tp, **options)
-        assert not self.gather_output
         sequence_parallel = options.get("sequence_parallel", False)
         self._product = _Product((input_size, output_size), "column", tp, sequence_parallel)
 

@@ -7,9 +7,8 @@ The edges are the conjugate pairs f, g of Shoeybi et al. 2019, section 3, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis, Pending
@@ -46,27 +45,3 @@ def closing(tp: Axis, sequence_parallel: bool) -> Edge:
     if sequence_parallel:
         return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0)
     return Edge(tp.start_all_reduce, first=tp.rank == 0)
-
-
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return gather_last(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
-
-
-_gather_last: Callable[..., Tensor] = _GatherLast.apply
-
-
-def gather_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
-    """[..., n/t] on each rank -> [..., n] on all."""
-    return x if tp.size == 1 else _gather_last(x, tp)
-
-
-def gather_last(x: Tensor, tp: Axis) -> Tensor:
-    """`gather_from_tensor_parallel` without a gradient."""
-    return torch.cat(tp.all_gather(x.unsqueeze(0)).unbind(0), dim=-1)

@@ -34,15 +34,13 @@ class _HeadLoss(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         tp: Axis,
-        label_smoothing: float,
-        z_loss: float,
         sequence_parallel: bool,
         differentiated: bool,
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
         rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
-        denominator, at_label, total = (torch.zeros_like(highest) for _ in range(3))
+        denominator, at_label = torch.zeros_like(highest), torch.zeros_like(highest)
         ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
         space = _space(rows, weight.shape[0])
         for block in _blocks(len(rows), weight.shape[0]):
@@ -51,8 +49,6 @@ class _HeadLoss(torch.autograd.Function):
                 ctx.kept.append(logits)
             inside, column = _columns(labels, block)
             at_label += logits.gather(1, column).squeeze(1) * inside
-            if label_smoothing:
-                total += logits.sum(1, dtype=total.dtype)
             higher = torch.maximum(highest, logits.amax(1))
             denominator.mul_((highest - higher).exp_())
             denominator += _exp(logits, higher, space).sum(1)
@@ -60,17 +56,12 @@ class _HeadLoss(torch.autograd.Function):
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
             denominator.mul_((highest - higher).exp_())
-            denominator, at_label, total = tp.all_reduce(torch.stack((denominator, at_label, total)))
+            denominator, at_label = tp.all_reduce(torch.stack((denominator, at_label)))
             highest = higher
         lse = denominator.log_().add_(highest)
-        losses = lse - (1 - label_smoothing) * at_label
-        if label_smoothing:
-            losses -= label_smoothing / (weight.shape[0] * tp.size) * total
-        if z_loss:
-            losses += z_loss * lse.square()
+        losses = lse - at_label
         ignored = without_loss(target.reshape(-1), weight.shape[0] * tp.size)
         ctx.save_for_backward(x, weight, labels, lse, ignored)
-        ctx.tp, ctx.label_smoothing, ctx.z_loss = tp, label_smoothing, z_loss
         ctx.weight_grads = current_weight_grads()
         return losses.masked_fill_(ignored, 0.0).view(target.shape)
 
@@ -80,15 +71,11 @@ class _HeadLoss(torch.autograd.Function):
         opens = ctx.opens
         rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
-        to_softmax = (grad * (1 + 2 * ctx.z_loss * lse))[:, None]
-        to_label = ((ctx.label_smoothing - 1) * grad)[:, None]
-        to_all = (ctx.label_smoothing / (weight.shape[0] * ctx.tp.size) * grad)[:, None]
+        to_softmax, to_label = grad[:, None], -grad[:, None]
         kept, ctx.kept = ctx.kept, None
 
         def to_gradient_(logits: Tensor, block: slice, space: Tensor) -> Tensor:
             dy = _exp(logits, lse, space).mul_(to_softmax)
-            if ctx.label_smoothing:
-                dy.sub_(to_all)
             inside, column = _columns(labels, block)
             return logits.copy_(dy.scatter_add_(1, column, to_label * inside[:, None]))
 
@@ -118,7 +105,7 @@ class _HeadLoss(torch.autograd.Function):
                 add_product(into[block], dy, rows)
         reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape) if wants_x else None
         grad_weight = into.to(weight.dtype) if wants_weight and main_grad is None else None
-        return reduced, grad_weight, *(None,) * 7
+        return reduced, grad_weight, *(None,) * 4
 
 
 _head_loss: Callable[..., Tensor] = _HeadLoss.apply
@@ -164,8 +151,6 @@ def vocab_parallel_linear_cross_entropy(
     target: Tensor,
     tp: Axis,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     sequence_parallel: bool = False,
 ) -> Tensor:
     """Cross entropy of each token straight from the hidden states, `vocab_parallel_cross_entropy(x W^T, target)`.
@@ -175,12 +160,10 @@ def vocab_parallel_linear_cross_entropy(
         weight: [v/t, h], this rank's rows of the output head; the gradient is added into its `main_grad`, in a W pass
             if the stage is in a B pass.
         target: [...], ids in 0..v-1; any other number, such as -100, is a token without loss.
-        label_smoothing: e, mixes the label with the uniform distribution (Szegedy et al. 2016, section 7).
-        z_loss: adds z_loss x log(denominator)^2 (Chowdhery et al. 2022, section 5).
         sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
     Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
         Up to 64M logits are kept for backward, in x's type. Of more than that 1M are held at a time, for one matrix
         product more, two under a B/W split.
     """
     differentiated = torch.is_grad_enabled()
-    return _head_loss(x, weight, target, tp, label_smoothing, z_loss, sequence_parallel, differentiated)
+    return _head_loss(x, weight, target, tp, sequence_parallel, differentiated)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
-from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, gather_from_tensor_parallel, opening
+from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.meanwhile import result_of
 from megapipe.tensor_parallel.products import linear
@@ -87,7 +87,6 @@ class ColumnParallelLinear(nn.Module):
     Args:
         input_size, output_size: of the whole layer; output_size must divide by tp.
         sequence_parallel: the input is this rank's share of the sequence.
-        gather_output: return the whole output instead of this rank's slice.
         blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
         init_std: standard deviation of the initial weight.
     """
@@ -100,15 +99,12 @@ class ColumnParallelLinear(nn.Module):
         tp: Axis,
         bias: bool,
         sequence_parallel: bool = False,
-        gather_output: bool = False,
         blocks: int = 1,
         init_std: float = 0.02,
         tied_to: str | None = None,
     ) -> None:
         super().__init__()
         assert output_size % (blocks * tp.size) == 0, f"{output_size} outputs do not divide over {tp.size} ranks"
-        self.tp = tp
-        self.gather_output = gather_output
         self._opens = opening(tp, sequence_parallel)
         rows = output_size // tp.size
         shape = (output_size,) if blocks == 1 else (blocks, output_size // blocks)
@@ -119,9 +115,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = set_layout(nn.Parameter(torch.empty(rows)), Layout(shape, dim)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, ..., in], the same on all tp ranks, or [s/t, ..., in] -> [s, ..., out/t], or out with gather_output."""
-        y = _linear(x, self.weight, self.bias, self._opens, INSIDE)
-        return gather_from_tensor_parallel(y, self.tp) if self.gather_output else y
+        """x [s, ..., in], the same on all tp ranks, or [s/t, ..., in] -> [s, ..., out/t]."""
+        return _linear(x, self.weight, self.bias, self._opens, INSIDE)
 
 
 class RowParallelLinear(nn.Module):

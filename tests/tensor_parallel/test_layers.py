@@ -86,17 +86,6 @@ def test_column_then_row_linear_equals_two_plain_linears(tp, bias):
         torch.testing.assert_close(gdown, grads[2].chunk(tp, 1)[rank])
 
 
-def test_gather_output_gives_every_rank_the_whole():
-    def body(mesh: ProcessMesh):
-        layer = ColumnParallelLinear(8, 12, tp=mesh.tp, bias=True, gather_output=True).double()
-        initialize(layer, 3, mesh.tp)
-        return layer(tensor(5, 8)).detach()
-
-    whole = body(ProcessMesh.single())
-    for y in run_threads(body, tp=2):
-        torch.testing.assert_close(y, whole)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_embedding_equals_torch(tp):
     ids, table = torch.randint(0, 16, (4, 3)), tensor(16, 8).requires_grad_()
