@@ -71,7 +71,7 @@ def test_each_content_is_seen(config):
     assert changed(config, before) == ["the schedule (SHA-256 of its table)"]
     Path("s.json").write_text(to_json(build("1f1b", 2, 2)).replace("1f1b", "mine"))
     Path("t.model").write_text("two")
-    assert changed(config, before) == ["--tokenizer-model t.model (SHA-256)"]
+    assert changed(config, before) == ["t.model of the tokenizer (SHA-256)"]
     Path("t.model").write_text("one")
     with Path("model.py").open("a") as file:
         file.write("# another line\n")

@@ -11,6 +11,7 @@ from tiny import LLAMA
 import pretrain_gpt
 from megapipe.config import CheckpointConfig, Config, DataConfig, TrainConfig
 from megapipe.convert import export_checkpoint
+from megapipe.convert.checks import notes
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -19,7 +20,7 @@ from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.checkpoint import save_checkpoint
 from megapipe.training.saved_config import saved_config, saved_provider, with_checkpoint_args
-from tools import generate_text
+from tools import convert_checkpoint, generate_text
 
 DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=60)
 
@@ -138,3 +139,16 @@ def test_the_remedy_for_an_import_names_iteration_0(tmp_path):
     (folder / "manifest.json").touch()
     with pytest.raises(CheckpointError, match=f"--load {tmp_path} --ckpt-step 0$"):
         generate_text.main(["--load", str(folder)])
+
+
+def test_an_export_from_an_empty_folder_names_no_flag_that_was_not_given(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        convert_checkpoint.main(["--load", str(tmp_path), "--to-huggingface", str(tmp_path / "out")])
+    assert str(caught.value) == f"--load {tmp_path} holds no checkpoint"
+
+
+def test_a_conversion_notes_an_epsilon_that_is_not_our_default_and_no_other():
+    """It said: norm epsilon is 1e-05; our default is 1e-05."""
+    assert not [note for note in notes({}, LLAMA, 64) if "epsilon" in note]
+    other = replace(LLAMA, norm_epsilon=1e-6)
+    assert "norm epsilon is 1e-06; our default is 1e-05" in list(notes({}, other, 64))
