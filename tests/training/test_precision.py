@@ -31,7 +31,7 @@ def test_fp16_trains_close_to_float32_once_its_scale_fits():
 def test_all_ranks_skip_the_same_steps_and_agree_on_the_scale(layout):
     def states(mesh: ProcessMesh, config: Config) -> list[tuple[bool, float]]:
         run = run_of(mesh, config)
-        return [(run.step().skipped, run.progress.loss_scale.scale) for _ in range(14)]
+        return [(run.step().skipped, run.progress.loss_scale.scale) for _ in range(20)]
 
     flags = {"fp16": True, "initial_loss_scale": 2.0**26, "hysteresis": 1, "loss_scale_window": 4.0}
     first, *others = run_threads(
