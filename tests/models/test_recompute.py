@@ -183,10 +183,6 @@ def test_what_is_computed_again():
             "--num-microbatches-with-partial-activation-checkpoints 2 has no effect where nothing is computed again. "
             "Add --recompute-granularity full.",
         ),
-        (
-            {"recompute_num_layers": 2},
-            "--recompute-num-layers 2 has no effect without --recompute-granularity full. Add it.",
-        ),
     ],
 )
 def test_contradictions_are_refused(settings, sentence):
