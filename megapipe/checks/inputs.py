@@ -85,7 +85,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
     attention = config.model.attention_backend
     on_gpu = has_cuda and config.parallel.distributed_backend != "gloo"
     if config.parallel.distributed_backend == "nccl" and not has_cuda:
-        yield "--distributed-backend nccl needs a GPU, and torch sees none. Use --distributed-backend gloo."
+        yield "--distributed-backend nccl needs a GPU for every rank of a machine, and torch sees fewer. Use gloo."
     if attention == "fused" and not on_gpu:
         yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
     if attention == "flash" and on_gpu and not config.train.half:

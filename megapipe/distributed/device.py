@@ -13,8 +13,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def has_cuda() -> bool:
-    """Is there a GPU that torch can use?"""
-    return torch.cuda.is_available()
+    """Is there a GPU that torch can use for each rank of this machine? NCCL refuses two ranks on one."""
+    return torch.cuda.is_available() and _ranks_here() <= torch.cuda.device_count()
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def built_for_cpus() -> bool:
@@ -23,11 +27,18 @@ def built_for_cpus() -> bool:
 
 
 def pick_device(parallel: ParallelConfig) -> torch.device:
-    """This process's device: its own GPU where there is one and gloo was not asked for, else the CPU."""
+    """This process's device: its own GPU where each rank has one and gloo was not asked for, else the CPU."""
     if has_cuda() and parallel.distributed_backend != "gloo":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
+    gpus = torch.cuda.device_count()
+    if gpus and parallel.distributed_backend != "gloo" and os.environ.get("LOCAL_RANK") == "0":
+        print(
+            f"WARNING: {_ranks_here()} ranks on a machine of {gpus} GPU(s): they compute on the CPU, over gloo. "
+            f"For GPUs start at most {gpus} there (torchrun --nproc-per-node {gpus})",
+            flush=True,
+        )
     return torch.device("cpu")
 
 

@@ -94,7 +94,7 @@ class ProcessMesh:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         rank = int(os.environ.get("RANK", "0"))
         store = meet(rank, world_size, timeout.total_seconds())
-        agree(PrefixStore("agreement", store), rank, world_size, facts or {})
+        agree(PrefixStore("agreement", store), rank, world_size, {**(facts or {}), "the kind of device": device.type})
         try:
             return ProcessMesh._join(parallel, device, rank, world_size, store, shares)
         except RuntimeError as error:  # whole: NCCL's reason stands in its last lines

@@ -76,6 +76,14 @@ class Plan:
         there = {"ends": self.tied and first != last, "twins": place.num_chains > 1}
         return frozenset(name for name, needed in there.items() if needed)
 
+    def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
+        """At least that a checkpoint takes; under ZeRO-1 a share of its optimizer state is counted.
+
+        parameters: of each stage, over all tp ranks.
+        """
+        each = (self.state if optimizer else self.replica) - 4  # gradients are not saved
+        return int(sum(parameters[: self.schedule.placement.chain]) * each)
+
     def _state_on(self, stages: Sequence[int]) -> float:
         chain = self.schedule.placement.chain
         total = 0.0

@@ -54,14 +54,19 @@ class LoadedState:
     other: Sequence[str] = ()
 
 
-def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh) -> None:
-    """Call before training. Raises: CheckpointError if a run that starts at `iteration` could not save there."""
+def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed: int = 0) -> None:
+    """Call before training. Raises: CheckpointError if a run that starts at `iteration` could not save there.
+
+    Args:
+        needed: bytes of a checkpoint, as far as they are known.
+    """
     root = Path(directory)
 
     def check() -> None:
         root.mkdir(parents=True, exist_ok=True)
         commit.refuse_to_overwrite(root, iteration)
         commit.clear(root)
+        commit.refuse_without_room(root, needed)
         probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
         commit.write_durably(probe / STATE, "{}")
         shutil.rmtree(probe)

@@ -115,12 +115,27 @@ def begin(root: Path, iteration: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     lock.refuse_others(root)
     refuse_to_overwrite(root, iteration - 1)
+    refuse_without_room(root)
     final = folder_of(root, iteration)
     if final.exists():
         os.rename(final, aside(final, "old"))
     folder = aside(final, "tmp")
     folder.mkdir()
     return folder
+
+
+def refuse_without_room(root: Path, needed: int = 0) -> None:
+    """Raises: CheckpointError if a checkpoint as large as the newest there, or of so many bytes, does not fit."""
+    there = iterations_in(root)
+    if there:
+        folder = folder_of(root, there[-1])
+        needed = max(needed, sum(path.stat().st_size for path in folder.iterdir()))
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(
+            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. Make room, or keep fewer: "
+            "--save-keep-last 2"
+        )
 
 
 def clear(root: Path) -> None:

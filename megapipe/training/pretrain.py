@@ -101,8 +101,7 @@ def pretrain(
     data = datasets(config, tokenizer)
     if config.train.deterministic_mode:
         be_deterministic()
-    device = pick_device(config.parallel)
-    if device.type == "cpu":
+    if (device := pick_device(config.parallel)).type == "cpu":
         keep_freed_memory()
     same = facts(config, plan, (provider, forward_step, datasets)) if config.world_size > 1 else {}
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
@@ -164,7 +163,8 @@ class Run:
         self.progress = self._resume()
         self.batches_at = self.reading.training(data.train, self.progress)
         if config.checkpoint.save:
-            check_save(config.checkpoint.save, self.progress.iteration, mesh)
+            size = plan.saved_bytes(parameters, optimizer=not config.checkpoint.no_save_optim)
+            check_save(config.checkpoint.save, self.progress.iteration, mesh, size)
 
     def train(self) -> None:
         """From where the run is to its last iteration."""

@@ -349,7 +349,7 @@ def test_profiling_nothing():
 
 def test_what_the_machine_cannot_do():
     assert problem("--distributed-backend nccl") == (
-        "--distributed-backend nccl needs a GPU, and torch sees none. Use --distributed-backend gloo."
+        "--distributed-backend nccl needs a GPU for every rank of a machine, and torch sees fewer. Use gloo."
     )
     assert problem("--attention-backend fused").startswith("--attention-backend fused has no kernel for CPUs.")
     assert problem("--attention-backend flash", has_cuda=True).endswith("--attention-backend auto, or --bf16.")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from killed_saves import Toy, kill_everywhere, load_newest
@@ -245,3 +246,19 @@ def test_a_full_disk_is_told_with_folder_and_bytes(root, monkeypatch):
         r"[\d,]+ bytes are free\)",
         str(caught.value),
     )
+
+
+def test_a_checkpoint_that_will_not_fit_is_refused_before_a_byte_is_written(root, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    need = sum(path.stat().st_size for path in (root / "iter_0000002").iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        Toy(3).save(root)
+    assert str(caught.value) == (
+        f"--save {root}: a checkpoint takes {need:,} bytes, and 1,000 are free. Make room, or keep fewer: "
+        "--save-keep-last 2"
+    )
+    with pytest.raises(CheckpointError, match="a checkpoint takes"):
+        check_save(root, 2, ProcessMesh.single())
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", commit.POINTER]
+    with pytest.raises(CheckpointError, match="a checkpoint takes 5,000 bytes, and 1,000 are free"):
+        check_save(root.parent / "new", 0, ProcessMesh.single(), 5000)
