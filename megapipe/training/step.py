@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
@@ -14,6 +14,7 @@ from megapipe.config import Config
 from megapipe.data.loader import Batch, make_batch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents, find_documents
+from megapipe.errors import ScheduleError
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.execute import StartOfStage
@@ -161,11 +162,24 @@ class Pipeline:
 
 
 def with_overlap(schedule: Schedule, config: Config) -> Schedule:
-    """The table with what runs beside its passes; the update is behind them all, when the norm is known."""
-    if config.data_parallel_size == 1 or not config.parallel.overlap_grad_reduce:
+    """The table with what runs beside its passes: what a file has of it, or what flags ask for. The update is behind
+    them all, when the norm is known, so a table's own U is left out.
+
+    Raises: ScheduleError for a table with V: it would follow an update that has not waited for other ranks.
+    """
+    if Kind.V in schedule.kinds:
+        raise ScheduleError(
+            f"{schedule.name} has V, the validation of an update that did not wait for all ranks, which can be drawn "
+            "and not yet run: leave V out of the table."
+        )
+    if Kind.U in schedule.kinds:
+        rows = (tuple(step for step in row if step[0].kind is not Kind.U) for row in schedule.ranks)
+        schedule = replace(schedule, ranks=tuple(rows))
+    par = config.parallel
+    if config.data_parallel_size == 1 or not par.overlap_grad_reduce:
         return schedule
-    table = with_reduction(schedule)
-    return with_gather(table) if config.parallel.overlap_param_gather else table
+    table = schedule if Kind.G in schedule.kinds else with_reduction(schedule)
+    return with_gather(table) if par.overlap_param_gather and Kind.A not in schedule.kinds else table
 
 
 def train_step(

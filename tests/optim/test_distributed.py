@@ -10,6 +10,10 @@ from tiny import STYLES
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import Kind, ScheduleError, build
+from megapipe.schedule.transforms.optimizer import with_optimizer
+from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.training.step import with_overlap
 
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
@@ -106,3 +110,16 @@ def test_state_loads_at_any_other_size():
     base = config(STYLES["gpt2"], dp=2, bf16=True)
     datasets()
     assert all(run_threads(body, dp=2))
+
+
+def test_a_table_may_have_the_rest_of_its_step_but_no_v():
+    """As a file may: its own G and A stay where they are, U is behind the passes, V cannot be run."""
+    flags = config(STYLES["gpt2"], dp=2, pp=2)
+    asked = replace(flags, parallel=replace(flags.parallel, **OVERLAP))
+    plain = build("zb-h1", 2, 4)
+    whole = with_optimizer(with_reduction(plain), gather="ahead")
+    assert with_overlap(whole, asked) == with_overlap(plain, asked)
+    assert with_overlap(whole, flags).kinds == plain.kinds | {Kind.G, Kind.A}
+    assert with_overlap(plain, flags) == plain
+    with pytest.raises(ScheduleError, match=r"zb-h1 has V, .* leave V out of the table"):
+        with_overlap(with_optimizer(with_reduction(plain), barrier=False), flags)
