@@ -3,6 +3,7 @@
 import random
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +15,19 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import schedules  # noqa: E402
 
-from examples import deepseek_pairs, megatron_shaped  # noqa: E402
+from examples import deepseek_pairs, megatron_shaped, own_run  # noqa: E402
 from examples.deepseek_pairs import Stage  # noqa: E402
 from megapipe.config import TrainConfig  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
+from megapipe.flags.parse import parse  # noqa: E402
+from megapipe.models.provider import gpt_provider  # noqa: E402
 from megapipe.optim.optimizer import Optimizer  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.schedule import build, simulate  # noqa: E402
+from megapipe.training.pretrain import Run  # noqa: E402
+from megapipe.training.seams import Callback  # noqa: E402
+from pretrain_gpt import forward_step  # noqa: E402
 from tools import fuzz_equivalence  # noqa: E402
 from tools.equivalence_case import Case  # noqa: E402
 
@@ -246,3 +252,42 @@ def test_an_own_optimizer_trains_the_same_split_by_zero_1_and_whole():
     for distributed in (False, True):
         for mine in run_threads(lambda mesh: trained(mesh, distributed), dp=2):  # noqa: B023
             torch.testing.assert_close(mine, weight, rtol=1e-13, atol=1e-13)
+
+
+def test_own_curve_groups_callbacks_and_flags_reach_a_run(capsys, tmp_path):
+    from short_run import config, datasets
+    from tiny import STYLES
+
+    flags = parse(own_run.MyConfig, ["--half-life", "16", "--mark", "seen"])
+    assert (flags.mine.half_life, flags.mine.mark) == (16, "seen")
+    plain = config(STYLES["gpt2"], optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+    mine = own_run.MyConfig(**{f.name: getattr(plain, f.name) for f in fields(plain)}, mine=flags.mine)
+    mine = replace(mine, checkpoint=replace(mine.checkpoint, save=str(tmp_path)), log=replace(mine.log, log_interval=1))
+    seen = []
+
+    class Told(Callback):
+        def before_step(self, run):
+            seen.append(("before", run.rate(), {n: p.detach().clone() for n, p in run.optimizer.params.items()}))
+
+        def after_step(self, run, result):
+            now = {n: (p.detach().clone(), p.main_grad.clone()) for n, p in run.optimizer.params.items()}
+            seen.append(("after", now))
+
+        def on_save(self, run, iteration):
+            seen.append(("save", iteration))
+
+    ours = own_run.seams(mine)
+    ours = replace(ours, callbacks=(*ours.callbacks, Told()))
+    mine = replace(mine, train=replace(mine.train, train_iters=2, lr_warmup_iters=0))
+    run = Run(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, seams=ours)
+    run.train()
+    said = capsys.readouterr().out
+    assert [event[0] for event in seen] == ["before", "after", "before", "after", "save"]
+    assert [event[1] for event in seen if event[0] == "before"] == pytest.approx([3e-3, 3e-3 * 0.5**0.5])
+    assert "learning rate: 2.121320E-03" in said  # the log says the curve's rate, already that of the next step
+    assert "seen 2: perplexity" in said
+    for name in run.optimizer.state()["momentum"]:  # a tied head has none: its weight is the embedding's
+        before = seen[0][2][name]
+        after, grad = seen[1][1][name]
+        factor = 0.5 if "embedding" in name else 1.0
+        torch.testing.assert_close(after, before - 3e-3 * factor * grad)

@@ -25,7 +25,7 @@ from megapipe.distributed.device import (
     versions,
 )
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError, TrainingError
+from megapipe.errors import ConfigError
 from megapipe.models.build import build_stage
 from megapipe.models.layer import compile_layers
 from megapipe.models.overrides import inline
@@ -47,6 +47,7 @@ from megapipe.training.checkpoint import (
     save_checkpoint,
 )
 from megapipe.training.fallback import newest_sound
+from megapipe.training.finite import stop_if_not_finite
 from megapipe.training.lock import one_run
 from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
@@ -57,11 +58,13 @@ from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
+from megapipe.training.seams import Seams
 from megapipe.training.signals import ExitSignal
 from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
+NONE = Seams()
 
 
 @stdout_may_break()
@@ -70,6 +73,7 @@ def pretrain(
     provider: Provider,
     forward_step: ForwardStep,
     datasets: DatasetsProvider = build_datasets,
+    seams: Seams = NONE,
 ) -> None:
     """Pretrain a model as the configuration says. Call it on every rank that the launcher started.
 
@@ -79,6 +83,7 @@ def pretrain(
         forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
             `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss.
         datasets: gives the token datasets.
+        seams: groups of parameters, a learning-rate curve, callbacks; see docs/extending.md.
     Raises: UserError with a text for the user, before any process group exists where that is possible.
     """
     if config.check.check:
@@ -107,7 +112,7 @@ def pretrain(
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
-            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan).train()
+            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams).train()
     finally:
         mesh.close()
 
@@ -126,6 +131,7 @@ class Run:
         started: float,
         layers: str = "layers of plain torch (local)",
         plan: Plan | None = None,
+        seams: Seams = NONE,
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
         plan = plan or make_plan(config)
@@ -155,7 +161,8 @@ class Run:
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
         self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
-        self.optimizer = Optimizer(self.modules, config.train, mesh, **config.parallel.of_optimizer)
+        self.seams, how = seams, config.parallel.of_optimizer
+        self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.reading = Reading(config, mesh, place)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
@@ -168,19 +175,21 @@ class Run:
 
     def train(self) -> None:
         """From where the run is to its last iteration."""
-        config, progress = self.config, self.progress
+        config, progress, seams = self.config, self.progress, self.seams
         self.signal = ExitSignal(config.train.exit_signal if config.train.exit_signal_handler else None)
         last_saved = began = progress.iteration
         self.report.pause()
         last = progress.last_iteration(config)
         while progress.iteration < last:
             self.profiler.before(progress.iteration)
+            seams.tell("before_step", self)
             result = self.step()
+            seams.tell("after_step", self, result)
             self.profiler.after(progress.iteration)
             if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
-            self.report.iteration(result, progress, self.lr, self.optimizer)
-            self._stop_if_not_finite(result, last_saved)
+            self.report.iteration(result, progress, self.rate(), self.optimizer)
+            stop_if_not_finite(result, config.train, progress.iteration, last_saved)
             if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
                 self.check_replicas(after=progress.iteration)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
@@ -210,7 +219,7 @@ class Run:
             self.optimizer,
             self.batches_at(consumed),
             consumed,
-            learning_rate(self.lr, progress.scheduled_samples),
+            self.rate(),
             ends_lr=decoupled_rate(self.lr, progress.scheduled_samples, self.config.train),
             loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
@@ -221,6 +230,11 @@ class Run:
         progress.loss_scale = progress.loss_scale.after(result.skipped, self.config.train)
         return result
 
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        samples = self.progress.scheduled_samples
+        return learning_rate(self.lr, samples) if self.seams.lr is None else self.seams.lr(samples)
+
     def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
         module = build_stage(provider, self.config.model, span, self.mesh.tp, self.config.train.seed)
         if self.config.train.freeze_all_layers:
@@ -230,16 +244,6 @@ class Run:
         if self.config.train.compile and not compile_layers(module) and span.count:
             raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
         return module
-
-    def _stop_if_not_finite(self, result: StepResult, last_saved: int) -> None:
-        train = self.config.train
-        if result.skipped and not (train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale):
-            loss = "" if result.finite else " (the loss that is differentiated is not finite)"
-            raise TrainingError(
-                f"iteration {self.progress.iteration}: loss {result.losses}{loss}, gradient norm {result.grad_norm}. "
-                f"Nothing was updated. {_before(last_saved)}Lower --lr, or skip such iterations with "
-                "--no-check-for-nan-in-loss-and-grad."
-            )
 
     def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
         """consumed: where to begin; default: where the last evaluation has ended."""
@@ -252,6 +256,7 @@ class Run:
         if consumed is None:
             progress.consumed_valid_samples += config.data.eval_batches * config.global_batch_size
         self.report.validation(losses, where, progress)
+        self.seams.tell("on_evaluation", self, where, losses)
 
     def _resume(self) -> Progress:
         path = newest_sound(self.config.checkpoint, self.mesh)
@@ -273,6 +278,7 @@ class Run:
         self.optimizer.settle()
         save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
         self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
+        self.seams.tell("on_save", self, n)
         return n
 
     def _exit_reason(self) -> str | None:
@@ -288,13 +294,3 @@ class Run:
         if train.exit_interval and n % train.exit_interval == 0:
             return f"[exiting program at iteration {n}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
         return None
-
-
-def _before(last_saved: int) -> str:
-    """What is known of the checkpoint that a run goes back to when a number is not finite."""
-    if not last_saved:
-        return ""
-    return (
-        f"The checkpoint of iteration {last_saved} may already be bad: weights can break an iteration before a loss "
-        "shows it. If this comes again from there, go back further with --ckpt-step. "
-    )

@@ -9,7 +9,6 @@ from datetime import datetime
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes, synchronize
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.schedule import Placement
 from megapipe.training.flops import flops_per_token
@@ -34,15 +33,14 @@ class Reporter:
         if self.speaks:
             print(text, flush=True)
 
-    def iteration(self, result: StepResult, progress: Progress, schedule: LRSchedule, optimizer: Optimizer) -> None:
+    def iteration(self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer) -> None:
         """The line every --log-interval iterations and after the first, TensorBoard at its own interval.
 
-        A collective on some iterations (--log-params-norm): to be called on every rank.
+        A collective on some iterations (--log-params-norm): to be called on every rank. lr: as Megatron prints it,
+        already that of the next iteration.
         """
         config, log, n, window = self.config, self.config.log, progress.iteration, self._window
         window.add(result)
-        # As Megatron prints it: already that of the next iteration.
-        lr = learning_rate(schedule, progress.scheduled_samples)
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
-from megapipe.training.pretrain import Run
+from megapipe.training.finite import stop_if_not_finite
 from megapipe.training.progress import Window
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.training.totals import Adder
@@ -276,10 +275,8 @@ def test_ranks_at_one_place_are_seen_as_such_in_any_number(size):
 
 def test_a_run_that_stops_does_not_call_its_last_checkpoint_sound():
     """--lr 1e30 breaks the weights in iteration 1, which is saved; the loss shows it in iteration 2."""
-    stop = Run._stop_if_not_finite
-    run: Any = SimpleNamespace(config=Config(), progress=SimpleNamespace(iteration=2))
     result = StepResult({"lm loss": 1.0}, math.nan, 0.0, skipped=True, finite=False)
     with pytest.raises(TrainingError, match=r"iteration 1 may already be bad.*go back further with --ckpt-step"):
-        stop(run, result, 1)
+        stop_if_not_finite(result, TrainConfig(), 2, 1)
     with pytest.raises(TrainingError, match=r"Nothing was updated\. Lower --lr"):
-        stop(run, result, 0)
+        stop_if_not_finite(result, TrainConfig(), 2, 0)

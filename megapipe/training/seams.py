@@ -1,0 +1,50 @@
+"""What a user gives `pretrain` beside model, data and loss: groups of parameters, a learning-rate curve, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megapipe.optim.rule import Groups, usual_groups
+from megapipe.training.step import StepResult
+
+if TYPE_CHECKING:
+    from megapipe.training.pretrain import Run
+
+
+class Callback:
+    """Called on every rank; override what you need. `run` has config, mesh, modules, optimizer and progress.
+
+    A collective in it is one of all ranks. What it raises ends the run.
+    """
+
+    def before_step(self, run: Run) -> None:
+        """run.progress.iteration steps are done."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """The weights are updated, unless result.skipped."""
+
+    def on_evaluation(self, run: Run, where: str, losses: Mapping[str, float]) -> None:
+        """where: `iteration N`, with `on validation set` or `on test set` at the end."""
+
+    def on_save(self, run: Run, iteration: int) -> None:
+        """The checkpoint of this iteration is complete."""
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Attributes:
+    groups: which parameters have a rate or decay of their own.
+    lr: samples that the run has advanced by -> learning rate, in place of --lr and its curve.
+    callbacks: in the order in which they are called.
+    """
+
+    groups: Groups = usual_groups
+    lr: Callable[[int], float] | None = None
+    callbacks: tuple[Callback, ...] = ()
+
+    def tell(self, event: str, *what: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(*what)
