@@ -189,7 +189,10 @@ def test_batch_that_does_not_divide():
 
 
 def test_unknown_schedule_gets_a_suggestion():
-    assert problem("--pipeline-schedule 1f1") == "--pipeline-schedule 1f1: unknown schedule 1f1; did you mean 1f1b?"
+    assert (
+        problem("--pipeline-schedule 1f1")
+        == "--pipeline-schedule 1f1: unknown schedule 1f1; did you mean 1f1b or 1f1b-v?"
+    )
 
 
 def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():

@@ -1,0 +1,59 @@
+"""What keeps the code small enough to read: no long file, no long function, nothing global that changes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    [*(ROOT / "megapipe").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+)
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 300, 60
+
+
+def findings(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    if (lines := len(source.splitlines())) > LINES_OF_A_FILE:
+        yield f"{lines} lines"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > LINES_OF_A_FUNCTION:
+                yield f"line {node.lineno}: {node.name} has {lines} lines"
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}"
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and waits_to_be_filled(node.value):
+            yield f"line {node.lineno}: {ast.unparse(node)} changes"
+
+
+def waits_to_be_filled(value: ast.expr) -> bool:
+    """Is it an empty container, or an object whose only use is to change?"""
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func).rpartition(".")[2]
+        return name in (
+            "Lock",
+            "RLock",
+            "local",
+            "WeakKeyDictionary",
+            "WeakValueDictionary",
+            "defaultdict",
+            "deque",
+        ) or (name in ("list", "dict", "set") and not value.args and not value.keywords)
+    return (isinstance(value, ast.List) and not value.elts) or (isinstance(value, ast.Dict) and not value.keys)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_reader_can_hold_each_file_and_function(path):
+    assert list(findings(path.read_text())) == []
+
+
+def test_the_rules_find_what_they_are_for():
+    assert list(findings("\n" * 301)) == ["301 lines"]
+    assert list(findings("def f():\n" + "    x = 1\n" * 61)) == ["line 1: f has 62 lines"]
+    assert list(findings("def f():\n    global a")) == ["line 2: global a"]
+    changing = ["a = {}", "b: list[int] = []", "c = threading.local()", "d = dict()"]
+    assert len(list(findings("\n".join(changing)))) == len(changing)
+    assert not list(findings("A = {1: 2}\nB = [1]\nC = ()\nD = dict(x=1)"))
