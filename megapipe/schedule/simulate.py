@@ -63,6 +63,10 @@ class Timeline:
         """Most activation each rank holds at once."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
+    def __repr__(self) -> str:
+        peaks = " ".join(f"{held:g}" for held in self.peak)
+        return f"Timeline(makespan {self.makespan:g}, bubble {self.bubble:g}, peak by rank {peaks})"
+
 
 @dataclass(frozen=True)
 class Clock:

@@ -88,3 +88,9 @@ def test_a_message_takes_the_time_of_its_link() -> None:
     costs = Costs(1, 1, 1, comm=(0.25, 4, 100))
     assert simulate(build("1f1b", 3, 1), costs).makespan == 9 + 2 * (0.25 + 4)
     assert simulate(build("interleaved", 3, 1), costs).makespan == 9 + 2 * (2 * (0.25 + 4) + 100)
+
+
+def test_a_timeline_prints_what_people_ask_and_not_every_pass() -> None:
+    # 1F1B: bubble (p-1)(F+B+W), makespan m(F+B+W) more, peak p - rank.
+    said = repr(simulate(build("1f1b", 4, 8)))
+    assert said == "Timeline(makespan 33, bubble 9, peak by rank 4 3 2 1)"
