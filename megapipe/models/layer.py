@@ -62,6 +62,9 @@ def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:
     Linear layers, attention, dropout and recomputation stay as they are: they do more than their result says. Layers of
     one kind share their code.
     """
+    from torch._dynamo import trace_rules  # imports the compiler, which only this run needs
+
+    trace_rules.add("megapipe.tensor_parallel.eager")  # its wrappers, one code for many functions, would be compiled
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         layer.compile(backend=backend, dynamic=False)
