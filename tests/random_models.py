@@ -48,6 +48,7 @@ def gpt2(draw: random.Random) -> Any:
         n_inner=draw.choice([None, 24]),
         n_positions=24,
         vocab_size=101,
+        activation_function=draw.choice(["gelu_new", "gelu"]),
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=0,

@@ -55,6 +55,8 @@ class ModelConfig:
     """Gated GELU in the MLP, as x sigmoid(1.702 x)."""
     squared_relu: bool = False
     """Squared ReLU in the MLP instead of GELU."""
+    no_bias_gelu_fusion: bool = False
+    """GELU in its erf form, which Megatron-LM has where it does not fuse: so also with --disable-bias-linear."""
     disable_bias_linear: bool = False
     """No bias in any linear layer."""
     add_qkv_bias: bool = False
@@ -65,6 +67,8 @@ class ModelConfig:
     """An output head of its own instead of the word embedding's weight."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; projections into the residual stream: std / sqrt(2 x layers)."""
+    init_method_xavier_uniform: bool = False
+    """Initial weights uniform within sqrt(6 / (inputs + outputs)) of 0, of the whole matrix, under any layout."""
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial word and position embeddings. Default: --init-method-std."""
     attention_dropout: float = 0.1
@@ -147,8 +151,25 @@ class ModelConfig:
         return None if left < 0 else left
 
     @property
-    def embedding_std(self) -> float:
-        return self.init_method_std if self.embedding_init_method_std is None else self.embedding_init_method_std
+    def erf_gelu(self) -> bool:
+        """The MLP has GELU, in its erf form."""
+        return (self.no_bias_gelu_fusion or self.disable_bias_linear) and not (self.gated or self.squared_relu)
+
+    @property
+    def linear_std(self) -> float | None:
+        """Of initial weights; None is Xavier's uniform, as in Layout."""
+        return None if self.init_method_xavier_uniform else self.init_method_std
+
+    @property
+    def residual_std(self) -> float | None:
+        """Of projections into the residual stream."""
+        return None if self.init_method_xavier_uniform else self.init_method_std / (2 * self.layers) ** 0.5
+
+    @property
+    def embedding_std(self) -> float | None:
+        """Of word and position embeddings."""
+        own = self.embedding_init_method_std
+        return self.linear_std if own in (None, self.init_method_std) else own
 
     @property
     def bias(self) -> bool:

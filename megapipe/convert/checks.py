@@ -70,7 +70,8 @@ def _our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
     """What changes its meaning without a word between the two (and Megatron-LM)."""
     if not model.gated:
-        yield f"activation {content.get('activation_function')} is the tanh form of GELU; ours always is"
+        form = "erf form of GELU, --no-bias-gelu-fusion" if model.erf_gelu else "tanh form of GELU"
+        yield f"activation {content.get('activation_function')} is the {form}"
     if model.norm_epsilon != ModelConfig.norm_epsilon:
         yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
     if model.position_embedding_type == "rope":

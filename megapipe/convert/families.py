@@ -67,13 +67,14 @@ def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
 
 def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
     expect = {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     }
     _check(content, expect, problems)
     return {
+        "no_bias_gelu_fusion": content.get("activation_function") == "gelu",
         "num_layers": content["n_layer"],
         "hidden_size": content["n_embd"],
         "num_attention_heads": content["n_head"],
@@ -94,7 +95,7 @@ def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
         "n_head": model.heads,
         "n_inner": model.ffn,
         "n_positions": model.max_position_embeddings,
-        "activation_function": "gelu_new",
+        "activation_function": "gelu" if model.erf_gelu else "gelu_new",
         "layer_norm_epsilon": model.norm_epsilon,
         "attn_pdrop": model.attention_dropout,
         "resid_pdrop": model.hidden_dropout,

@@ -16,7 +16,8 @@ class Layout:
             with size full[dim] / t in dimension `dim`, is this rank's slice.
         dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
         tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
-        mean, std: the initial weight is mean + std x N(0, 1).
+        mean, std: the initial weight is mean + std x N(0, 1). std None: uniform within sqrt(6 / (inputs + outputs)) of
+            the mean (Glorot and Bengio 2010), where the last dimension of `full` is the inputs, the others outputs.
         sum_over_tp: whole on every rank, but each sees a part of what it is used on (its heads, or its share of a
             sequence-parallel sequence), so that the gradients must be summed over tp.
     """
@@ -25,7 +26,7 @@ class Layout:
     dim: int | None = None
     tied_to: str | None = None
     mean: float = 0.0
-    std: float = 0.0
+    std: float | None = 0.0
     sum_over_tp: bool = False
 
     def local(self, tp_size: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         _SWITCH,
         "the factor cancels out; it guards scores of fp16, which are float32 here",
     ),
-    ("openai-gelu", _SWITCH, "GELU always has the tanh form"),
+    ("openai-gelu", _SWITCH, "without effect, as in Megatron-LM: --no-bias-gelu-fusion chooses the form of GELU"),
     ("no-position-embedding", _SWITCH, "rotary positions add nothing to the embedding"),
     (
         "use-flash-attn",

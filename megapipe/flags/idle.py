@@ -64,6 +64,13 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("model", "recompute_num_layers", "--recompute-granularity full", _kept, "nothing is computed again"),
     Idle("model", "recompute_method", "--recompute-granularity full", _kept, "nothing is computed again"),
+    Idle(
+        "model",
+        "no_bias_gelu_fusion",
+        "GELU",
+        lambda c: c.model.gated or c.model.squared_relu,
+        "the MLP has another activation",
+    ),
     Idle("log", "profile", "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded"),
     Idle(
         "data",
@@ -136,9 +143,4 @@ def idle(config: Config) -> list[tuple[str, str]]:
             found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
     if config.data.eval_iters < 0:
         found.append((f"--eval-iters {config.data.eval_iters}", "nothing is evaluated"))
-    model = config.model
-    if model.disable_bias_linear and not (model.gated or model.squared_relu):
-        found.append(
-            ("--disable-bias-linear", "GELU keeps its tanh form; Megatron-LM takes the erf form without biases")
-        )
     return found

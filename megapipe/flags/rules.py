@@ -32,7 +32,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
     ("train-data-path valid-data-path test-data-path *-data-args-path data-args-path", "use --data-path and --split"),
     ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "a tokenizer is what its files say"),
-    ("no-bias-gelu-fusion", "without fusion Megatron-LM takes the erf form of GELU; megapipe has the tanh form"),
     (
         "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",
         "rotary positions are plain or scaled as in Llama 3.1 (--use-rope-scaling)",
@@ -41,7 +40,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "glu-linear-offset activation-func-clamp-value",
         "the MLP has GELU, --squared-relu, --swiglu or --quick-geglu",
     ),
-    ("init-method-xavier-uniform", "initial weights are normal; use --init-method-std"),
     ("fp32-residual-connection", "the residual stream has the type of the weights"),
     ("record-shapes pytorch-profiler-*", "use --profile --use-pytorch-profiler"),
     ("moe-* num-experts expert-* ep-* gtp-* use-grouped-gemm-*", "there are no mixture-of-experts layers"),

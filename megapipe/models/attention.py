@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
             tp=tp,
             bias=config.bias or config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,
-            init_std=config.init_method_std,
+            init_std=config.linear_std,
         )
         # A rank has its own heads only, with or without sequence parallelism.
         self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
             tp=tp,
             bias=config.bias,
             sequence_parallel=config.sequence_parallel,
-            init_std=config.init_method_std / (2 * config.layers) ** 0.5,
+            init_std=config.residual_std,
         )
         self.kernel = parts.attention(config, tp)
 

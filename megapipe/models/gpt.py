@@ -110,7 +110,7 @@ class GPTModel(nn.Module):
                 tp=tp,
                 bias=False,
                 sequence_parallel=config.sequence_parallel,
-                init_std=config.embedding_std if config.tied else config.init_method_std,
+                init_std=config.embedding_std if config.tied else config.linear_std,
                 tied_to=WORD_EMBEDDINGS if config.tied else None,
             )
         embeds = [self.embedding.word_embeddings] if self.embedding is not None else []

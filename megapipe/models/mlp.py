@@ -28,7 +28,7 @@ class MLP(nn.Module):
             bias=config.bias,
             sequence_parallel=config.sequence_parallel,
             blocks=blocks,
-            init_std=config.init_method_std,
+            init_std=config.linear_std,
         )
         self.linear_fc2 = parts.row(
             config.ffn,
@@ -36,7 +36,7 @@ class MLP(nn.Module):
             tp=tp,
             bias=config.bias,
             sequence_parallel=config.sequence_parallel,
-            init_std=config.init_method_std / (2 * config.layers) ** 0.5,
+            init_std=config.residual_std,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,4 +49,4 @@ class MLP(nn.Module):
             return (F.silu(gate) if self.config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
         if self.config.squared_relu:
             return F.relu(x).square()
-        return gelu(x)
+        return F.gelu(x) if self.config.erf_gelu else gelu(x)

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: v, rows of the whole table; must divide by tp.
         embedding_dim: h.
         sequence_parallel: the output is this rank's share of the sequence, the first dimension of the ids.
-        init_std: standard deviation of the initial weight.
+        init_std: standard deviation of the initial weight, as in Layout.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         tp: Axis,
         sequence_parallel: bool = False,
-        init_std: float = 0.02,
+        init_std: float | None = 0.02,
     ) -> None:
         super().__init__()
         assert num_embeddings % tp.size == 0, f"{num_embeddings} rows do not divide over {tp.size} ranks"

@@ -88,7 +88,7 @@ class ColumnParallelLinear(nn.Module):
         input_size, output_size: of the whole layer; output_size must divide by tp.
         sequence_parallel: the input is this rank's share of the sequence.
         blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
-        init_std: standard deviation of the initial weight.
+        init_std: standard deviation of the initial weight, as in Layout.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool,
         sequence_parallel: bool = False,
         blocks: int = 1,
-        init_std: float = 0.02,
+        init_std: float | None = 0.02,
         tied_to: str | None = None,
     ) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RowParallelLinear(nn.Module):
     Args:
         input_size, output_size: of the whole layer; input_size must divide by tp.
         sequence_parallel: the output is this rank's share of the sequence.
-        init_std: standard deviation of the initial weight.
+        init_std: standard deviation of the initial weight, as in Layout.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RowParallelLinear(nn.Module):
         tp: Axis,
         bias: bool,
         sequence_parallel: bool = False,
-        init_std: float = 0.02,
+        init_std: float | None = 0.02,
     ) -> None:
         super().__init__()
         assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"

@@ -148,7 +148,11 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
             )
         name = layout.tied_to or name
         whole = torch.empty(layout.full, dtype=torch.float32)
-        if layout.std:
+        if layout.std is None:
+            inputs = layout.full[-1]
+            bound = math.sqrt(6 / (inputs + whole.numel() // inputs))
+            whole.uniform_(-bound, bound, generator=generator(whole.device, seed, name)).add_(layout.mean)
+        elif layout.std:
             whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
         else:
             whole.fill_(layout.mean)

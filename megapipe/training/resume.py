@@ -17,6 +17,7 @@ FREE = {
     "embedding_init_method_std",
     "hidden_dropout",
     "init_method_std",
+    "init_method_xavier_uniform",
     "make_vocab_size_divisible_by",
     "num_microbatches_with_partial_activation_checkpoints",
     "model_provider",  # the names and shapes of the parameters say it
@@ -99,7 +100,7 @@ def resume_problems(
 def _meaning(model: ModelConfig) -> dict[str, Any]:
     """The settings that the weights depend on, defaults filled in."""
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
-    fields["window_size"] = model.window
+    fields |= {"window_size": model.window, "no_bias_gelu_fusion": model.erf_gelu}
     if model.hidden_size and model.num_attention_heads:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]

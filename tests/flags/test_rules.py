@@ -102,8 +102,8 @@ def test_no_position_embedding_never_takes_rotary_positions_away():
             ("--recompute-num-layers 1", "nothing is computed again, without --recompute-granularity full"),
         ),
         (
-            "--disable-bias-linear",
-            ("--disable-bias-linear", "GELU keeps its tanh form; Megatron-LM takes the erf form without biases"),
+            "--no-bias-gelu-fusion --swiglu",
+            ("--no-bias-gelu-fusion", "the MLP has another activation, without GELU"),
         ),
         ("--profile", ("--profile", "nothing is recorded, without --use-pytorch-profiler")),
         (

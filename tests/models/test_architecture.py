@@ -172,6 +172,14 @@ def test_gelu_has_the_tanh_form():
     torch.testing.assert_close(mlp(x), F.linear(y, mlp.linear_fc2.weight))
 
 
+@pytest.mark.parametrize("field", ["no_bias_gelu_fusion", "disable_bias_linear"])
+def test_gelu_has_the_erf_form_where_megatron_does_not_fuse_it(field):
+    mlp, x = built(MLP(replace(GPT2, **{field: True}), Axis())), random(5, 2, 32)
+    y = x @ mlp.linear_fc1.weight.t()
+    y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
+    torch.testing.assert_close(mlp(x), F.linear(y, mlp.linear_fc2.weight), rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_may_keep_their_weight_minus_one(kind):
     plain, shifted = (built(Norm(replace(GPT2, normalization=kind, apply_layernorm_1p=on), 32)) for on in (False, True))
@@ -191,3 +199,22 @@ def test_embeddings_may_have_a_deviation_of_their_own():
         torch.testing.assert_close(own[name], factor * base[name], rtol=1e-5, atol=0)
     llama = dict(whole(replace(LLAMA, embedding_init_method_std=0.2)).named_parameters())
     assert llama["output_layer.weight"].std() < 0.03 < llama["embedding.word_embeddings.weight"].std()
+
+
+def test_xavier_weights_are_uniform_within_the_bound_of_the_whole_matrix():
+    """sqrt(6 / (in + out)); gate and up are one matrix, as in Megatron-LM. An embedding's own deviation stays."""
+    uniform, layer = replace(LLAMA, init_method_xavier_uniform=True), "decoder.layers.0."
+    weights = {name: w.detach() for name, w in whole(uniform).named_parameters()}
+    for name, inputs, outputs in (
+        (f"{layer}self_attention.linear_qkv.weight", 32, 64),
+        (f"{layer}self_attention.linear_proj.weight", 32, 32),
+        (f"{layer}mlp.linear_fc1.weight", 32, 96),
+        (f"{layer}mlp.linear_fc2.weight", 48, 32),
+        ("embedding.word_embeddings.weight", 32, VOCAB),
+        ("output_layer.weight", 32, VOCAB),
+    ):
+        bound = math.sqrt(6 / (inputs + outputs))
+        assert 0.98 * bound < weights[name].abs().max() <= bound, name
+        assert weights[name].std() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+    own = dict(whole(replace(GPT2, init_method_xavier_uniform=True, embedding_init_method_std=0.5)).named_parameters())
+    assert own["embedding.word_embeddings.weight"].detach().std() == pytest.approx(0.5, rel=0.05)
