@@ -88,6 +88,12 @@ class TrainConfig:
     """Sequences of the last part of the WSD curve."""
     weight_decay: float = 0.01
     """Decoupled; not applied to biases and other one-dimensional parameters."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """--weight-decay throughout, or growing over the whole run from --start-weight-decay to --end-weight-decay."""
+    start_weight_decay: float | None = None
+    """Weight decay of the first step, with --weight-decay-incr-style linear or cosine."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the run, likewise."""
     clip_grad: float = 1.0
     """Largest L2 norm of the whole gradient; 0 switches clipping off."""
     adam_beta1: float = 0.9

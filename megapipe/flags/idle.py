@@ -102,6 +102,13 @@ IDLE: tuple[Idle, ...] = (
         for name in ("tiktoken_pattern", "tiktoken_num_special_tokens")
     ),
     Idle("data", "null_tokenizer_eod_id", "NullTokenizer", _not(_tokenizer_is("NullTokenizer")), "it has its own"),
+    Idle(
+        "train",
+        "weight_decay",
+        "--weight-decay-incr-style constant",
+        lambda c: c.train.weight_decay_incr_style != "constant",
+        "it grows to --end-weight-decay",
+    ),
     Idle("train", "decoupled_min_lr", "--decoupled-lr", lambda c: c.train.decoupled_lr is None, "one rate for all"),
     Idle(
         "parallel",

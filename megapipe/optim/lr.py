@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the samples consumed, by Megatron's rules.
+"""Learning rate and weight decay as pure functions of the samples consumed, by Megatron's rules.
 
 Everything is counted in samples (sequences), also where the user gave iterations: a run that resumes with another batch
 size stays on its curve.
@@ -8,14 +8,56 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megapipe.config import Config, TrainConfig
 from megapipe.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class WeightDecay:
+    """From start to end over `length` samples; `constant` is end."""
+
+    start: float = 0.0
+    end: float = 0.0
+    style: str = "constant"
+    length: int = 1
+
+    @staticmethod
+    def of(config: Config) -> WeightDecay:
+        """What the flags describe. Raises: ConfigError for flags that describe none."""
+        train = config.train
+        start, end, style = train.start_weight_decay, train.end_weight_decay, train.weight_decay_incr_style
+        if style == "constant":
+            if start is not None or end is not None:
+                given = "--end-weight-decay" if start is None else "--start-weight-decay"
+                raise ConfigError(
+                    f"{given} is for --weight-decay-incr-style linear or cosine. Add it, or leave it out."
+                )
+            return WeightDecay(train.weight_decay, train.weight_decay)
+        if start is None or end is None:
+            both = f"--start-weight-decay {start or 0:g} --end-weight-decay {end or train.weight_decay:g}"
+            raise ConfigError(f"--weight-decay-incr-style {style} needs two ends, for example {both}")
+        if start > end:
+            raise ConfigError(
+                f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}, and weight decay only grows. "
+                f"Use --start-weight-decay {end:g} --end-weight-decay {start:g}."
+            )
+        return WeightDecay(start, end, style, train.train_samples or config.train_iters * config.global_batch_size)
+
+    def saved(self) -> float | list[float | str]:
+        """As a checkpoint keeps it: one number where it is constant."""
+        return self.end if self.style == "constant" else [self.start, self.end, self.style, self.length]
+
+    @staticmethod
+    def loaded(saved: float | list[Any]) -> WeightDecay:
+        """What `saved` gave."""
+        return WeightDecay(*saved) if isinstance(saved, list) else WeightDecay(saved, saved)
+
+
+@dataclass(frozen=True)
 class LRSchedule:
-    """A curve: warm-up, then a style. Lengths in samples.
+    """A curve: warm-up, then a style; and the weight decay beside it. Lengths in samples.
 
     Attributes:
         warmup: a fraction of `decay` need not be whole.
@@ -31,6 +73,7 @@ class LRSchedule:
     decay: int = 1
     wsd_style: str = "exponential"
     wsd: int = 0
+    weight_decay: WeightDecay = WeightDecay()
 
     @staticmethod
     def of(config: Config) -> LRSchedule:
@@ -53,6 +96,7 @@ class LRSchedule:
             decay,
             train.lr_wsd_decay_style,
             wsd,
+            WeightDecay.of(config),
         )
         if problems := schedule._problems(unit):
             raise ConfigError(problems)
@@ -91,6 +135,17 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
     else:
         height = _fall(s.style, (samples - s.warmup) / (s.decay - s.warmup))
     return s.min_lr + height * (s.lr - s.min_lr)
+
+
+def weight_decay(schedule: LRSchedule, samples: int) -> float:
+    """Of a step that starts after `samples` consumed samples, as Megatron-LM's OptimizerParamScheduler gives it."""
+    d = schedule.weight_decay
+    if d.style == "constant" or samples > d.length:
+        return d.end
+    grown = samples / d.length
+    if d.style == "cosine":
+        grown = (math.cos(math.pi * (1 - grown)) + 1) / 2
+    return d.start + grown * (d.end - d.start)
 
 
 def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> float | None:

@@ -25,7 +25,7 @@ from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.optim.lr import LRSchedule
+from megapipe.optim.lr import LRSchedule, WeightDecay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.resume import other_settings, resume_problems, settings
@@ -107,7 +107,7 @@ def save_checkpoint(
         "iteration": iteration,
         "state": dict(state),
         "optimizer_steps": None if kept is None else kept.steps,
-        "opt_param_scheduler": None if optimizer is None else settings(config, optimizer.weight_decay, schedule),
+        "opt_param_scheduler": None if optimizer is None else settings(config, schedule),
         "config": dataclasses.asdict(config),
         "torch": torch.__version__,
     }
@@ -205,8 +205,7 @@ def load_checkpoint(
     schedule = None
     if with_optimizer is not None and config.train.use_checkpoint_opt_param_scheduler:
         saved = dict(content["opt_param_scheduler"])
-        with_optimizer.weight_decay = saved.pop("weight_decay")
-        schedule = LRSchedule(**saved)
+        schedule = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
     state = content["state"]
     if with_optimizer is None:  # as in Megatron-LM: a warm-up for moments that are zero again
         state["skipped_samples"] = state["consumed_train_samples"]

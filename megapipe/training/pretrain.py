@@ -31,7 +31,7 @@ from megapipe.models.layer import compile_layers
 from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
-from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate
+from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_decay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
@@ -214,6 +214,7 @@ class Run:
         """One iteration of training."""
         progress, size = self.progress, self.config.global_batch_size
         consumed = progress.consumed_train_samples
+        self.optimizer.weight_decay = weight_decay(self.lr, progress.scheduled_samples)
         result = train_step(
             self.pipeline,
             self.optimizer,

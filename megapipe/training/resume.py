@@ -32,9 +32,10 @@ FREE = {
 }
 
 
-def settings(config: Config, weight_decay: float, schedule: LRSchedule | None = None) -> dict[str, Any]:
+def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
     """What Megatron-LM calls opt_param_scheduler: the learning-rate curve in samples, and the weight decay."""
-    return {**dataclasses.asdict(schedule or LRSchedule.of(config)), "weight_decay": weight_decay}
+    schedule = schedule or LRSchedule.of(config)
+    return {**dataclasses.asdict(schedule), "weight_decay": schedule.weight_decay.saved()}
 
 
 # Settings that a run may change on its way, but seldom means to: what it reads, and how it follows the gradient.
@@ -86,7 +87,7 @@ def resume_problems(
     train = config.train
     if scheduler is None or train.override_opt_param_scheduler or train.use_checkpoint_opt_param_scheduler:
         return problems
-    mine = settings(config, train.weight_decay)
+    mine = settings(config)
     differ = [f"{key} {scheduler.get(key)} / {mine[key]}" for key in mine if scheduler.get(key) != mine[key]]
     if differ:
         problems.append(

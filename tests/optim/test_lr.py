@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.config import Config, TrainConfig
 from megapipe.errors import ConfigError
-from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate
+from megapipe.optim.lr import LRSchedule, WeightDecay, decoupled_rate, learning_rate, weight_decay
 
 CURVE = LRSchedule(lr=1.0, min_lr=0.1, warmup=100, decay=1100)
 
@@ -101,3 +101,54 @@ def test_the_decoupled_rate_has_the_same_curve_between_its_own_ends():
     assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0, decoupled_min_lr=1.0)) == pytest.approx(2.0)
     assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0)) == pytest.approx(0.1 + 0.5 * 2.9)
     assert decoupled_rate(CURVE, 50, TrainConfig(decoupled_lr=3.0)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "decay"),
+    [
+        ("linear", 0, 0.1),
+        ("linear", 100, 0.2),
+        ("linear", 400, 0.5),
+        ("linear", 401, 0.5),
+        ("cosine", 0, 0.1),
+        ("cosine", 100, 0.1 + 0.4 * (1 - math.sqrt(0.5)) / 2),
+        ("cosine", 200, 0.3),
+        ("cosine", 400, 0.5),
+        ("cosine", 9999, 0.5),
+        ("constant", 100, 0.5),
+    ],
+)
+def test_weight_decay_grows_from_start_to_end(style, samples, decay):
+    curve = replace(CURVE, weight_decay=WeightDecay(0.1, 0.5, style, 400))
+    assert weight_decay(curve, samples) == pytest.approx(decay, rel=1e-15)
+
+
+def test_weight_decay_grows_over_the_whole_run_whatever_the_learning_rate_does():
+    grows = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
+    by_iterations = LRSchedule.of(config(train_iters=100, lr_decay_iters=50, **grows))
+    assert by_iterations.weight_decay == WeightDecay(0.0, 0.1, "cosine", 800)
+    assert LRSchedule.of(config(train_samples=1000, **grows)).weight_decay.length == 1000
+    assert LRSchedule.of(config(train_iters=9, weight_decay=0.3)).weight_decay == WeightDecay(0.3, 0.3)
+    for decay in (by_iterations.weight_decay, WeightDecay(0.3, 0.3)):
+        assert WeightDecay.loaded(decay.saved()) == decay
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"start_weight_decay": 0.1}, "--start-weight-decay is for --weight-decay-incr-style linear or cosine."),
+        ({"end_weight_decay": 0.1}, "--end-weight-decay is for --weight-decay-incr-style linear or cosine."),
+        (
+            {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1},
+            "needs two ends, for example --start-weight-decay 0 --end-weight-decay 0.1",
+        ),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "Use --start-weight-decay 0.1 --end-weight-decay 0.2.",
+        ),
+    ],
+)
+def test_weight_decay_without_two_ends_that_grow_is_refused(flags, line):
+    with pytest.raises(ConfigError) as caught:
+        LRSchedule.of(config(train_iters=9, **flags))
+    assert line in caught.value.problems[0]
