@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.data.gpt_dataset import Item, TokenDataset
 from megapipe.errors import DataError
 
 
@@ -29,7 +29,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.choice)
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+    def __getitem__(self, sample: int) -> Item:
         return self.datasets[int(self.choice[sample])][int(self.index[sample])]
 
 

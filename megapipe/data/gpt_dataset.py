@@ -8,6 +8,7 @@ split, the number of samples and the seed, so every rank builds or maps the same
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -29,12 +30,16 @@ class TokenSource(Protocol):
     def __getitem__(self, sequence: int) -> NDArray[Any]: ...
 
 
+Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
+"""[s + 1] int64 token ids, or arrays by name: `tokens`, which are such ids, and any others."""
+
+
 class TokenDataset(Protocol):
-    """What the loader reads: item i is [s + 1] int64 token ids, inputs and labels overlapping by all but one."""
+    """What the loader reads; inputs and labels overlap by all but one token."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, sample: int) -> Item: ...
 
 
 class SampleIndices(NamedTuple):

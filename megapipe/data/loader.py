@@ -5,9 +5,9 @@ Token ids are all that is read ahead; labels, mask and positions are made where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, overload
 
@@ -16,18 +16,53 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.data.gpt_dataset import Item, TokenDataset
 from megapipe.errors import DataError
+
+Microbatch = Tensor | Mapping[str, Tensor]
+"""As it is read: token ids [b, s + 1], or tensors [b, ...] by name with `tokens` among them."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch as the model takes it. All [b, s]; loss_mask is float32, the others int64."""
+    """One microbatch as the model takes it. All [b, s]; loss_mask is float32, the others int64.
+
+    Attributes:
+        more: what else the data set gives, [b, ...] by its names.
+    """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def tokens_of(microbatch: Microbatch) -> Tensor:
+    """[b, s + 1]."""
+    return microbatch if isinstance(microbatch, Tensor) else microbatch["tokens"]
+
+
+def stack(items: Sequence[Item]) -> Microbatch:
+    """One microbatch of the items of a data set.
+
+    Raises: DataError if they have other names or shapes than each other, no `tokens`, or what no tensor holds.
+    """
+    named = [item if isinstance(item, Mapping) else {"tokens": item} for item in items]
+    shapes = [{name: np.shape(array) for name, array in item.items()} for item in named]
+    for other in shapes:
+        if other != shapes[0]:
+            raise DataError(f"the data set gives {shapes[0]} and {other}; one microbatch needs one shape of each field")
+    if "tokens" not in shapes[0]:
+        raise DataError(f"the data set gives {', '.join(shapes[0])}, and no field `tokens` of s + 1 token ids")
+    fields = {}
+    for name in shapes[0]:
+        array = np.stack([item[name] for item in named])
+        try:
+            fields[name] = torch.from_numpy(array)
+        except TypeError:
+            raise DataError(f"field {name} of the data set is of {array.dtype}, which no tensor holds") from None
+    return fields if isinstance(items[0], Mapping) else fields["tokens"]
 
 
 def make_batch(
@@ -152,10 +187,10 @@ class Batches:
         )
         self._num_microbatches = num_microbatches
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
-        self._ahead: dict[int, list[Future[Tensor]]] = {}
+        self._ahead: dict[int, list[Future[Microbatch]]] = {}
 
-    def at(self, consumed_samples: int) -> Sequence[Tensor]:
-        """The step that starts at consumed_samples: microbatch i is [b, s + 1] int64, in any order and repeatedly.
+    def at(self, consumed_samples: int) -> Sequence[Microbatch]:
+        """The step that starts at consumed_samples, its microbatches in any order and repeatedly.
 
         Raises: DataError, here or when a microbatch is indexed, for a sample that does not exist or cannot be read.
         """
@@ -171,27 +206,27 @@ class Batches:
         self._ahead = {after.start: self._submit(self._pool, after)}
         return _Step(step)
 
-    def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Tensor]]:
+    def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Microbatch]]:
         return [pool.submit(self._read, start) for start in starts]
 
-    def _read(self, consumed: int) -> Tensor:
-        return torch.from_numpy(np.stack([self._dataset[i] for i in self._order.microbatch(consumed)]))
+    def _read(self, consumed: int) -> Microbatch:
+        return stack([self._dataset[i] for i in self._order.microbatch(consumed)])
 
 
-class _Step(Sequence[Tensor]):
+class _Step(Sequence[Microbatch]):
     """Microbatches that may still be on their way; indexing waits for one."""
 
-    def __init__(self, futures: list[Future[Tensor]]) -> None:
+    def __init__(self, futures: list[Future[Microbatch]]) -> None:
         self._futures = futures
 
     def __len__(self) -> int:
         return len(self._futures)
 
     @overload
-    def __getitem__(self, index: int) -> Tensor: ...
+    def __getitem__(self, index: int) -> Microbatch: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+    def __getitem__(self, index: slice) -> list[Microbatch]: ...
+    def __getitem__(self, index: int | slice) -> Microbatch | list[Microbatch]:
         if isinstance(index, slice):
             return [future.result() for future in self._futures[index]]
         return self._futures[index].result()

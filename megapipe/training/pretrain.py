@@ -81,9 +81,9 @@ def pretrain(
         config: from `cli.parse`, or built in Python; the world size is taken from the launcher's environment.
         provider: builds this rank's stages; ours or Megatron's signature. --model-provider names another.
         forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
-            `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss.
-        datasets: gives the token datasets.
-        seams: groups of parameters, a learning-rate curve, callbacks; see docs/extending.md.
+            `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss that do not ask.
+        datasets: gives the datasets: items are token ids or, with more fields, arrays by name.
+        seams: groups of parameters, a learning-rate curve, callbacks, stages that read; see docs/extending.md.
     Raises: UserError with a text for the user, before any process group exists where that is possible.
     """
     if config.check.check:
@@ -160,11 +160,12 @@ class Run:
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
-        self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod)
+        also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
+        self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod, also_read=also)
         self.seams, how = seams, config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
-        self.reading = Reading(config, mesh, place)
+        self.reading = Reading(config, mesh, place, also)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = self._resume()

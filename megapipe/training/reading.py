@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from megapipe.config import Config
 from megapipe.data.gpt_dataset import TokenDataset
-from megapipe.data.loader import Batches
+from megapipe.data.loader import Batches, Microbatch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import DataError
 from megapipe.schedule import Placement
 from megapipe.training.progress import Progress
 
-BatchesAt = Callable[[int], Sequence[Tensor]]
+BatchesAt = Callable[[int], Sequence[Microbatch]]
 """(samples consumed) -> the microbatches of a step, none on a rank that looks at no tokens."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's way to its samples."""
+    """One rank's way to its samples.
+
+    Attributes:
+        also_read: stages that get batches beside those with embedding or loss.
+    """
 
     config: Config
     mesh: ProcessMesh
     place: Placement
+    also_read: Collection[int] = ()
 
     def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
         """Raises: DataError, on all ranks, if the run would come to the end of its data."""
@@ -47,10 +50,12 @@ class Reading:
 
     @property
     def looks(self) -> bool:
-        """Do stages of this rank look at tokens? At the ends of a chain, and everywhere if documents are apart."""
+        """Do stages of this rank look at tokens? At the ends of a chain, where asked, and everywhere if documents are
+        apart."""
         data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
         apart = data.reset_attention_mask or data.reset_position_ids
-        return apart or any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
+        ends = any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
+        return apart or ends or any(stage in self.also_read for stage in own)
 
     def _batches(self, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
         if not self.looks:

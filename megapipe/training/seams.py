@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megapipe.optim.rule import Groups, usual_groups
+from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -32,17 +33,25 @@ class Callback:
         """The checkpoint of this iteration is complete."""
 
 
+def no_other(span: LayerSpan) -> bool:
+    """Only stages with embedding or loss read."""
+    return False
+
+
 @dataclass(frozen=True)
 class Seams:
     """Attributes:
     groups: which parameters have a rate or decay of their own.
     lr: samples that the run has advanced by -> learning rate, in place of --lr and its curve.
     callbacks: in the order in which they are called.
+    reads_on: which stages get batches beside those with embedding or loss; forward_step's data_iterator is None on
+        the others.
     """
 
     groups: Groups = usual_groups
     lr: Callable[[int], float] | None = None
     callbacks: tuple[Callback, ...] = ()
+    reads_on: Callable[[LayerSpan], bool] = no_other
 
     def tell(self, event: str, *what: Any) -> None:
         """Call a method of every callback."""

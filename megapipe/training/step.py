@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -11,7 +11,7 @@ from operator import add
 from torch import Tensor, nn
 
 from megapipe.config import Config
-from megapipe.data.loader import Batch, make_batch
+from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents, find_documents
 from megapipe.errors import ScheduleError
@@ -56,6 +56,7 @@ class Pipeline:
         forward_step: as Megatron's, see pipeline_parallel.stage.
         eod: end-of-document id of the tokenizer.
         variable_seq_lengths: microbatches may differ in length.
+        also_read: stages that get batches beside those with embedding or loss.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Pipeline:
         eod: int,
         *,
         variable_seq_lengths: bool = False,
+        also_read: Collection[int] = (),
     ) -> None:
         self.config, self.modules, self.mesh = config, modules, mesh
         self.schedule = schedule = with_overlap(schedule, config)
-        self._forward_step, self._eod = forward_step, eod
+        self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
         self._forward_backward = ForwardBackward(
             mesh,
@@ -83,7 +85,7 @@ class Pipeline:
 
     def run(
         self,
-        microbatches: Sequence[Tensor],
+        microbatches: Sequence[Microbatch],
         consumed: int,
         *,
         evaluate: bool = False,
@@ -93,7 +95,7 @@ class Pipeline:
         """All passes of one step, and what they reported.
 
         Args:
-            microbatches: token ids [b, s + 1] of this data-parallel rank; read only where a stage needs them.
+            microbatches: of this data-parallel rank; read only where a stage needs them.
             consumed: samples trained on before this step, which name its randomness.
             optimizer: does what the table has of a stage as a whole; an evaluation has nothing of it.
         """
@@ -134,29 +136,32 @@ class Pipeline:
             Kind.A: lambda stage: optimizer.start_gather(chunk[stage]),
         }
 
-    def _documents(self, microbatches: Sequence[Tensor], i: int) -> Documents | None:
+    def _documents(self, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
         """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
         isolate, restart = self.config.data.reset_attention_mask, self.config.data.reset_position_ids
         if not (isolate or restart):
             return None
-        return find_documents(microbatches[i][:, :-1], self._eod, isolate=isolate, restart=restart)
+        return find_documents(tokens_of(microbatches[i])[:, :-1], self._eod, isolate=isolate, restart=restart)
 
     @property
     def _own(self) -> tuple[int, ...]:
         return self.schedule.placement.stages_on(self.mesh.pp.rank)
 
-    def _batches(self, stage: int, microbatches: Sequence[Tensor]) -> Iterator[Batch] | None:
-        """The stage's microbatches in its order; None where there is neither embedding nor loss."""
+    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Iterator[Batch] | None:
+        """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
         place = self.schedule.placement
-        if not (place.is_first(stage) or place.is_last(stage)):
+        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read):
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
         order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
         data = self.config.data
 
         def batch(i: int) -> Batch:
-            tokens = microbatches[i].to(self.mesh.device, non_blocking=True)
-            return make_batch(tokens, self._eod, data.eod_mask_loss, data.reset_position_ids)
+            read = microbatches[i]
+            named = {"tokens": read} if isinstance(read, Tensor) else read
+            here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
+            usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
+            return replace(usual, more=here)
 
         return map(batch, order)
 
@@ -185,7 +190,7 @@ def with_overlap(schedule: Schedule, config: Config) -> Schedule:
 def train_step(
     pipeline: Pipeline,
     optimizer: Optimizer,
-    microbatches: Sequence[Tensor],
+    microbatches: Sequence[Microbatch],
     consumed: int,
     lr: float,
     *,
@@ -208,7 +213,7 @@ def train_step(
 
 
 def evaluate(
-    pipeline: Pipeline, batches_at: Callable[[int], Sequence[Tensor]], consumed: int, iters: int
+    pipeline: Pipeline, batches_at: Callable[[int], Sequence[Microbatch]], consumed: int, iters: int
 ) -> dict[str, float]:
     """What loss_func reports of `iters` global batches: sums over counts of all of them, as in Megatron-LM.
 

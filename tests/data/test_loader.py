@@ -7,7 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megapipe.data.loader import Batches, SampleOrder, make_batch
+from megapipe.data.gpt_dataset import Item
+from megapipe.data.loader import Batches, SampleOrder, make_batch, stack
 from megapipe.errors import DataError
 
 
@@ -146,3 +147,30 @@ def test_labels_are_the_next_tokens_and_eod_inputs_carry_no_loss() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert batch.loss_mask.dtype == torch.float32
     assert make_batch(rows).loss_mask.min() == 1
+
+
+def test_named_fields_are_stacked_each_in_its_type() -> None:
+    fields = stack([{"tokens": np.arange(3) + i, "weight": np.float32([i]), "domain": np.asarray(i)} for i in (4, 5)])
+    assert isinstance(fields, dict)
+    assert {name: (x.tolist(), x.dtype) for name, x in fields.items()} == {
+        "tokens": ([[4, 5, 6], [5, 6, 7]], torch.int64),
+        "weight": ([[4.0], [5.0]], torch.float32),
+        "domain": ([4, 5], torch.int64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("items", "sentence"),
+    [
+        (
+            [np.zeros(3), np.zeros(4)],
+            r"gives {'tokens': \(3,\)} and {'tokens': \(4,\)}; one microbatch needs one",
+        ),
+        ([{"tokens": np.zeros(3), "a": np.zeros(1)}, np.zeros(3)], r"'a': \(1,\)} and {'tokens': \(3,\)}; one"),
+        ([{"ids": np.zeros(3), "a": np.zeros(1)}], "gives ids, a, and no field `tokens` of s \\+ 1 token ids"),
+        ([{"tokens": np.zeros(3), "a": np.array(["x"])}], "field a of the data set is of <U1, which no tensor holds"),
+    ],
+)
+def test_fields_that_make_no_microbatch_are_named(items: list[Item], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        stack(items)
