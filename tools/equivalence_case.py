@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.schedule import Schedule, build, from_csv, from_json, to_csv, to_json
+from megapipe.schedule.catalogue import entry_of
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -131,7 +132,7 @@ class Case:
     @property
     def same_bits(self) -> bool:
         """Is every number the sum of the same terms in the same order as in one process?"""
-        return self.tp == self.dp == 1 and self.schedule != "dualpipe" and not self.compile
+        return self.tp == self.dp == 1 and entry_of(self.schedule).copies == 1 and not self.compile
 
     @property
     def config(self) -> Config:
