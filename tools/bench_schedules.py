@@ -137,7 +137,7 @@ def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
 def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace) -> list[list[list[list[float]]]]:
     """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "emulated"])
+    context.set_forkserver_preload(["torch", "tools.emulated_runs"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
