@@ -149,7 +149,7 @@ class Watch:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             position = self.mesh.position
             where = "in" if position.at or position.plan is None else "after"
-            _say(f"{why} {where} {position.step}; the checkpoints saved before are complete")
+            _say(f"{why} {where} {position.step}; any checkpoint saved before is complete")
         _exit(128 + number)
 
     def _terminated(self) -> NoReturn:
@@ -167,7 +167,7 @@ class Watch:
         """Say where this rank is, hear the others, name the first mismatch, exit."""
         self._post(report)
         if why := self._alone():
-            _say(f"{report}; {why}; the checkpoints saved before are complete")
+            _say(f"{report}; {why}; any checkpoint saved before is complete")
             _exit(LOST)
         _say(str(report))
         first = self._ask(lambda store: store.add("failed", 1)) == 1
