@@ -45,6 +45,7 @@ def first_step(mesh, config):
 def test_weights_of_the_loss_and_a_vector_in_the_middle_train_as_by_plain_autograd(schedule):
     model = replace(STYLES["llama"], num_layers=4)
     settings = config(model, pp=4, schedule=schedule, clip_grad=0.0)
+    datasets()  # before the threads would each make them
     ranks = run_threads(lambda mesh: first_step(mesh, settings), pp=4)
     assert [reads for _, _, _, reads in ranks] == [8, 8, 0, 8]  # layer 1 asks, the stage of layer 2 does not
 
