@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from shutil import which
 
 from megapipe.config import Config
-from megapipe.data.blend import parse_data_path, split_ranges
+from megapipe.data.blend import split_ranges
 from megapipe.data.indexed import glance
+from megapipe.data.sources import blends, choice_problems, in_a_file
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
@@ -17,21 +18,23 @@ from megapipe.models.transformer_engine import load
 def data_problems(config: Config) -> Iterator[str]:
     """Where tokens come from, and the split. What they must hold is the data package's to say."""
     data = config.data
-    if data.mock_data and data.data_path:
-        yield "--mock-data makes tokens, --data-path reads them. Leave one out."
+    yield from choice_problems(data)
     if data.split is not None:
         split = data.split
         yield from ask(lambda: split_ranges(split, 1))
-    if not data.mock_data:
-        yield from ask(lambda: parse_data_path(data.data_path))
+    if not data.mock_data and not in_a_file(data):
+        yield from ask(lambda: blends(data))
 
 
 def path_problems(config: Config) -> Iterator[str]:
     """Files and folders that cannot be read, of flags that are sound."""
     data, load, save = config.data, config.checkpoint.load, config.checkpoint.save
-    if not data.mock_data and not ask(lambda: parse_data_path(data.data_path)):
-        for prefix in parse_data_path(data.data_path)[0]:
-            yield from ask(lambda: glance(prefix))  # noqa: B023
+    if not data.mock_data:
+        unread = ask(lambda: blends(data))
+        yield from unread if in_a_file(data) else ()  # of flags: data_problems
+        for blend in () if unread else filter(None, blends(data)):
+            for prefix in blend.prefixes:
+                yield from ask(lambda: blend.ask(glance, prefix))  # noqa: B023
     yield from ask(lambda: build_tokenizer(data))
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
     if load and not os.path.isdir(load) and load != save:

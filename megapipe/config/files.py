@@ -22,6 +22,16 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
+    data_args_path: str | None = None
+    """File that holds what --data-path would."""
+    train_data_path: tuple[str, ...] = ()
+    """Data to train on, as in --data-path, where each part has files of its own instead of --split."""
+    valid_data_path: tuple[str, ...] = ()
+    """Data of the validation, likewise."""
+    test_data_path: tuple[str, ...] = ()
+    """Data of the test, likewise."""
+    per_split_data_args_path: str | None = None
+    """JSON file that holds what these three would: {"train": [...], "valid": [...], "test": [...]}."""
     split: str | None = None
     """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
     data_cache_path: str | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapipe.config import Config
-from megapipe.data.blend import BlendedDataset, blend_indices, parse_data_path, split_ranges
+from megapipe.data.blend import BlendedDataset, blend_indices, split_ranges
 from megapipe.data.fingerprint import foreign
 from megapipe.data.gpt_dataset import (
     GPTDataset,
@@ -26,6 +26,7 @@ from megapipe.data.gpt_dataset import (
 )
 from megapipe.data.index_cache import cached
 from megapipe.data.indexed import IndexedDataset
+from megapipe.data.sources import Blend, blends, said
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError
 
@@ -53,12 +54,12 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
     Raises: DataError with every missing, damaged, foreign or too small file.
     """
     data, vocab_size = config.data, tokenizer.vocab_size
-    weights: list[float] | None = None
-    if data.mock_data:
-        sources: list[TokenSource] = [MockTokens(vocab_size, tokenizer.eod)]
-    else:
-        prefixes, weights = parse_data_path(data.data_path)
-        sources = _open(prefixes, tokenizer)
+    mock = Blend("--mock-data", [], None)
+    given = (mock,) if data.mock_data else blends(data)
+    if len(given) == 3:
+        return _build_parts(config, tokenizer, given)
+    blend = given[0] or mock
+    sources = [MockTokens(vocab_size, tokenizer.eod)] if data.mock_data else _open(blend, tokenizer)
     split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
     ranges = [split_ranges(split, len(source.lengths)) for source in sources]
     wanted = samples_wanted(config)
@@ -67,7 +68,21 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
     parts: list[TokenDataset | None] = [None] * 3
     for part in used:
         members = [(source, np.arange(*(r[part] or (0, 0)))) for source, r in zip(sources, ranges, strict=True)]
-        parts[part] = _build_part(config, vocab_size, members, weights, wanted[part])
+        parts[part] = _build_part(config, vocab_size, members, blend, wanted[part])
+    return Datasets(*parts)
+
+
+def _build_parts(config: Config, tokenizer: Tokenizer, given: Sequence[Blend | None]) -> Datasets:
+    """Each part of all documents of its own files."""
+    parts: list[TokenDataset | None] = [None] * 3
+    for part, (blend, wanted) in enumerate(zip(given, samples_wanted(config), strict=True)):
+        if blend is None or not wanted:
+            continue
+        sources = _open(blend, tokenizer)
+        if empty := [source.prefix for source in sources if not source.lengths.any()]:
+            raise DataError(f"{blend.said} {' '.join(empty)}: no tokens for {_PARTS[part]}. Leave that out.")
+        members = [(source, np.arange(len(source.lengths))) for source in sources]
+        parts[part] = _build_part(config, tokenizer.vocab_size, members, blend, wanted)
     return Datasets(*parts)
 
 
@@ -82,10 +97,10 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
     return train, evaluations * data.eval_batches * batch, data.eval_batches * batch
 
 
-def _open(prefixes: Sequence[str], tokenizer: Tokenizer) -> list[TokenSource]:
+def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     sources: list[TokenSource] = []
     problems: list[str] = []
-    for prefix in prefixes:
+    for prefix in blend.prefixes:
         try:
             source = IndexedDataset(prefix)
             refuse_foreign_tokens(prefix, source.tokens[:_PREFLIGHT], tokenizer.vocab_size)
@@ -94,7 +109,7 @@ def _open(prefixes: Sequence[str], tokenizer: Tokenizer) -> list[TokenSource]:
         except DataError as error:
             problems.extend(error.problems)
     if problems:
-        raise DataError(problems)
+        raise DataError(said(blend.said, problems))
     return sources
 
 
@@ -121,10 +136,8 @@ def _refuse_empty(
         raise DataError(problems)
 
 
-def _build_part(
-    config: Config, vocab_size: int, members: Sequence[_Member], weights: list[float] | None, wanted: int
-) -> TokenDataset:
-    dataset = partial(_build_member, config, vocab_size)
+def _build_part(config: Config, vocab_size: int, members: Sequence[_Member], blend: Blend, wanted: int) -> TokenDataset:
+    dataset, weights = partial(_build_member, config, vocab_size), blend.weights
     if len(members) == 1 and weights is None:
         return dataset(members[0], wanted)
     if weights is None:
@@ -133,7 +146,7 @@ def _build_part(
         weights = [float(len(d)) for d in datasets]
         if wanted > sum(weights):
             raise DataError(
-                f"--data-path without weights gives every sample once, {sum(map(len, datasets))} of them; the run "
+                f"{blend.said} without weights gives every sample once, {sum(map(len, datasets))} of them; the run "
                 f"reads {wanted}. Train shorter, or put a weight before each prefix to repeat them."
             )
     else:

@@ -30,7 +30,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("spec", "use --model-provider; see docs/model_provider.md"),
     ("use-mp-args-from-checkpoint-args", "any layout loads any checkpoint; give the layout's flags"),
     ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
-    ("train-data-path valid-data-path test-data-path *-data-args-path data-args-path", "use --data-path and --split"),
     ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "a tokenizer is what its files say"),
     (
         "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",

@@ -41,7 +41,9 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
 # Settings that a run may change on its way, but seldom means to: what it reads, and how it follows the gradient.
 _WATCHED = {
     "train": "seq_length seed calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps",
-    "data": "mock_data data_path split dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
+    "data": "mock_data data_path data_args_path train_data_path valid_data_path test_data_path "
+    "per_split_data_args_path split "
+    "dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
     "reset_attention_mask tokenizer_type tokenizer_model vocab_size",
     "model": "attention_dropout hidden_dropout",
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megapipe.config import Config
-from megapipe.data.blend import parse_data_path
+from megapipe.data.sources import blends, in_a_file
 from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import DataError
 from megapipe.plan import Plan
@@ -47,7 +47,10 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
     for path in tokenizer_files(data):
         yield f"{path} of the tokenizer (SHA-256)", _digest(path)
-    for prefix in parse_data_path(data.data_path)[0] if data.data_path else ():
+    if (listed := in_a_file(data)) is not None:
+        yield f"{listed} (SHA-256)", _digest(listed)
+    read = () if data.mock_data else blends(data)
+    for prefix in sorted({prefix for blend in read if blend for prefix in blend.prefixes}):
         yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
         yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))
 

@@ -286,7 +286,9 @@ def test_the_command_line_or_the_checkpoint_decides():
 
 
 def test_mock_data_and_files_exclude_each_other():
-    assert problem("--data-path a") == "--mock-data makes tokens, --data-path reads them. Leave one out."
+    assert problem("--data-path a") == (
+        "--mock-data and --data-path each say where tokens come from. Leave all but one out."
+    )
 
 
 def test_no_data_and_missing_files():
