@@ -21,7 +21,9 @@ from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
 BLOCK_ELEMENTS = 1 << 20
-"""Logits held at once in float32: more leave the cache."""
+"""Logits held at once in float32: more leave a CPU's cache."""
+BLOCK_ELEMENTS_GPU = 1 << 28
+"""The same on a GPU, 1 GiB of them: few large kernels in place of thousands of small ones."""
 KEPT_ELEMENTS = 1 << 26
 """Logits of a microbatch up to which they are kept for backward, 128 MiB of them in bf16."""
 
@@ -43,7 +45,7 @@ class _HeadLoss(torch.autograd.Function):
         denominator, at_label = torch.zeros_like(highest), torch.zeros_like(highest)
         ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
         space = _space(rows, weight.shape[0])
-        for block in _blocks(len(rows), weight.shape[0]):
+        for block in _blocks(rows, weight.shape[0]):
             logits = linear(rows, weight[block])
             if ctx.kept is not None:
                 ctx.kept.append(logits)
@@ -83,7 +85,7 @@ class _HeadLoss(torch.autograd.Function):
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
             space = _space(rows, weight.shape[0]) if kept is None else rows
-            for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
+            for n, block in enumerate(_blocks(rows, weight.shape[0])):
                 dy = to_gradient_(linear(rows, weight[block]), block, space) if kept is None else kept[n]
                 add_product(into[block], dy, rows)
 
@@ -97,7 +99,7 @@ class _HeadLoss(torch.autograd.Function):
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         space = _space(rows, weight.shape[0])
-        for n, block in enumerate(_blocks(len(rows), weight.shape[0])):
+        for n, block in enumerate(_blocks(rows, weight.shape[0])):
             dy = to_gradient_(linear(rows, weight[block]) if kept is None else kept[n], block, space)
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
@@ -127,14 +129,16 @@ def _exp(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
 
 def _space(rows: Tensor, width: int) -> Tensor:
     """Room for any block in float32. One for all: a system clears the memory that it hands out."""
-    return rows.new_empty(len(rows) * min(_step(len(rows)), width), dtype=_wide(rows))
+    return rows.new_empty(len(rows) * min(_step(rows), width), dtype=_wide(rows))
 
 
-def _step(rows: int) -> int:
-    return max(BLOCK_ELEMENTS // max(rows, 1), 64)
+def _step(rows: Tensor) -> int:
+    """Of the vocabulary; whole 64s, as products of odd widths take slower kernels."""
+    elements = BLOCK_ELEMENTS if rows.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    return max(elements // max(len(rows), 1) // 64 * 64, 64)
 
 
-def _blocks(rows: int, width: int) -> Iterator[slice]:
+def _blocks(rows: Tensor, width: int) -> Iterator[slice]:
     step = _step(rows)
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
@@ -162,8 +166,8 @@ def vocab_parallel_linear_cross_entropy(
         target: [...], ids in 0..v-1; any other number, such as -100, is a token without loss.
         sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
     Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
-        Up to 64M logits are kept for backward, in x's type. Of more than that 1M are held at a time, for one matrix
-        product more, two under a B/W split.
+        Up to 64M logits are kept for backward, in x's type. Of more than that 1M (256M on a GPU) are held at a time,
+        for one matrix product more, two under a B/W split.
     """
     differentiated = torch.is_grad_enabled()
     return _head_loss(x, weight, target, tp, sequence_parallel, differentiated)

@@ -71,4 +71,5 @@ class Reading:
             sharded=not config.data.no_data_sharding,
             wraps=wraps,
             num_workers=config.data.num_workers,
+            pinned=self.mesh.device.type == "cuda",
         ).at

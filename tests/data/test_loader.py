@@ -174,3 +174,17 @@ def test_named_fields_are_stacked_each_in_its_type() -> None:
 def test_fields_that_make_no_microbatch_are_named(items: list[Item], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         stack(items)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_for_a_gpu_each_microbatch_is_read_into_pinned_memory(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    pinned: list[torch.Tensor] = []  # there is no such memory without a GPU: the call stands for it
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        pinned.append(x.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    read = Batches(Counting(16), 2, 3, num_workers=workers, pinned=True).at(0)
+    assert all(any(x is made for made in pinned) for x in read)
+    assert ids(Batches(Counting(16), 2, 3, num_workers=workers), 0) == [sorted(x[:, 0].tolist()) for x in read]
