@@ -109,9 +109,7 @@ def _model(config: Config) -> Problems:
             f"--rotary-percent {m.rotary_percent:g} of a head of {m.head_dim} turns no channel. "
             f"Use at least --rotary-percent {2 / m.head_dim:g}, or --position-embedding-type none."
         )
-    if not m.group_query_attention and m.num_query_groups != 1:
-        yield f"--num-query-groups {m.num_query_groups} has no effect without --group-query-attention. Add it."
-    elif m.group_query_attention and heads and heads % m.num_query_groups:
+    if m.group_query_attention and heads and heads % m.num_query_groups:
         yield (
             f"--num-attention-heads {heads} does not divide by --num-query-groups {m.num_query_groups}: "
             f"{_division(heads, m.num_query_groups)}. Use --num-query-groups {_or(_divisors(heads))}."

@@ -1,11 +1,12 @@
 """Combinations that Megatron-LM ignores: a flag that is given and, beside the others, has nothing to act on.
 
-Each is accepted with one line at start. A flag whose loss would train another model than the one asked for is not here.
+Each is accepted with one line at start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from megapipe.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -61,6 +62,13 @@ IDLE: tuple[Idle, ...] = (
         "--tensor-model-parallel-size of at least 2",
         lambda c: c.parallel.tensor_model_parallel_size == 1,
         "there is nothing to share",
+    ),
+    Idle(
+        "model",
+        "num_query_groups",
+        "--group-query-attention",
+        lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
+        "each query head has its own key and value",
     ),
     Idle("model", "recompute_num_layers", "--recompute-granularity full", _kept, "nothing is computed again"),
     Idle("model", "recompute_method", "--recompute-granularity full", _kept, "nothing is computed again"),
@@ -143,11 +151,23 @@ _DEFAULTS = {
 def idle(config: Config) -> list[tuple[str, str]]:
     """Flags that were given and change nothing beside the others, each with what happens instead."""
     found = []
-    for section, field, without, when, instead in IDLE:
-        value = getattr(getattr(config, section), field)
-        if value != getattr(_DEFAULTS[section], field) and when(config):
-            name = f"--{field.replace('_', '-')}"
-            found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
+    for section, field, without, _, instead in _rows(config):
+        name, value = f"--{field.replace('_', '-')}", getattr(getattr(config, section), field)
+        found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
     if config.data.eval_iters < 0:
         found.append((f"--eval-iters {config.data.eval_iters}", "nothing is evaluated"))
     return found
+
+
+def without_idle(config: Config) -> Config:
+    """The same run without the flags that have nothing to act on."""
+    for section, field, *_ in list(_rows(config)):
+        default = getattr(_DEFAULTS[section], field)
+        config = replace(config, **{section: replace(getattr(config, section), **{field: default})})
+    return config
+
+
+def _rows(config: Config) -> Iterator[Idle]:
+    for row in IDLE:
+        if getattr(getattr(config, row.section), row.field) != getattr(_DEFAULTS[row.section], row.field):
+            yield from (row,) if row.when(config) else ()

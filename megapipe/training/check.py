@@ -12,7 +12,7 @@ from megapipe.config import Config
 from megapipe.data.tokenizer import assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import ConfigError, DataError
-from megapipe.flags.idle import idle
+from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.overrides import inline
 from megapipe.plan import changes, checkpoint_line, make_plan, table
@@ -59,7 +59,7 @@ def check(config: Config) -> None:
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
         f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.train.micro_batch_size} each",
-        f"flags: {' '.join(to_flags(replace(config, check=type(config.check)())))}",
+        f"flags: {' '.join(to_flags(replace(without_idle(config), check=type(config.check)())))}",
         start_block(config),
         *(f"missing: {text}" for text in [*missing, *said]),
         *(f"on this machine: {text}" for text in here),

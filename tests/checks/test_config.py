@@ -148,12 +148,6 @@ def test_heads_that_do_not_divide_by_query_groups():
     )
 
 
-def test_query_groups_without_their_switch():
-    assert problem("--num-query-groups 4") == (
-        "--num-query-groups 4 has no effect without --group-query-attention. Add it."
-    )
-
-
 def test_hidden_that_does_not_divide_by_heads():
     assert problem("--hidden-size 100") == (
         "--hidden-size 100 does not divide by --num-attention-heads 8: 100 = 8 x 12 + 4. "

@@ -7,9 +7,9 @@ import pytest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.holds import HOLDS, OLD_FLAGS
-from megapipe.flags.idle import IDLE, idle
+from megapipe.flags.idle import IDLE, idle, without_idle
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import OLD_NAMES, flags_of, parse
+from megapipe.flags.parse import OLD_NAMES, flags_of, parse, to_flags
 from megapipe.flags.rules import _REASONS, KNOWN, reason
 from megapipe.flags.table import PAGE, table, with_table
 
@@ -105,6 +105,10 @@ def test_no_position_embedding_never_takes_rotary_positions_away():
             "--no-bias-gelu-fusion --swiglu",
             ("--no-bias-gelu-fusion", "the MLP has another activation, without GELU"),
         ),
+        (
+            "--num-query-groups 4",
+            ("--num-query-groups 4", "each query head has its own key and value, without --group-query-attention"),
+        ),
         ("--profile", ("--profile", "nothing is recorded, without --use-pytorch-profiler")),
         (
             "--initial-loss-scale 65536 --bf16",
@@ -117,6 +121,12 @@ def test_no_position_embedding_never_takes_rotary_positions_away():
 )
 def test_what_megatron_ignores_is_said_in_a_line(flags, line):
     assert idle(parse(Config, flags.split())) == [line]
+
+
+def test_flags_that_have_nothing_to_act_on_are_taken_out_of_what_runs():
+    config = parse(Config, ["--num-layers", "4", "--num-query-groups", "4", "--save-interval", "5", "--no-load-optim"])
+    assert to_flags(without_idle(config)) == ["--num-layers", "4"]
+    assert without_idle(without_idle(config)) == without_idle(config)
 
 
 def test_flags_that_have_something_to_act_on_are_not_idle():

@@ -25,6 +25,9 @@ def test_a_check_lists_what_holds_and_what_is_missing_and_plans(capsys):
     assert "16 processes = 2 tensor x 4 pipeline x 2 data parallel; a batch of 32 = 8 microbatches of 2 each" in text
     assert " --async-save every rank writes what it owns, and a save blocks the step" in text
     assert " --save-interval 5 nothing is saved, without --save\n" in text
+    (flags,) = (line for line in text.splitlines() if line.startswith("flags: "))
+    assert "--save-interval" not in flags
+    assert "--num-layers 8 " in flags
     assert "missing: --data-path no/where: no file" in text
     assert "missing: --tokenizer-model no.model: No such file" in text
     assert "the plan assumes 32000 ids" in text
