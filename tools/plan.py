@@ -19,14 +19,15 @@ from megapipe.checks.run import validate  # noqa: E402
 from megapipe.config import Config  # noqa: E402
 from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
 from megapipe.distributed.device import has_cuda, pick_device  # noqa: E402
-from megapipe.errors import ScheduleError, UserError  # noqa: E402
+from megapipe.errors import ConfigError, ScheduleError, UserError  # noqa: E402
 from megapipe.flags.parse import parse, stop  # noqa: E402
 from megapipe.models.overrides import inline  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
 from megapipe.pipeline_parallel.layout_string import layout_string  # noqa: E402
 from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
-from megapipe.plan import GIB, Plan, balanced_by_cost, changes, make_plan, table  # noqa: E402
+from megapipe.plan import Plan, changes, make_plan, pieces_of, plan_of, table  # noqa: E402
 from megapipe.schedule import Costs  # noqa: E402
+from megapipe.schedule.costs_file import dump_costs  # noqa: E402
 from megapipe.training.measure import measure  # noqa: E402
 
 
@@ -41,6 +42,8 @@ def main() -> int:
         print(changes(plan))
     print(table(plan, seconds=args.measure))
     print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
+    if args.save_costs:
+        _save(plan.costs, args.save_costs)
     if args.emulate_ms:
         _emulate(plan, args)
     return 0
@@ -52,26 +55,35 @@ def _arguments() -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--processes", type=int, help="of the run; default: tensor x pipeline ranks")
     parser.add_argument("--measure", action="store_true", help="time the model's pieces here instead of counting FLOPs")
+    parser.add_argument("--costs", metavar="FILE", help="what passes and messages take, as --pipeline-costs of a run")
+    parser.add_argument("--save-costs", metavar="FILE", help="write such a file of this plan's stages")
     parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
     parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
     return parser.parse_known_args()
 
 
 def _plan(config: Config, args: Namespace) -> Plan:
-    parallel = config.parallel
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    config = replace(config, world_size=args.processes or ranks)
+    if args.costs is not None:
+        config = replace(config, parallel=replace(config.parallel, pipeline_costs=args.costs))
+    if args.measure and config.parallel.pipeline_costs is not None:
+        raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
+    pipeline = config.parallel.pipeline_model_parallel_size
+    config = replace(config, world_size=args.processes or config.parallel.tensor_model_parallel_size * pipeline)
     validate(config, has_cuda=has_cuda())
     vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
-    plan = make_plan(config)
     if not args.measure:
-        return plan
-    plan = replace(plan, pieces=measure(config, plan.pieces, gpt_provider, pick_device(parallel)), before=None)
-    limit = parallel.memory_limit_gib
-    if parallel.pipeline_model_parallel_layout != "auto":
-        return plan
-    return balanced_by_cost(plan, None if limit is None else limit * GIB)
+        return make_plan(config)
+    counted = pieces_of(config, config.model)
+    return plan_of(config, measure(config, counted, gpt_provider, pick_device(config.parallel)).on(pipeline))
+
+
+def _save(costs: Costs, path: str) -> None:
+    try:
+        Path(path).write_text(dump_costs(costs), encoding="utf-8")
+    except OSError as error:
+        stop(ConfigError(f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."))
+    print(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of tools/schedules.py")
 
 
 def _emulate(plan: Plan, args: Namespace) -> None:

@@ -18,6 +18,8 @@ class ParallelConfig:
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
+    pipeline_costs: str | None = None
+    """A .json of what passes and messages take, as tools/plan.py --save-costs writes it. Default: by FLOPs."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of each stage, where a rank holds several."""
     num_virtual_stages_per_pipeline_rank: int | None = None

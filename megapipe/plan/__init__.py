@@ -1,6 +1,6 @@
 """The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
 
-from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan
+from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan, pieces_of, plan_of
 from megapipe.plan.saving import checkpoint_line
 from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
 from megapipe.plan.table import changes, table
@@ -18,6 +18,8 @@ __all__ = [
     "counts_of",
     "make_plan",
     "pieces",
+    "pieces_of",
+    "plan_of",
     "schedule_name",
     "schedule_of",
     "table",

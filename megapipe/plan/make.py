@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megapipe.config import Config
-from megapipe.errors import ConfigError
+from megapipe.config import Config, ModelConfig
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.layout_string import AUTO
 from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even, spans
-from megapipe.plan.auto import Judge, search
-from megapipe.plan.split import counts_of, schedule_of
+from megapipe.plan.auto import Judge, balanced, search
+from megapipe.plan.split import SEARCHED, counts_of, given_costs, placements, schedule_name, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces
-from megapipe.schedule import Schedule, Timeline, share_of_window, simulate
+from megapipe.schedule import Costs, Schedule, Timeline, share_of_window, simulate, unpaired
 
 GIB = 2**30
 
@@ -30,6 +30,7 @@ class Plan:
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
         before: the even split that an automatic one replaced.
+        given: what passes and messages take, of --pipeline-costs.
     """
 
     schedule: Schedule
@@ -41,6 +42,7 @@ class Plan:
     vocab_weights: int
     tp: int
     before: Plan | None = None
+    given: Costs | None = None
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -52,10 +54,16 @@ class Plan:
         """Of each stage."""
         return tuple(map(self.pieces.stage, self.spans))
 
+    @property
+    def costs(self) -> Costs:
+        """Of the stages: times as given, else by FLOPs; memory in bytes."""
+        counted = self.pieces.costs(self.counts)
+        return counted if self.given is None else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w)
+
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule under these costs; times in FLOPs, memory in bytes."""
-        return simulate(self.schedule, self.pieces.costs(self.counts))
+        """The schedule under these costs."""
+        return simulate(self.schedule, self.costs)
 
     @cached_property
     def state_bytes(self) -> tuple[float, ...]:
@@ -102,27 +110,77 @@ def make_plan(config: Config) -> Plan:
 
     Raises: ConfigError if it needs more than --memory-limit-gib, or flags do not fit; ScheduleError.
     """
+    return plan_of(config, pieces_of(config, config.model), recomputes=True)
+
+
+def pieces_of(config: Config, model: ModelConfig) -> Pieces:
+    """The work of a run's model, counted."""
+    train, par = config.train, config.parallel
+    counted = pieces(
+        model,
+        train.seq_length or 0,
+        train.micro_batch_size or 1,
+        tp=par.tensor_model_parallel_size,
+        element_bytes=2 if train.half else 4,
+    )
+    return counted.on(par.pipeline_model_parallel_size)
+
+
+def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
+    """The plan of a configuration whose pieces take what `work` says; errors as of `make_plan`.
+
+    recomputes: count what --num-microbatches-with-partial-activation-checkpoints does not compute again, in FLOPs.
+    """
     model, train, par = config.model, config.train, config.parallel
     schedule = schedule_of(config, config.num_microbatches)
     element = 2 if train.half else 4
-    tp, rows = par.tensor_model_parallel_size, model.padded_vocab_size or 0
-    work = pieces(model, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
-    if some := model.num_microbatches_with_partial_activation_checkpoints:
-        plain = replace(model, recompute_granularity=None, recompute_activations=False)
-        whole = pieces(plain, train.seq_length or 0, train.micro_batch_size or 1, tp=tp, element_bytes=element)
-        work = replace(work, kept=(whole, _shares(schedule, some)))
     # Gradient, two moments (SGD: one) in float32, and a rounded weight's master; ZeRO-1 splits all but the first.
     shards = config.data_parallel_size if par.use_distributed_optimizer else 1
     moments = 4 if train.optimizer == "sgd" else 8
     state, replica = element + 4 + (moments + 4 * train.half) / shards, element + 4
-    counts = counts_of(config, schedule.placement)
-    plan = Plan(schedule, counts, work, state, replica, model.tied, rows * model.hidden, tp)
+    counts, given = counts_of(config, schedule.placement), given_costs(config)
+    words = (model.padded_vocab_size or 0) * model.hidden
+    tp = par.tensor_model_parallel_size
+    plan = Plan(schedule, counts, work, state, replica, model.tied, words, tp, given=given)
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
+    if schedule_name(config).lower() == SEARCHED:
+        plan = _searched(config, plan, limit)
+    if (some := model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
+        whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
+        plan = replace(plan, pieces=replace(work, kept=(whole, _shares(plan.schedule, some))))
     if par.pipeline_model_parallel_layout == AUTO:
         plan = balanced_by_cost(plan, limit)
     if limit is not None and max(plan.peak_bytes) > limit:
         raise ConfigError(_too_much(plan, limit))
     return plan
+
+
+def _searched(config: Config, plan: Plan, limit: float | None, effort: float | None = None) -> Plan:
+    """The plan with the best schedule that a search finds under the costs of the stages, in every split it may make.
+
+    Same configuration, same result: every rank searches by itself. The plan as it is where no split fits the limit.
+
+    Args:
+        limit: bytes that a rank may need; None: activations as 1F1B holds them.
+        effort: about the seconds to spend on one core; default: more for larger tables, 4 at most.
+    """
+    from megapipe.schedule.search.auto import Candidate, limits, search_among  # only who searches pays for loading it
+
+    drafts, candidates = {}, []
+    for place in placements(config):
+        empty = Schedule(plan.schedule.name, place, plan.schedule.num_microbatches, ((),) * place.num_ranks)
+        auto = config.parallel.pipeline_model_parallel_layout == AUTO
+        counts = balanced(plan.pieces, place.chain) if auto else counts_of(config, place)
+        draft = drafts[place] = replace(plan, schedule=empty, counts=counts)
+        room = None if limit is None else tuple(limit - state for state in draft.state_bytes)
+        candidates.append(Candidate(place, draft.costs, limits(place, draft.costs, room)))
+    if effort is None:
+        effort = min(4.0, plan.schedule.num_microbatches * plan.schedule.placement.num_ranks / 32)
+    try:
+        found = search_among(candidates, plan.schedule.num_microbatches, effort=effort).schedule
+    except ScheduleError:  # no split can hold one microbatch: `make_plan` says what is needed
+        return plan
+    return replace(drafts[found.placement], schedule=unpaired(found) if plan.tp == 1 else found)
 
 
 def _shares(schedule: Schedule, some: int) -> tuple[float, ...]:

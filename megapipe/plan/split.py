@@ -15,10 +15,24 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.layout_string import AUTO, parse_layout
 from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.schedule import SCHEDULES, Placement, Schedule, build, entry_of, is_file, loop, unpaired
+from megapipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build,
+    entry_of,
+    is_file,
+    loop,
+    unpaired,
+    vee,
+)
+from megapipe.schedule.costs_file import load_costs
 
 GROUPED = ("interleaved", "interleaved-zb")
 """Schedules with groups of microbatches per chunk."""
+SEARCHED, COSTS = "zb-auto", "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -31,18 +45,23 @@ def schedule_name(config: Config) -> str:
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """The schedule, in as many stages as the flags ask for.
+    """The schedule, in as many stages as the flags ask for. Of a searched one the first that is found: only
+    `make_plan` knows what its stages cost.
 
-    Raises: ScheduleError if it cannot mean these numbers, ConfigError if it has other stages than asked for.
+    Raises: ScheduleError if it cannot mean these numbers, ConfigError if it has other stages than asked for, or other
+        than --pipeline-costs names.
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
     chunks = None
-    if not is_file(name) and (entry := entry_of(name)).chunks is None:
-        chunks = _chunks(config) or (_filled(config, ranks) if entry.placement == "loop or v" else None)
+    if not is_file(name) and entry_of(name).chunks is None:
+        chunks = placements(config)[-1].num_stages // ranks if name.lower() == SEARCHED else _chunks(config)
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     if name.lower() not in GROUPED:
         group = None
     schedule = _build(name, ranks, microbatches, chunks, group)
+    if (costs := given_costs(config)) is not None and name.lower() != SEARCHED:
+        _check_costs(config, costs, schedule.placement)
+        schedule = _build(name, ranks, microbatches, chunks, group, costs)
     if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
@@ -109,6 +128,8 @@ def _conflicts(config: Config) -> Iterator[str]:
     for a, b, what in pairs:
         if a in here and b in here:
             yield f"{said[a]} and {said[b]} both say {what}. Leave one out."
+    if layout == AUTO and par.pipeline_costs is not None:
+        yield f"{COSTS} {par.pipeline_costs} times the stages of one split, {LAYOUT} auto makes another. Leave one out."
     for end in (FIRST, LAST):
         if end in here and PER_STAGE in here:
             yield f"{said[end]} makes stages uneven, {said[PER_STAGE]} even. Use {PER_RANK} instead."
@@ -165,19 +186,66 @@ def _other_stages(config: Config, schedule: Schedule) -> str | None:
     return f"{LAYOUT} {layout} lists {chunks * ranks} stages, {cuts}. List {place.chain} stages{more}."
 
 
-def _filled(config: Config, ranks: int) -> int | None:
-    """Stages of a rank that a search may choose, of which it would take the best of 1, 2 and 4 (None)."""
-    for chunks in (4, 2):
+def _filled(config: Config) -> tuple[int, ...]:
+    """Stages of a rank among which a search may choose: what the flags ask for, or those of 1, 2 and 4 that the layers
+    fill."""
+    if asked := _chunks(config):
+        return (asked,)
+    fitting = []
+    for chunks in (1, 2, 4):
         try:
-            counts_of(config, loop(ranks, chunks))
+            counts_of(config, loop(config.parallel.pipeline_model_parallel_size, chunks))
         except ConfigError:
             continue
-        return None if chunks == 4 else chunks
-    return 1
+        fitting.append(chunks)
+    return tuple(fitting) or (1,)
+
+
+def placements(config: Config) -> tuple[Placement, ...]:
+    """Those that a search may choose.
+
+    Raises: ConfigError if --pipeline-costs names the stages of none.
+    """
+    ranks, costs = config.parallel.pipeline_model_parallel_size, given_costs(config)
+    places = [
+        place for v in _filled(config) for place in ([loop(ranks, v)] if v != 2 else [loop(ranks, v), vee(ranks)])
+    ]
+    if costs is None:
+        return tuple(places)
+    timed = [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
+    fitting = [place for place in places if all(len(x) == place.chain for x in timed)]
+    _check_costs(config, costs, (fitting or places)[0])
+    return tuple(fitting)
+
+
+def given_costs(config: Config) -> Costs | None:
+    """What --pipeline-costs says.
+
+    Raises: ConfigError if it is no costs file.
+    """
+    path = config.parallel.pipeline_costs
+    try:
+        return None if path is None else load_costs(path)
+    except ScheduleError as error:
+        raise ConfigError(f"{COSTS} {error}") from None
+
+
+def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
+    try:
+        costs.durations(place)
+        costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)
+    except ScheduleError as error:
+        raise ConfigError(
+            f"{COSTS} {config.parallel.pipeline_costs}: {error} Write it again for these flags, with "
+            "tools/plan.py --measure --save-costs FILE, or give numbers in place of lists."
+        ) from None
 
 
 @lru_cache(maxsize=16)
-def _build(name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
-    # A searched schedule takes seconds; validation and the run ask for the same.
+def _build(
+    name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, costs: Costs | None = None
+) -> Schedule:
     options: dict[str, Any] = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
-    return build(name, ranks, microbatches, chunks=chunks, **options)
+    if name.lower() == SEARCHED:
+        options["effort"] = 0.01  # validation asks whether there is one, `make_plan` for the best
+    return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)

@@ -20,6 +20,7 @@ class Problem:
     """What does not change during a search. Lists of passes end with one more entry: "no pass", done at time 0.
 
     Attributes:
+        costs: what all below is made of.
         memory: limit of each rank, in the unit of the costs.
         period: minimise the longest span of a rank instead of the makespan.
         duration, lag: time of a pass, and of the message it waits for.
@@ -31,6 +32,7 @@ class Problem:
 
     placement: Placement
     microbatches: int
+    costs: Costs
     memory: tuple[float, ...]
     period: bool
     duration: list[float]
@@ -71,7 +73,7 @@ def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple
                 elif k:
                     source[x] = x - m
     unit = max(duration)
-    return Problem(placement, m, memory, period, duration, lag, source, target, rank, holds, unit)
+    return Problem(placement, m, costs, memory, period, duration, lag, source, target, rank, holds, unit)
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:

@@ -45,6 +45,8 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
+    if costs := config.parallel.pipeline_costs:
+        yield f"{costs} of --pipeline-costs (SHA-256)", _digest(costs)
     for path in tokenizer_files(data):
         yield f"{path} of the tokenizer (SHA-256)", _digest(path)
     if (listed := in_a_file(data)) is not None:

@@ -5,6 +5,8 @@ import subprocess
 
 from programs import run
 
+from megapipe.schedule.costs_file import load_costs
+
 MODEL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 2000 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 "
@@ -25,6 +27,19 @@ def test_the_split_that_it_prints_gives_the_same_plan_and_runs_on_emulated_devic
     # Only the prediction: a measured time says nothing while other tests run.
     even, chosen = (int(x) for x in re.findall(r"step +\d+ ms  predicted +(\d+)", auto.stdout))
     assert chosen < even
+
+
+def test_costs_that_it_measures_are_those_of_another_plan(tmp_path):
+    file = tmp_path / "costs.json"
+    measured = plan(f"--measure --save-costs {file}")
+    assert measured.returncode == 0, measured.stderr
+    costs = load_costs(file)
+    assert isinstance(costs.f, tuple)
+    assert len(costs.f) == 2  # seconds of two stages, the second with the head; and what a pass costs beside
+    assert 0 < costs.overhead < min(costs.f) < max(costs.f) < 10
+    assert plan(f"--costs {file} --pipeline-schedule zb-auto").returncode == 0
+    refused = plan(f"--costs {file} --pipeline-schedule zb-v")
+    assert "Costs.f names 2 stages, but the model is cut in 4" in refused.stderr
 
 
 def test_what_a_run_would_refuse_is_refused():

@@ -73,6 +73,11 @@ def test_each_content_is_seen(config):
     Path("t.model").write_text("two")
     assert changed(config, before) == ["t.model of the tokenizer (SHA-256)"]
     Path("t.model").write_text("one")
+    Path("c.json").write_text('{"f": 1}')
+    costed = replace(config, parallel=replace(config.parallel, pipeline_costs="c.json"))
+    timed = now(costed)
+    Path("c.json").write_text('{"f": 2}')
+    assert changed(costed, timed) == ["c.json of --pipeline-costs (SHA-256)"]
     with Path("model.py").open("a") as file:
         file.write("# another line\n")
     assert changed(config, before) == ["model.py (SHA-256)"]

@@ -7,10 +7,11 @@ than any fixed pattern is known to exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import fixed
@@ -22,7 +23,7 @@ from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
 from megapipe.schedule.simulate import simulate
 
-__all__ = ["Report", "lower_bound", "search", "zb_auto"]
+__all__ = ["Candidate", "Report", "limits", "lower_bound", "search", "search_among", "zb_auto"]
 
 # Passes that a second of effort may place in the search, and what a move costs beside its own. Counted, not timed: the
 # result is the same on every machine. Measured on a core that is shared, so that 60 is a minute.
@@ -36,6 +37,15 @@ _START, _LONG_START = 0.2, 0.5
 _SPREADS, _LOOP_SPREADS = (0.3, 4.0, 0.05, 1.0), (4.0, 1.0, 4.0, 0.3)
 # Steps of one annealing; more are better spent on heating again.
 _LONG = 16_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement to search in, what its stages cost, and the most that each rank may hold."""
+
+    placement: Placement
+    costs: Costs
+    memory: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -64,31 +74,10 @@ class Report:
         )
 
 
-def zb_auto(
-    ranks: int,
-    microbatches: int,
-    *,
-    placement: str | None = None,
-    chunks: int | None = None,
-    costs: Costs = UNIT,
-    memory: float | tuple[float, ...] | None = None,
-    objective: str = "makespan",
-    effort: float = 4.0,
-    progress: Callable[[float], None] | None = None,
-) -> Schedule:
+def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
     """The best schedule that the search finds. Never worse than any schedule of the catalogue with one copy of
     the model that fits the memory and the placement, under the same costs; arguments as in `search`."""
-    return search(
-        ranks,
-        microbatches,
-        placement=placement,
-        chunks=chunks,
-        costs=costs,
-        memory=memory,
-        objective=objective,
-        effort=effort,
-        progress=progress,
-    ).schedule
+    return search(ranks, microbatches, **arguments).schedule
 
 
 def search(
@@ -115,28 +104,46 @@ def search(
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
     """
-    period = objective == "period"
     places = _placements(ranks, microbatches, placement, chunks, costs, objective)
-    problems = [problem(place, microbatches, costs, _limits(place, costs, memory), period) for place in places]
-    best = _contest(_possible(problems), costs, effort, progress or (lambda share: None))
-    schedule = decode(best.problem, best.found.orders, "zb-auto")
+    candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
+    return search_among(candidates, microbatches, objective=objective, effort=effort, progress=progress)
+
+
+def search_among(
+    candidates: Sequence[Candidate],
+    microbatches: int,
+    *,
+    objective: str = "makespan",
+    effort: float = 4.0,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """The same where each placement has its own costs, in the same units: the splits of one model.
+
+    Raises: ScheduleError if no candidate can hold one microbatch.
+    """
+    period = objective == "period"
+    problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
+    best = _contest(_possible(problems), effort, progress or (lambda share: None))
+    schedule, costs = decode(best.problem, best.found.orders, "zb-auto"), best.problem.costs
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
-        schedule = min([schedule, *_fitting(x, costs)], key=lambda made: _objective(made, costs, period))
+        for made in _fitting(x):
+            if _objective(made, x.costs, period) < _objective(schedule, costs, period):
+                schedule, costs = made, x.costs
     timeline = simulate(schedule, costs)
     least = timeline.period if period else timeline.makespan
-    bound = min(lower_bound(x.placement, microbatches, costs, x.memory, objective) for x in problems)
+    bound = min(lower_bound(x.placement, microbatches, x.costs, x.memory, objective) for x in problems)
     if schedule.placement == best.problem.placement:
         bound = best.bound
     distance = least / bound - 1 if bound else 0.0
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 
 
-def _fitting(of: Problem, costs: Costs) -> Iterator[Schedule]:
+def _fitting(of: Problem) -> Iterator[Schedule]:
     """The catalogue's schedules of this placement and memory under these costs."""
     place = of.placement
-    for made in fixed(place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, costs):
+    for made in fixed(place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs):
         if made.placement == place and all(
-            peak <= limit * (1 + 1e-9) for peak, limit in zip(simulate(made, costs).peak, of.memory, strict=True)
+            peak <= limit * (1 + 1e-9) for peak, limit in zip(simulate(made, of.costs).peak, of.memory, strict=True)
         ):
             yield replace(made, name="zb-auto")
 
@@ -144,7 +151,7 @@ def _fitting(of: Problem, costs: Costs) -> Iterator[Schedule]:
 def _objective(schedule: Schedule, costs: Costs, period: bool) -> float:
     time = simulate(schedule, costs)
     # A hair is no reason to leave what was found for another table.
-    return round(time.period if period else time.makespan, 9)
+    return float(f"{time.period if period else time.makespan:.12g}")
 
 
 @dataclass(frozen=True)
@@ -168,11 +175,11 @@ class _Entrant:
         return replace(self, found=found)
 
 
-def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Callable[[float], None]) -> _Entrant:
+def _contest(problems: list[Problem], seconds: float, progress: Callable[[float], None]) -> _Entrant:
     """Anneal many starts for a short time, the best of them longer, the very best longest."""
     random = Random(0)
     spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
-    entrants = _entrants(problems, costs, starts * seconds, random)
+    entrants = _entrants(problems, starts * seconds, random)
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
@@ -187,27 +194,27 @@ def _contest(problems: list[Problem], costs: Costs, seconds: float, progress: Ca
     return min(entrants, key=lambda x: x.found.length)
 
 
-def _entrants(problems: list[Problem], costs: Costs, seconds: float, random: Random) -> list[_Entrant]:
+def _entrants(problems: list[Problem], seconds: float, random: Random) -> list[_Entrant]:
     """Of each placement the best pattern and, if that is not optimal, other starts."""
     result = []
     for x in problems:
         objective = "period" if x.period else "makespan"
-        bound = lower_bound(x.placement, x.microbatches, costs, x.memory, objective)
+        bound = lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
         starts = patterns(x)[:1]
         if starts[0].length > bound * (1 + 1e-9):
-            starts += _starts(x, costs, seconds / len(problems), random)
+            starts += _starts(x, seconds / len(problems), random)
         spreads = _LOOP_SPREADS if _is_dealt(x.placement) else _SPREADS
         turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
         result += [_Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
     return result
 
 
-def _starts(full: Problem, costs: Costs, seconds: float, random: Random) -> list[Found]:
+def _starts(full: Problem, seconds: float, random: Random) -> list[Found]:
     """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
     few = _few(full)
     if full.microbatches >= 2 * few:
-        small = problem(full.placement, few, costs, full.memory, full.period)
-        return unroll(full, small, _contest([small], costs, seconds, lambda share: None).found)[:2]
+        small = problem(full.placement, few, full.costs, full.memory, full.period)
+        return unroll(full, small, _contest([small], seconds, lambda share: None).found)[:2]
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
     dealt = deals(full, tries // 6, random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
@@ -244,8 +251,8 @@ def _placements(
     return [p for p in places if all(len(x) == p.chain for x in by_stage)] or places
 
 
-def _limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | None) -> tuple[float, ...]:
-    """The limit of each rank."""
+def limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """The limit of each rank; without one that of 1F1B, p microbatches of the rank with the largest."""
     if isinstance(memory, tuple):
         if len(memory) != place.num_ranks:
             raise ScheduleError(
