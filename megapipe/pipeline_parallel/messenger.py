@@ -53,7 +53,8 @@ class Messenger:
         """Use every link of a placement once, in one order on all ranks.
 
         NCCL makes a communicator at first use; made lazily in the middle of a step, two ranks can wait for each other
-        in different ones. The barrier makes the axis' own, the messages those of rank pairs.
+        in different ones. With a device given to init_process_group, as the mesh does, the barrier and all messages
+        share the axis' one; without, each pair of ranks has its own.
         """
         self.pp.barrier()
         rank_of = placement.rank_of
