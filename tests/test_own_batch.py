@@ -12,11 +12,9 @@ from tiny import STYLES
 from examples.own_batch import SEAMS, More, forward_step, provider
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis
-from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.pretrain import Run
-from pretrain_gpt import forward_step as usual
 
 
 def in_float64(config, span, tp):
@@ -64,13 +62,3 @@ def test_weights_of_the_loss_and_a_vector_in_the_middle_train_as_by_plain_autogr
     assert found.keys() == dict(whole.named_parameters()).keys()
     for name, p in whole.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
-
-
-def test_without_seams_the_stages_in_the_middle_read_nothing():
-    def reads(mesh):
-        data = Counted(datasets().train, 0)
-        Run(settings, mesh, gpt_provider, usual, Datasets(data, None, None), 127, 0.0).step()
-        return data.reads
-
-    settings = config(STYLES["llama"], pp=4)
-    assert run_threads(reads, pp=4) == [8, 0, 0, 8]
