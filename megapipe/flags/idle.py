@@ -42,7 +42,7 @@ def _one_chunk(config: Config) -> bool:
     par = config.parallel
     chunks = par.num_layers_per_virtual_pipeline_stage or par.num_virtual_stages_per_pipeline_rank
     name = par.pipeline_schedule or ("interleaved" if chunks or par.pipeline_model_parallel_layout else "1f1b")
-    return not name.lower().startswith("interleaved")
+    return "interleaved" not in name.lower()
 
 
 _NOTHING_LOADED = "nothing is loaded"

@@ -30,7 +30,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs_file import load_costs
 
-GROUPED = ("interleaved", "interleaved-zb")
+GROUPED = ("interleaved", "interleaved-zb", "group-interleaved")
 """Schedules with groups of microbatches per chunk."""
 SEARCHED, COSTS = "zb-auto", "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"

@@ -57,6 +57,9 @@ def test_a_group_of_microbatches_passes_one_chunk_before_the_next():
     grouped = make_plan(config(f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4", 2)).schedule
     forwards = [step[0].stage for step in grouped.ranks[0] if str(step[0])[1:2] == "F"][:8]
     assert forwards == [0, 0, 0, 0, 2, 2, 2, 2]  # rank 0 has stages 0 and 2
+    assert "group-interleaved needs a microbatch_group_size_per_vp_stage from 1 to 2, got 4" in problems(
+        f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-schedule group-interleaved", 2
+    )
     assert "microbatch_group_size_per_vp_stage of at least 2" in problems(
         f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 1", 2
     )
