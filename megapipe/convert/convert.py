@@ -19,6 +19,7 @@ from megapipe.convert.checks import check_ours, check_theirs, notes
 from megapipe.convert.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.mapping import rules
 from megapipe.convert.tensors import SavedTensors, ShardWriter
+from megapipe.convert.vocabulary import token_ids, write_tokenizer
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
@@ -124,7 +125,7 @@ def export_checkpoint(
     vocab_size = vocab_size or _vocab_size(config)
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
     if beside is None:
-        content = to_huggingface(model, vocab_size)
+        content = to_huggingface(model, vocab_size) | token_ids(config)
     content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     content.pop("dtype", None)  # the newer name of torch_dtype; all versions of transformers read the older
     table = rules(model, content["model_type"], vocab_size)
@@ -141,13 +142,19 @@ def export_checkpoint(
                 writer.add(name, tensor.to(dtype))
         writer.close()
         progress(len(table), len(table))
+        missing = None
         if beside is not None:
             _copy_others(beside, out)
+        else:
+            settings = {"do_sample": False, **token_ids(config)}
+            commit.write_durably(out / "generation_config.json", json.dumps(settings, indent=2) + "\n")
+            missing = write_tokenizer(config, out)
         commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
         if target.exists():
             target.rmdir()
         out.rename(target)
-    return Converted(target, config, tuple(notes(content, model, vocab_size)), vocab_size)
+    without = () if missing is None else (f"no tokenizer is written: {missing}",)
+    return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size)
 
 
 def _exportable(folder: Path, target: Path) -> Config:

@@ -34,6 +34,11 @@ class BPETokenizer:
         self._library, self._specials, self.eod = library, specials, eod
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
 
+    def library(self) -> tokenizers.Tokenizer:
+        """A copy that encodes as this does when asked for special tokens."""
+        content = json.loads(self._library.to_str())
+        return tokenizers.Tokenizer.from_str(json.dumps(content | ({} if self._specials else {"post_processor": None})))
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=self._specials)[0].ids
         return ids

@@ -51,6 +51,11 @@ class SentencePieceTokenizer:
                 "Train one with tools/train_tokenizer.py."
             )
 
+    def proto(self) -> bytes:
+        """The model, serialised."""
+        content: bytes = self._model.serialized_model_proto()
+        return content
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
         return ids
