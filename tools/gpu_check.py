@@ -160,7 +160,7 @@ def _process(command: Sequence[str], log: Path, limit: float) -> str:
     if code == 0:
         return ""
     errors = [line.strip() for line in log.read_text().splitlines() if "Error" in line or "error:" in line]
-    why = "over its time limit" if code is None else f"exit status {code}"
+    why = f"over its time limit of {limit:.0f} s" if code is None else f"exit status {code}"
     return f"{why}: {errors[-1][:200]} ({log})" if errors else f"{why} ({log})"
 
 
