@@ -1,9 +1,12 @@
 # Sourced by the other scripts: a Python environment with megapipe and what it needs. Not run by itself.
 #
-# Uses the active virtual environment, else makes .venv beside this checkout. PYTHON names another interpreter.
+# Uses the active virtual or conda environment (not conda's base), else makes .venv beside this checkout. PYTHON names
+# another interpreter.
 # Installs torch's CPU build (pinned) where there is no GPU and leaves an installed torch >= 2.11 alone.
 
-if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+conda="${CONDA_PREFIX:-}"
+[ "${CONDA_DEFAULT_ENV:-}" != base ] || conda=""
+if [ -z "${VIRTUAL_ENV:-}$conda" ]; then
   if [ ! -x .venv/bin/python ]; then
     echo "== Making a virtual environment in .venv"
     "${PYTHON:-python3}" -m venv .venv
@@ -20,9 +23,10 @@ install_megapipe() { # install_megapipe EXTRAS: once per environment and pyproje
       echo "== Installing torch with CUDA (several GB)"
       python -m pip install "torch>=2.11"
     else
-      # Without this pin pip takes the newest build, with gigabytes of CUDA that a machine without a GPU cannot use.
-      echo "== Installing torch ${MEGAPIPE_TORCH:-2.13.0}, CPU build"
-      python -m pip install --progress-bar off "torch==${MEGAPIPE_TORCH:-2.13.0}"
+      # The general build brings gigabytes of CUDA. Linux' CPU builds are called +cpu, and not every index has them.
+      echo "== Installing torch ${MEGAPIPE_TORCH:-2.13.0}, its CPU build if pip's index has one"
+      python -m pip install --progress-bar off "torch==${MEGAPIPE_TORCH:-2.13.0}+cpu" ||
+        python -m pip install --progress-bar off "torch==${MEGAPIPE_TORCH:-2.13.0}"
     fi
   fi
   echo "== Installing megapipe$1"
