@@ -150,10 +150,8 @@ def export_checkpoint(
             commit.write_durably(out / "generation_config.json", json.dumps(settings, indent=2) + "\n")
             missing = write_tokenizer(config, out)
         commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
-        if target.exists():
-            target.rmdir()
-        out.rename(target)
-    without = () if missing is None else (f"no tokenizer is written: {missing}",)
+        out.replace(target)  # an empty folder gives way
+    without = [f"no tokenizer is written: {missing}"] if missing else []
     return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size)
 
 

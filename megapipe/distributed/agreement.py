@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from time import monotonic, sleep
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -16,6 +17,8 @@ from megapipe.errors import ConfigError
 
 SHOWN = 16
 """Ranks whose facts an error reads, beside the first's."""
+GRACE_S = 30.0
+"""How long the first rank keeps the store for others that still read."""
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
@@ -38,7 +41,7 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
     if count := store.add("differing", 0):
         ranks = [0, *sorted(int(store.get(f"differing {n}")) for n in range(1, min(count, SHOWN) + 1))]
         everyone = {r: json.loads(store.get(f"facts of {r}")) for r in ranks}
-        _all_here(store, "read", world_size)  # the store may live in a rank, which ends now
+        _leave_together(store, rank, world_size)
         raise ConfigError(_differences(everyone, count))
 
 
@@ -57,6 +60,14 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
             lines.append(f"{name} differs between ranks: {'; '.join(values)}")
     more = count - (len(everyone) - 1)
     return [*lines, f"and {more} more ranks differ from rank 0"] if more else lines
+
+
+def _leave_together(store: Store, rank: int, world_size: int) -> None:
+    """The store may live in the first rank, which therefore ends last: when all have read, they ask it nothing more."""
+    store.add("read", 1)
+    until = monotonic() + GRACE_S
+    while rank == 0 and store.add("read", 0) < world_size and monotonic() < until:
+        sleep(0.01)
 
 
 def _all_here(store: Store, name: str, world_size: int) -> None:
