@@ -25,10 +25,11 @@ def rank_main(rank, store, commands, results):
         if (pp, dp, tp) not in meshes:
             device_mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
-            def group(name, ranks):
+            def group(name, sets):
                 if name in ("pp", "dp", "tp"):
                     return device_mesh.get_group(name)
-                return dist.group.WORLD if name == "world" else dist.new_group(list(ranks))
+                groups = {ranks: dist.new_group(list(ranks)) for ranks in sets if name != "world"}
+                return next((group for ranks, group in groups.items() if rank in ranks), dist.group.WORLD)
 
             meshes[pp, dp, tp] = build_mesh(rank_grid((pp, dp, tp)), rank, CPU, group, device_mesh)
         return meshes[pp, dp, tp]

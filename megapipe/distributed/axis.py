@@ -44,6 +44,7 @@ class Axis:
         group: communicator; None where size is 1.
         device: where its tensors live.
         shared: a faster way between CPU ranks of one host, where there is one.
+        links: of a pipeline over NCCL, communicators of the same ranks for messages of one way, see `links`.
     """
 
     rank: int = 0
@@ -52,6 +53,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     device: torch.device = CPU
     shared: SharedMemory | None = None
+    links: tuple[dist.ProcessGroup, ...] = ()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine x over the axis in place and return it. op: sum, max or min."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,10 +22,13 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.agreement import agree
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of
+from megapipe.distributed.links import num_links
 from megapipe.distributed.meeting import meet
 from megapipe.distributed.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.errors import ConfigError
+
+Sets = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ class ProcessMesh:
         Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
 
         Args:
-            shares: which of `ends` and `twins` share weights (Plan.shares). Each costs a call of the whole world per
-                pair of ranks: 64 and 512 of them at tp 8, pp 16, dp 8.
+            shares: which of `ends` and `twins` share weights (Plan.shares), and need groups.
             facts: what must be the same on all ranks, see `agreement.agree`.
         Raises: ConfigError if the ranks do not meet in time, or their facts differ.
         """
@@ -125,12 +127,13 @@ class ProcessMesh:
         grid = rank_grid((pp, world_size // (tp * pp), tp), dp_last=parallel.use_tp_pp_dp_mapping)
         device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "tp"))
 
-        def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
             if name in ("tp", "dp", "pp"):
-                return device_mesh.get_group(name) if rank in ranks else None
-            return dist.group.WORLD if name == "world" else dist.new_group(list(ranks), timeout=timeout)
+                return device_mesh.get_group(name)
+            return dist.group.WORLD if name == "world" else _groups(sets, rank, device, timeout)
 
-        mesh = replace(build_mesh(grid, rank, device, make_group, device_mesh, shares), store=store)
+        one_way = num_links(pp) if backend_of(device) == "nccl" else 0
+        mesh = replace(build_mesh(grid, rank, device, make_group, device_mesh, shares, one_way), store=store)
         mesh.set_timeout(timeout.total_seconds())
         return mesh.activate()
 
@@ -143,8 +146,9 @@ class ProcessMesh:
         # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
         timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
         for axis in (self.tp, self.dp, self.pp, self.world, self.ends, self.twins):
-            if axis.group is not None:
-                dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
+            for group in (axis.group, *axis.links):
+                if group is not None:
+                    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -164,25 +168,41 @@ def rank_grid(shape: tuple[int, int, int], *, dp_last: bool = False) -> torch.Te
     return ranks.view(dp, pp, tp).transpose(0, 1).contiguous() if dp_last else ranks.view(shape)
 
 
+def _groups(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of the set with this rank: every rank of the world calls it, with all sets.
+
+    NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
+    world would take part in each. A gloo group concerns its members alone.
+    """
+    if backend_of(device) == "nccl":
+        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
+    groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
+    return next((group for ranks, group in groups.items() if rank in ranks), None)
+
+
 def build_mesh(
     grid: torch.Tensor,
     rank: int,
     device: torch.device,
-    make_group: Callable[[str, tuple[int, ...]], dist.ProcessGroup | None],
+    make_group: Callable[[str, Sets], dist.ProcessGroup | None],
     device_mesh: DeviceMesh | None = None,
     shares: Collection[str] = ("ends", "twins"),
+    one_way: int = 0,
 ) -> ProcessMesh:
-    """The mesh of one rank of a grid; `make_group` is called for every group of the grid, in one order."""
+    """The mesh of one rank of a grid.
+
+    Args:
+        make_group: (name, sets of ranks that share no rank) -> the group of this rank's set, or None if it is in none.
+            All ranks call it as often and in one order.
+        one_way: how many links a pipeline has, see `links.num_links`.
+    """
     shape = grid.shape
 
-    def axis(name: str, sets: Iterable[Iterable[int]]) -> Axis:
-        mine = Axis(ranks=(rank,), device=device)
-        for ranks in map(tuple, sets):
-            if len(ranks) > 1:
-                group = make_group(name, ranks)
-                if rank in ranks:
-                    mine = Axis(ranks.index(rank), len(ranks), ranks, group, device)
-        return mine
+    def axis(name: str, sets: Iterable[Sequence[int]]) -> Axis:
+        shared = [tuple(ranks) for ranks in sets if len(ranks) > 1]
+        group = make_group(name, shared) if shared else None
+        mine = next((ranks for ranks in shared if rank in ranks), None)
+        return Axis(mine.index(rank), len(mine), mine, group, device) if mine else Axis(ranks=(rank,), device=device)
 
     def along(dim: int) -> list[list[int]]:
         return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
@@ -190,13 +210,14 @@ def build_mesh(
     pipelines, position = along(0), Position()
     ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
     twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]
-    tp = axis("tp", along(2))
+    tp, pp = axis("tp", along(2)), axis("pp", pipelines)
+    links = [axis(f"link{number}", pipelines).group for number in range(one_way)]
     if tp.group is not None and device == CPU:
         tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json, position))
     return ProcessMesh(
         tp=tp,
         dp=axis("dp", along(1)),
-        pp=axis("pp", pipelines),
+        pp=replace(pp, links=tuple(group for group in links if group is not None)),
         world=axis("world", [range(grid.numel())]),
         ends=axis("ends", ends if "ends" in shares else ()),
         twins=axis("twins", twins if "twins" in shares else ()),

@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from megapipe.distributed.position import Position
 from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.transport import InFlight
-from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
+from megapipe.pipeline_parallel.transport import Ahead, InFlight
+from megapipe.schedule import Exchange, Kind, Message, Pass, Placement, Program
 from megapipe.schedule.kinds import Lane, Where
 
 
@@ -134,7 +134,7 @@ def execute(
 
 
 @lru_cache(maxsize=64)
-def _plan(program: Program, placement: Placement, rank: int, ahead: int) -> _Plan:
+def _plan(program: Program, placement: Placement, rank: int, ahead: Ahead) -> _Plan:
     """The program with everything looked up that does not change from step to step."""
     items = _receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
@@ -164,19 +164,23 @@ def _awaited(item: Pass, beside: Sequence[Pass]) -> Iterator[Pass]:
         yield from (p for p in beside if need.made in p.kind.rule.makes and (p.stage == item.stage or not own))
 
 
-def _receive_ahead(program: Program, rank: int, ahead: int) -> Program:
-    """The same program, each receive posted where the one `ahead` places before it stood; sends stay where they are.
+def _receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
+    """The same program, each receive posted where the one `ahead` places before it stood; the rest stays where it is.
 
     Safe where posting a receive blocks nothing: each link keeps its order, and no send waits longer.
     """
-    if not ahead:
+    if not ahead.places:
         return program
-    incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if m.dst == rank)
-    items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead)))]
+
+    def early(m: Message) -> bool:
+        return m.dst == rank and m.src in ahead.peers
+
+    incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if early(m))
+    items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead.places)))]
     for item in program:
         if isinstance(item, Exchange):
-            outgoing = tuple(m for m in item.messages if m.src == rank)
-            item = Exchange((*outgoing, *islice(incoming, len(item.messages) - len(outgoing))))
+            rest = tuple(m for m in item.messages if not early(m))
+            item = Exchange((*rest, *islice(incoming, len(item.messages) - len(rest))))
         items.append(item)
     return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
 

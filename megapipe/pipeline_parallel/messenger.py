@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.transport import InFlight, Op, Shape, Transport
+from megapipe.pipeline_parallel.transport import Ahead, InFlight, Op, Shape, Transport
 from megapipe.schedule import Message, Pass, Placement
 
 
@@ -45,16 +45,15 @@ class Messenger:
         self.sends: deque[tuple[Message, InFlight]] = deque()
 
     @property
-    def receives_ahead(self) -> int:
-        """How many receives may be posted before their turn; one of unknown size cannot be."""
-        return 0 if self.variable_seq_lengths else self.transport.receives_ahead
+    def receives_ahead(self) -> Ahead:
+        """Which receives may be posted before their turn; one of unknown size cannot be."""
+        return Ahead(0, frozenset()) if self.variable_seq_lengths else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
         """Use every link of a placement once, in one order on all ranks.
 
-        NCCL makes a communicator at first use; made lazily in the middle of a step, two ranks can wait for each other
-        in different ones. With a device given to init_process_group, as the mesh does, the barrier and all messages
-        share the axis' one; without, each pair of ranks has its own.
+        NCCL connects two ranks of a communicator at their first message; done in the middle of a step, two ranks can
+        wait for each other in different ones.
         """
         self.pp.barrier()
         rank_of = placement.rank_of

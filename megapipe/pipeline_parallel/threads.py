@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
+from megapipe.distributed.mesh import ProcessMesh, Sets, build_mesh, rank_grid
 
 T = TypeVar("T")
 
@@ -33,8 +33,9 @@ def run_threads(
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def rank_main(rank: int) -> None:
-        def make_group(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-            if rank not in ranks:
+        def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
+            ranks = next((ranks for ranks in sets if rank in ranks), None)
+            if ranks is None:
                 return None
             prefix = PrefixStore(f"{name}{ranks}", store)
             position, size = ranks.index(rank), len(ranks)

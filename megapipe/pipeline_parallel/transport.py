@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.links import link
 
 Shape = Sequence[int]
 
@@ -53,6 +54,13 @@ class Op(NamedTuple):
     tag: int = 0
 
 
+class Ahead(NamedTuple):
+    """How many receives may be posted before their turn, and from which ranks."""
+
+    places: int
+    peers: frozenset[int]
+
+
 class InFlight:
     """A tensor that may still be on its way."""
 
@@ -79,19 +87,25 @@ class Transport:
 
     Args:
         pp: the pipeline axis; its group may be a bare ProcessGroup that torch.distributed does not know (threads).
+            Where it has links, plain messages between neighbours go over these.
     """
 
     def __init__(self, pp: Axis, mode: str = P2PMode.PLAIN) -> None:
         self.pp, self.mode = pp, P2PMode(mode)
 
     @property
-    def receives_ahead(self) -> int:
-        """How many receives may be posted before their turn.
+    def receives_ahead(self) -> Ahead:
+        """What may be posted before its turn.
 
-        Over gloo a message whose receive is there saves a round trip. On a GPU a waiting receive holds an SM and, on a
-        shared communicator, whatever is posted behind it; and a batch must stay together.
+        Over gloo a message whose receive is there saves a round trip. Over NCCL a transfer begins when the passes that
+        were enqueued before it are over: posted one place early it runs beside a pass. That needs a communicator of one
+        way, as it holds up what is posted behind it; and a batch must stay together.
         """
-        return 4 if self.mode is P2PMode.PLAIN and self.pp.device.type == "cpu" else 0
+        if self.mode is not P2PMode.PLAIN:
+            return Ahead(0, frozenset())
+        if self.pp.device.type == "cpu":
+            return Ahead(4, frozenset(range(self.pp.size)))
+        return Ahead(1, frozenset(peer for peer in range(self.pp.size) if self._link(peer, self.pp.rank) is not None))
 
     def post(self, ops: list[Op]) -> Sequence[Handle]:
         """Start the operations, in their order as far as the mode has one; a handle for each."""
@@ -105,9 +119,13 @@ class Transport:
 
     def one(self, op: Op) -> Handle:
         """Start one operation."""
-        group = self.pp.group
+        group = (self._link(self.pp.rank, op.peer) if op.sends else self._link(op.peer, self.pp.rank)) or self.pp.group
         assert group is not None
         return (group.send if op.sends else group.recv)([op.tensor], op.peer, op.tag)
+
+    def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
+        number = link(src, dst, self.pp.size) if self.pp.links else None
+        return None if number is None else self.pp.links[number]
 
     def _batch(self, ops: list[Op]) -> Sequence[Handle]:
         if self.pp.device.type != "cuda":  # gloo coalesces nothing, and P2POp refuses groups of threads

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 
 import pytest
 import torch
 
 from megapipe.distributed.axis import CPU
+from megapipe.distributed.links import link, num_links
 from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
 
 
-@pytest.mark.parametrize("shares, calls", [({"ends", "twins"}, 64 + 512), ({"ends"}, 64), ((), 0)])
-def test_groups_of_pairs_of_ranks_are_made_only_for_what_they_share(shares, calls):
+@pytest.mark.parametrize("shares", [{"ends", "twins"}, {"ends"}, ()])
+def test_all_groups_of_a_name_are_made_in_one_call_and_only_for_what_is_shared(shares):
     """tp 8 x dp 8 x pp 16: 64 pipelines; the other groups are those of torch's device mesh and the world."""
-    made: Counter[str] = Counter()
-    mesh = build_mesh(rank_grid((16, 8, 8)), 0, CPU, lambda name, ranks: made.update([name]), shares=shares)
-    assert made["ends"] + made["twins"] == calls
-    assert [made[name] for name in ("tp", "dp", "pp", "world")] == [128, 128, 64, 1]
+    made: list[tuple[str, int]] = []
+    mesh = build_mesh(
+        rank_grid((16, 8, 8)), 0, CPU, lambda name, sets: made.append((name, len(sets))), shares=shares, one_way=4
+    )
+    pairs = {"ends": 64, "twins": 512}
+    links = [(f"link{number}", 64) for number in range(4)]
+    assert sorted(made) == sorted(
+        [("tp", 128), ("dp", 128), ("pp", 64), ("world", 1), *links, *((name, pairs[name]) for name in shares)]
+    )
     assert (mesh.ends.size, mesh.twins.size) == (1 + ("ends" in shares), 1 + ("twins" in shares))
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_on_a_ring_every_link_of_a_rank_has_one_neighbour_and_one_way(size):
+    ways = {(r, (r + step) % size) for r in range(size) for step in (1, -1)}
+    used: dict[tuple[int, int | None], set[tuple[int, int]]] = {}
+    for src, dst in ways:
+        for rank in (src, dst):
+            used.setdefault((rank, link(src, dst, size)), set()).add((src, dst))
+    assert all(len(pairs) == 1 for pairs in used.values())
+    assert {number for _, number in used} == set(range(num_links(size)))
+    assert all(
+        link(src, dst, size) is None for src, dst in itertools.permutations(range(size), 2) if (src, dst) not in ways
+    )
 
 
 def test_every_axis_of_a_process_alone_is_on_its_device():

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.links import link
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
+from megapipe.pipeline_parallel.transport import Ahead, Op, P2PMode, Transport
 from megapipe.schedule import Kind, Placement, Schedule, lower, unpaired
 
 
@@ -83,8 +84,8 @@ class Rendezvous(Transport):
         self.wires, self.both = wires, both
 
     @property
-    def receives_ahead(self) -> int:
-        return 0 if self.both else super().receives_ahead
+    def receives_ahead(self) -> Ahead:
+        return Ahead(0, frozenset()) if self.both else super().receives_ahead
 
     def one(self, op: Op) -> Done:
         if op.sends:
@@ -97,6 +98,50 @@ class Rendezvous(Transport):
         if self.both:
             assert arrived.wait(20)
         return Done(arrived)
+
+
+class Queues(Transport):
+    """Communicators of one way as NCCL runs them: each does one operation at a time, a send until its receive has it.
+
+    Ranks hand over where both have come to the operation; receives are posted one place ahead.
+    """
+
+    def __init__(self, pp: Axis, mode: str, wires: Wires) -> None:
+        super().__init__(pp, mode)
+        self.wires = wires
+        self.lanes: dict[int, queue.SimpleQueue[tuple[Op, threading.Event] | None]] = {}
+
+    @property
+    def receives_ahead(self) -> Ahead:
+        return Ahead(1, frozenset(r for r in range(self.pp.size) if link(r, self.pp.rank, self.pp.size) is not None))
+
+    def one(self, op: Op) -> Done:
+        ends = (self.pp.rank, op.peer) if op.sends else (op.peer, self.pp.rank)
+        lane = link(*ends, self.pp.size)
+        assert lane is not None
+        if lane not in self.lanes:
+            self.lanes[lane] = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self.lanes[lane],), daemon=True).start()
+        done = threading.Event()
+        self.lanes[lane].put((op, done))
+        return Done(done)
+
+    def _run(self, lane: queue.SimpleQueue[tuple[Op, threading.Event] | None]) -> None:
+        while (posted := lane.get()) is not None:
+            op, done = posted
+            if op.sends:
+                taken = threading.Event()
+                self.wires.links[self.pp.rank, op.peer].put((op.tensor, taken))
+                assert taken.wait(20)
+            else:
+                tensor, taken = self.wires.links[op.peer, self.pp.rank].get(timeout=20)
+                op.tensor.copy_(tensor)
+                taken.set()
+            done.set()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.put(None)
 
 
 class Done:

@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
 from megapipe.schedule import SCHEDULES, Schedule, ScheduleError, build
 
-from .relay import Done, Rendezvous, Void, Wires, relay
+from .relay import Done, Queues, Rendezvous, Void, Wires, relay
 
 RANKS = [2, 3, 4, 8]
 RANKS_AND_MODES = [(p, mode) for mode in P2PMode for p in RANKS if p < 8 or mode is P2PMode.PLAIN]
@@ -57,6 +57,19 @@ def test_every_schedule_completes_where_sends_wait_for_their_receives(p, mode, b
             for variable in (False, True):
                 wire = wires[schedule.name]
                 relay(mesh, schedule, Rendezvous(mesh.pp, mode, wire, both=both), variable=variable)
+
+    run_threads(body, pp=p, timeout_s=30)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_every_schedule_completes_on_serial_links_with_receives_posted_ahead(p):
+    wires = {schedule.name: Wires() for schedule in every_schedule(p)}
+
+    def body(mesh: ProcessMesh) -> None:
+        for schedule in every_schedule(p):
+            transport = Queues(mesh.pp, P2PMode.PLAIN, wires[schedule.name])
+            relay(mesh, schedule, transport)
+            transport.close()
 
     run_threads(body, pp=p, timeout_s=30)
 
