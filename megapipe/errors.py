@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "ScheduleError", "TrainingError", "UserError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "RanksDiffer", "ScheduleError", "TrainingError", "UserError"]
 
 
 class UserError(Exception):
     """Something the user can change. `problems` holds one complete text each; all are shown at once."""
+
+    exit_code = 2
+    """Of the process. 2: a restart meets the same again."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -37,4 +40,12 @@ class ScheduleError(UserError, ValueError):
 
 
 class TrainingError(UserError):
-    """A run that went wrong while training: a number that is not finite, ranks that are not in one place."""
+    """Numbers of a training that cannot be right, and were the same twice; Megatron-LM's exit code for it."""
+
+    exit_code = 17
+
+
+class RanksDiffer(TrainingError):
+    """Ranks that should have the same numbers have not: go on from the last checkpoint; Megatron-LM's exit code."""
+
+    exit_code = 16

@@ -99,6 +99,8 @@ class CheckpointConfig:
     """Keep checkpoints of every so many steps and the newest; remove others once a newer one is complete."""
     save_keep_last: int | None = None
     """Keep so many of the newest checkpoints; remove others, but those of --save-retain-interval."""
+    save_failure: Literal["stop", "continue"] = "stop"
+    """What becomes of the run when a checkpoint cannot be saved; continue: an alarm, and the next save tries again."""
     load: str | None = None
     """Folder to resume from; without a checkpoint in it the run starts fresh."""
     exit_on_missing_checkpoint: bool = False

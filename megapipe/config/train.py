@@ -118,6 +118,12 @@ class TrainConfig:
     """Every so many steps compare a hash of all weights over their replicas, and stop if they differ."""
     no_check_for_nan_in_loss_and_grad: bool = False
     """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
+    rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
+    """validate_results: a step that is not finite is run a second time before the run stops for it."""
+    check_for_spiky_loss: bool = False
+    """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
+    max_bad_iterations_in_a_row: int = 10
+    """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls."""
     override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
     use_checkpoint_opt_param_scheduler: Annotated[bool, arg(name="use-checkpoint-opt_param-scheduler")] = False

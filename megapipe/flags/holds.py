@@ -84,7 +84,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "optimizer state is split over all data-parallel ranks, which is less",
     ),
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
-    ("rerun-mode", ("disabled", "validate_results"), "a step that is not finite stops the run; none is run twice"),
     # overlap, collectives, memory
     ("overlap-param-gather-with-optimizer-step", _SWITCH, "stages are updated together, when the norm is known"),
     ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),

@@ -49,9 +49,10 @@ _NOTHING_LOADED = "nothing is loaded"
 _DYNAMIC = "a dynamic loss scale (--fp16 without --loss-scale)"
 
 IDLE: tuple[Idle, ...] = (
-    Idle("checkpoint", "save_interval", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
-    Idle("checkpoint", "save_retain_interval", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
-    Idle("checkpoint", "save_keep_last", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
+    *(
+        Idle("checkpoint", name, "--save", lambda c: not c.checkpoint.save, "nothing is saved")
+        for name in ("save_interval", "save_retain_interval", "save_keep_last", "save_failure")
+    ),
     Idle("checkpoint", "no_load_optim", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),

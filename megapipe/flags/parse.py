@@ -80,7 +80,7 @@ def to_flags(config: object) -> list[str]:
 
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
-    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with status 2; 130 after Ctrl-C."""
+    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with its code; 130 after Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"{program()}: interrupted\n" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
         sys.exit(130)
@@ -89,7 +89,7 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
         time.sleep(5)
     sys.stderr.write(f"{program()}: error: {error}\n")
     sys.stderr.flush()
-    sys.exit(2)
+    sys.exit(error.exit_code)
 
 
 def program() -> str:

@@ -9,6 +9,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
 from megapipe.training.checkpoint import find_checkpoint
+from megapipe.training.log import banner
 from megapipe.training.together import on_first, share_of, together
 
 
@@ -37,8 +38,8 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
         aside = on_first(mesh, lambda: _set_aside(config, sound, damaged))
         if mesh.world.rank == 0:
             lost = commit.iteration_of(damaged[0]) - commit.iteration_of(path)
-            text = "\n  ".join([*found, f"going on from {path}: {lost} iterations are lost{aside}"])
-            print(f"{'=' * 24} WARNING: DAMAGED CHECKPOINT {'=' * 24}\n  {text}\n{'=' * 76}", flush=True)
+            going_on = f"going on from {path}: {lost} iterations are lost{aside}"
+            print(banner("WARNING: DAMAGED CHECKPOINT", *found, going_on), flush=True)
     return path
 
 

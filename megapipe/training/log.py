@@ -94,6 +94,12 @@ def arguments(config: Config) -> str:
     return "\n".join([f"{dashes} arguments {dashes}", *rows, f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
+def banner(title: str, *lines: str) -> str:
+    """What nobody should overlook."""
+    rule = "=" * 24
+    return "\n  ".join([f"{rule} {title} {rule}", *lines]) + "\n" + "=" * (50 + len(title))
+
+
 class TensorBoard:
     """Scalars under Megatron's tags, by iteration and by samples. Does nothing without --tensorboard-dir.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from megapipe.distributed.device import (
     versions,
 )
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.models.build import build_stage
 from megapipe.models.layer import compile_layers
 from megapipe.models.overrides import inline
@@ -47,9 +47,9 @@ from megapipe.training.checkpoint import (
     save_checkpoint,
 )
 from megapipe.training.fallback import newest_sound
-from megapipe.training.finite import stop_if_not_finite
+from megapipe.training.guard import Guard
 from megapipe.training.lock import one_run
-from megapipe.training.log import arguments
+from megapipe.training.log import arguments, banner
 from megapipe.training.ownership import check_ownership
 from megapipe.training.profile import Profiler
 from megapipe.training.progress import Progress
@@ -59,7 +59,7 @@ from megapipe.training.report import Reporter
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.seams import Seams
-from megapipe.training.signals import ExitSignal
+from megapipe.training.signals import Stopping
 from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 
@@ -84,7 +84,8 @@ def pretrain(
             `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss that do not ask.
         datasets: gives the datasets: items are token ids or, with more fields, arrays by name.
         seams: groups of parameters, a learning-rate curve, callbacks, stages that read; see docs/extending.md.
-    Raises: UserError with a text for the user, before any process group exists where that is possible.
+    Raises: UserError with a text for the user, before any process group exists where that is possible; SystemExit(75)
+        if the run was asked to stop before its end (docs/troubleshooting.md).
     """
     if config.check.check:
         check(config)
@@ -112,9 +113,12 @@ def pretrain(
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
-            Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams).train()
+            run = Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
+            exit_code = run.train()
     finally:
         mesh.close()
+    if exit_code:
+        sys.exit(exit_code)
 
 
 class Run:
@@ -169,16 +173,17 @@ class Run:
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = self._resume()
+        self.guard, self.last_saved = Guard(config.train, self.say), self.progress.iteration
         self.batches_at = self.reading.training(data.train, self.progress)
         if config.checkpoint.save:
             size = plan.saved_bytes(parameters, optimizer=not config.checkpoint.no_save_optim)
             check_save(config.checkpoint.save, self.progress.iteration, mesh, size)
 
-    def train(self) -> None:
-        """From where the run is to its last iteration."""
+    def train(self) -> int:
+        """From where the run is to its last iteration, or until it is to stop. Returns: the process's exit code."""
         config, progress, seams = self.config, self.progress, self.seams
-        self.signal = ExitSignal(config.train.exit_signal if config.train.exit_signal_handler else None)
-        last_saved = began = progress.iteration
+        stopping = Stopping(config.train, self.mesh, self.started)
+        began = progress.iteration
         self.report.pause()
         last = progress.last_iteration(config)
         while progress.iteration < last:
@@ -190,33 +195,34 @@ class Run:
             if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
             self.report.iteration(result, progress, self.rate(), self.optimizer)
-            stop_if_not_finite(result, config.train, progress.iteration, last_saved)
             if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
                 self.check_replicas(after=progress.iteration)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
                 self.report.pause()
             if (every := config.checkpoint.save_interval) and progress.iteration % every == 0:
-                last_saved = self._save()
+                self._save()
                 self.report.pause()
-            if reason := self._exit_reason():
+            if reason := stopping.reason(progress.iteration):
                 self.say(reason)
                 break
         self.profiler.close()
-        if config.checkpoint.save and last_saved != progress.iteration:
-            self._save()
+        if config.checkpoint.save and self.last_saved != progress.iteration:
+            self._save(last=True)
         if progress.iteration >= last and config.data.eval_interval:
             self._evaluate(self.valid, f"iteration {progress.iteration} on validation set")
             self._evaluate(self.test, f"iteration {progress.iteration} on test set", consumed=0)
         self.report.close()
-        self.signal.close()
+        stopping.signal.close()
+        return stopping.exit_code if progress.iteration < last else 0
 
     def step(self) -> StepResult:
         """One iteration of training."""
         progress, size = self.progress, self.config.global_batch_size
         consumed = progress.consumed_train_samples
         self.optimizer.weight_decay = weight_decay(self.lr, progress.scheduled_samples)
-        result = train_step(
+        run = partial(
+            train_step,
             self.pipeline,
             self.optimizer,
             self.batches_at(consumed),
@@ -225,6 +231,9 @@ class Run:
             ends_lr=decoupled_rate(self.lr, progress.scheduled_samples, self.config.train),
             loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
+        )
+        result = self.guard.step(
+            lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.last_saved
         )
         progress.iteration += 1
         progress.consumed_train_samples += size
@@ -272,27 +281,20 @@ class Run:
             progress = Progress.after(loaded, self.config.train)
         return progress
 
-    def _save(self) -> int:
+    def _save(self, *, last: bool = False) -> None:
         directory, n = self.config.checkpoint.save, self.progress.iteration
         assert directory is not None
         self.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
         state = dataclasses.asdict(self.progress)
         self.optimizer.settle()
-        save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
+        try:
+            save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
+        except CheckpointError as error:
+            if last or self.config.checkpoint.save_failure == "stop":
+                raise
+            going_on = f"going on from iteration {self.last_saved}'s checkpoint alone until the next save"
+            self.say(banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, f"{going_on} (--save-failure continue)"))
+            return
         self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
+        self.last_saved = n
         self.seams.tell("on_save", self, n)
-        return n
-
-    def _exit_reason(self) -> str | None:
-        """Why to stop early, agreed over all ranks."""
-        train, n = self.config.train, self.progress.iteration
-        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
-            mine = [(time.monotonic() - self.started) / 60, float(self.signal.received)]
-            longest, signalled = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
-            if signalled:
-                return f"[exiting program after receiving {train.exit_signal}]"
-            if train.exit_duration_in_mins is not None and longest > train.exit_duration_in_mins:
-                return f"[exiting program after {longest} minutes]"
-        if train.exit_interval and n % train.exit_interval == 0:
-            return f"[exiting program at iteration {n}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
-        return None

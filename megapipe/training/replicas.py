@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError, TrainingError
+from megapipe.errors import ConfigError, RanksDiffer
 
 
 def check_replicas(
@@ -23,7 +23,7 @@ def check_replicas(
 
     Args:
         after: iterations that were trained; None at the start.
-    Raises: ConfigError on every rank, with the names of those that differ; TrainingError after an iteration.
+    Raises: ConfigError on every rank, with the names of those that differ; RanksDiffer after an iteration.
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
     tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
@@ -45,7 +45,7 @@ def check_replicas(
             "\n      Let the model provider draw initial values by torch's functions alone, the same on every rank "
             "(not by random, numpy or the rank), or give the parameter a Layout."
         )
-    raise TrainingError(
+    raise RanksDiffer(
         f"replicas of the model differ after iteration {after}:{names}"
         "\n      They had equal gradients and updates: a device or its memory may be at fault. The last checkpoint is "
         "sound if they were equal then."

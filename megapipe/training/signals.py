@@ -1,9 +1,45 @@
-"""A signal that asks the run to save and leave, as a cluster's scheduler sends before it takes the machine away."""
+"""Ends before the last iteration: a signal, as a cluster sends before it takes the machine away, and flags."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from datetime import datetime
 from types import FrameType
+
+import torch
+
+from megapipe.config import TrainConfig
+from megapipe.distributed.mesh import ProcessMesh
+
+STOPPED = 75
+"""Exit code of a run that was asked to stop, has saved and can go on (EX_TEMPFAIL of sysexits.h)."""
+
+
+class Stopping:
+    """When a run is to stop. `exit_code`: of the process then."""
+
+    def __init__(self, train: TrainConfig, mesh: ProcessMesh, started: float) -> None:
+        self.train, self.mesh, self._started = train, mesh, started
+        self.signal = ExitSignal(train.exit_signal if train.exit_signal_handler else None)
+        self.exit_code = 0
+
+    def reason(self, iteration: int) -> str | None:
+        """Why to stop after an iteration, agreed over all ranks."""
+        train = self.train
+        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
+            mine = [(time.monotonic() - self._started) / 60, float(self.signal.received)]
+            longest, signalled = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
+            over = train.exit_duration_in_mins is not None and longest > train.exit_duration_in_mins
+            if signalled or over:
+                # torchrun would take it for a failure and, with --max-restarts, start the run again.
+                self.exit_code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else STOPPED
+                after = f"receiving {train.exit_signal}" if signalled else f"{longest} minutes"
+                return f"[exiting program after {after}]"
+        if train.exit_interval and iteration % train.exit_interval == 0:
+            return f"[exiting program at iteration {iteration}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
+        return None
 
 
 class ExitSignal:

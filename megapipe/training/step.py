@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ class StepResult:
         tokens: trained tokens of the global batch: the second of three values of loss_func, 0 if it returns two.
         skipped: nothing was updated, because the loss or the gradient was not finite.
         finite: every loss that was differentiated, whatever was reported.
+        spiked: skipped because a loss is above its limit.
     """
 
     losses: dict[str, float]
@@ -46,6 +48,7 @@ class StepResult:
     skipped: bool
     num_zeros: int | None = None
     finite: bool = True
+    spiked: bool = False
 
 
 class Pipeline:
@@ -197,12 +200,20 @@ def train_step(
     loss_scale: float = 1.0,
     count_zeros: bool = False,
     ends_lr: float | None = None,
+    limits: Mapping[str, float] = MappingProxyType({}),
 ) -> StepResult:
-    """Forward, backward, reduce, clip, update. ends_lr: the rate of word embeddings and output head, `lr` if None."""
+    """Forward, backward, reduce, clip, update. Run again after a step that was skipped it does the same.
+
+    Args:
+        ends_lr: the rate of word embeddings and output head, `lr` if None.
+        limits: nothing is updated if a loss of this name is above.
+    """
     optimizer.zero_grad()
     totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale, optimizer=optimizer)
     if not totals.finite:
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False)
+    if above(totals.means, limits):
+        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True)
     per_token = pipeline.config.train.calculate_per_token_loss
     scale = 1 / max(totals.tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
     position = pipeline.mesh.position
@@ -210,6 +221,11 @@ def train_step(
     info = optimizer.step(lr, scale / loss_scale, count_zeros, ends_lr)
     position.leave()
     return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros)
+
+
+def above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
+    """Is any loss above its limit?"""
+    return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 
 
 def evaluate(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import TrainingError
+from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.loss import Loss
 
 _BITS = 26
@@ -60,7 +60,7 @@ class Adder:
         Args:
             losses: of this rank's microbatches; none where the loss is not.
             consumed, evaluate: where this rank is in the data and what it does there.
-        Raises: TrainingError if ranks are at different places: they would add up different steps unnoticed.
+        Raises: RanksDiffer if ranks are at different places: they would add up different steps unnoticed.
         """
         mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
         reported = {name for loss in mine for name in loss.reported}
@@ -75,7 +75,7 @@ class Adder:
             *pairs, (tokens, broken), (places, changed), (low, high) = rows.tolist()
             # Cauchy-Schwarz: equal for equal numbers alone
             if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
-                raise TrainingError(_at_different_places(self.mesh.world.gather_json(consumed)))
+                raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
             if not changed:
                 return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
             names = None

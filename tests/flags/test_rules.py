@@ -36,7 +36,7 @@ def test_an_accepted_flag_with_another_value_is_refused():
         "--context-parallel-size 2: only 1 is implemented (there is no context parallelism yet)"
     )
     assert problem("--use-mcore-models", "true") == "--use-mcore-models takes no value, got true"
-    assert problem("--rerun-mode") == "--rerun-mode takes one value, got none"
+    assert problem("--dist-ckpt-format") == "--dist-ckpt-format takes one value, got none"
     assert problem("--exp-avg-dtype", "bf16").startswith("--exp-avg-dtype bf16: only fp32 is implemented")
 
 
@@ -144,6 +144,8 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
         "--save-keep-last",
+        "--save-failure",
+        "--max-bad-iterations-in-a-row",
         "--check",
         "--check-paths",
         "--world-size",

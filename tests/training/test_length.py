@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import short_run
@@ -16,9 +18,10 @@ from megapipe.config import CheckpointConfig, Config, LogConfig
 from megapipe.data.build import Datasets
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import DataError
+from megapipe.errors import CheckpointError, DataError
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.training.commit import iterations_in
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
 
@@ -185,3 +188,21 @@ def test_a_failed_start_leaves_no_folder(tmp_path):
     with pytest.raises(DataError):
         run(replace(config(train_iters=10), checkpoint=flags), train=Reads(3))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_checkpoint_that_does_not_fit_ends_the_run_or_is_told_and_tried_again(tmp_path, capsys, monkeypatch, policy):
+    free = iter([10**12] * 2 + [0, 10**12])  # at the start, and at iterations 1, 2 and 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
+    flags = CheckpointConfig(save=str(tmp_path), save_interval=1, save_failure=policy)
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match=r"a checkpoint takes .* bytes, and 0 are free"):
+            run(replace(config(train_iters=3), checkpoint=flags))
+    else:
+        run(replace(config(train_iters=3), checkpoint=flags))
+        text = capsys.readouterr().out
+        assert "= ALARM: CHECKPOINT NOT SAVED =" in text
+        assert (
+            "\n  going on from iteration 1's checkpoint alone until the next save (--save-failure continue)\n" in text
+        )
+    assert iterations_in(tmp_path) == ([1] if policy == "stop" else [1, 3])

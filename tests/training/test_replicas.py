@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megapipe.errors import TrainingError
+from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.replicas import check_replicas
 
@@ -25,5 +25,5 @@ def test_one_changed_bit_on_one_data_parallel_rank_is_found(flipped):
     if not flipped:
         run_threads(body, dp=2)
         return
-    with pytest.raises(TrainingError, match=r"differ after iteration 7:\n +bias on data-parallel ranks 0 and 1\n"):
+    with pytest.raises(RanksDiffer, match=r"differ after iteration 7:\n +bias on data-parallel ranks 0 and 1\n"):
         run_threads(body, dp=2)

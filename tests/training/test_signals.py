@@ -17,7 +17,7 @@ FLAGS = (
 )
 
 
-def test_sigterm_to_one_of_two_ranks_saves_and_ends_both_with_0(tmp_path):
+def test_sigterm_to_one_of_two_ranks_saves_and_ends_both_with_75(tmp_path):
     (logs := tmp_path / "logs").mkdir()
     first, second = start_ranks(2, ["pretrain_gpt.py", *FLAGS.split(), "--save", tmp_path / "checkpoints"], logs)
     try:
@@ -26,7 +26,7 @@ def test_sigterm_to_one_of_two_ranks_saves_and_ends_both_with_0(tmp_path):
             assert time.monotonic() < until
             time.sleep(0.05)
         os.kill(second.pid, signal.SIGTERM)
-        assert (first.wait(), second.wait()) == (0, 0)
+        assert (first.wait(), second.wait()) == (75, 75)
     finally:
         first.kill()
         second.kill()
