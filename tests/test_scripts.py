@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
-import pytest
 from programs import ROOT
 
 from megapipe.schedule.views.traces import order_of, read
@@ -34,10 +34,59 @@ def run_script(name: str, run: Path, flags: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ["pretrain_gpt_local.sh", "pretrain_gpt_slurm.sh"])
-def test_a_launch_script_trains_a_step(script, tmp_path):
+def test_the_local_script_trains_a_step(tmp_path):
     flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1"
-    assert "iteration        1/       1 |" in run_script(script, tmp_path, flags)
+    assert "iteration        1/       1 |" in run_script("pretrain_gpt_local.sh", tmp_path, flags)
+
+
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+highest=0; started=()
+for ((r = 0; r < SLURM_NTASKS; r++)); do SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & started+=($!); done
+for task in "${started[@]}"; do code=0; wait "$task" || code=$?; ((code > highest)) && highest=$code; done
+exit $highest
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$RUN/requeued"; fi
+"""
+
+
+def slurm(run: Path, flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The script in a job of two ranks; what Slurm would do is a few lines of ours."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (run / name).write_text(text)
+        (run / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
+    env = os.environ | job | {"OMP_NUM_THREADS": "1", "PATH": f"{run}:{os.environ['PATH']}", "PORT": str(port)} | env
+    command = ["bash", "scripts/pretrain_gpt_slurm.sh", *f"{SMALL} {flags}".split()]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_a_slurm_job_that_is_told_to_stop_saves_and_is_queued_again(tmp_path):
+    flags = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --global-batch-size 4 --lr-warmup-iters 1"
+    done = slurm(tmp_path, f"{flags} --exit-duration-in-mins 0.0001", RUN=str(tmp_path), MOCK="1")
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline" in done.stdout.splitlines()[0]
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert (tmp_path / "checkpoints/iter_0000001/manifest.json").exists()
+
+
+def test_a_slurm_job_does_not_train_on_mock_data_nor_without_save_by_accident(tmp_path):
+    assert "set DATA to the prefix of a .bin/.idx pair, or MOCK=1" in slurm(tmp_path, "", RUN="x", DATA="").stderr
+    assert "set RUN to a folder for checkpoints" in slurm(tmp_path, "", RUN="", MOCK="1").stderr
+
+
+def test_a_mistake_of_the_user_is_not_queued_again_and_a_failure_a_few_times(tmp_path):
+    for code, restarts, expected in ((2, "0", 0), (17, "0", 0), (1, "0", 1), (137, "4", 1), (3, "5", 0)):
+        (tmp_path / "requeued").write_text("")
+        (tmp_path / "python").write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / "python").chmod(0o755)
+        done = slurm(tmp_path, "", RUN=str(tmp_path), MOCK="1", SLURM_RESTART_COUNT=restarts)
+        assert done.returncode == code
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n" * expected, code
 
 
 def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
