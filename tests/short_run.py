@@ -15,6 +15,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.pretrain import Run
+from megapipe.training.seams import NONE, Seams
 from pretrain_gpt import forward_step
 
 STEPS = 20
@@ -50,10 +51,10 @@ def datasets() -> Datasets:
     return build_datasets(any_config, build_tokenizer(any_config.data))
 
 
-def run_of(mesh: ProcessMesh, config: Config) -> Run:
+def run_of(mesh: ProcessMesh, config: Config, seams: Seams = NONE) -> Run:
     """A run that is ready for its first step."""
     eod = build_tokenizer(config.data).eod
-    return Run(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic())
+    return Run(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), seams=seams)
 
 
 def train(mesh: ProcessMesh, config: Config) -> list[tuple[float, float]]:

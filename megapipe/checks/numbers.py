@@ -27,10 +27,12 @@ RULES: dict[str, Callable[[Any], bool]] = {
     "at least 0": lambda v: v >= 0,
     "at least -1": lambda v: v >= -1,
     "at least 0 and below 2^32": lambda v: 0 <= v < 2**32,
+    "at least 2": lambda v: v >= 2,
     "at least 0 and below 1": lambda v: 0 <= v < 1,
     "above 0 and at most 1": lambda v: 0 < v <= 1,
 }
 _FIELDS = {
+    "at least 2": "reschedule_after",
     "at least 1": "loss_scale_window hysteresis world_size "
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "

@@ -32,7 +32,9 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
     for text in refused:
         yield text if text.startswith("--") else _named(name, text) + _remedy(config, name, microbatches)
     if not refused:
-        yield from _twin_problems(name, schedule_of(config, microbatches or usual).placement)
+        placement = schedule_of(config, microbatches or usual).placement
+        yield from _twin_problems(name, placement)
+        yield from _reschedule_problems(config, name, placement)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
@@ -78,3 +80,18 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
                 f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
             )
             return
+
+
+def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
+    """What a search beside the run cannot better."""
+    if (after := config.parallel.reschedule_after) is None:
+        return
+    given = f"--reschedule-after {after}"
+    if place.num_ranks == 1:
+        yield f"{given} orders the passes of a pipeline, and --pipeline-model-parallel-size is 1. Leave it out."
+    if place.num_chains > 1:
+        yield f"{given} searches orders of one copy of the model; {name} has two. Leave it out, or use dualpipe-v."
+    if config.train.freeze_all_layers:
+        yield f"{given} orders backwards, and --freeze-all-layers leaves none. Leave one out."
+    if (iters := config.train.train_iters) is not None and iters <= after:
+        yield f"{given} leaves nothing of --train-iters {iters} to gain in. Leave it out."

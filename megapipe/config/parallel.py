@@ -20,6 +20,8 @@ class ParallelConfig:
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
     pipeline_costs: str | None = None
     """A .json of what passes and messages take, as tools/plan.py --save-costs writes it. Default: by FLOPs."""
+    reschedule_after: int | None = None
+    """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of each stage, where a rank holds several."""
     num_virtual_stages_per_pipeline_rank: int | None = None

@@ -18,8 +18,10 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.overlap import Layered
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, attribute_of
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
 from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
+    Costs,
     Kind,
     Placement,
     Program,
@@ -30,6 +32,7 @@ from megapipe.schedule import (
     unpaired,
     verify,
 )
+from megapipe.schedule.costs import UNIT
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.rng import Stream
@@ -39,12 +42,14 @@ SLACK = 2
 
 
 @lru_cache(maxsize=16)
-def _programs(schedule: Schedule, evaluate: bool, overlap: bool) -> tuple[tuple[Program, ...], tuple[int, ...]]:
+def _programs(
+    schedule: Schedule, costs: Costs, evaluate: bool, overlap: bool
+) -> tuple[tuple[Program, ...], tuple[int, ...]]:
     """Of each rank, and how many of its messages are under way at most."""
     verify(schedule)
     schedule = schedule if overlap else unpaired(schedule)
     schedule = forward_only(schedule) if evaluate else schedule
-    clock = run_clock(schedule)
+    clock = run_clock(schedule, costs)
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)
 
 
@@ -53,9 +58,7 @@ def _built(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sche
     return build(name, ranks, microbatches, chunks=chunks)
 
 
-@lru_cache(maxsize=16)
-def _kept(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    return share_of_window(schedule, n)
+_kept = lru_cache(maxsize=16)(share_of_window)
 
 
 class _Agreed(NamedTuple):
@@ -92,6 +95,7 @@ class Request:
         on_stage_done: called with a stage's number when its last pass is over.
         of_stage: how to begin the table's passes of a stage as a whole, see pipeline_parallel.execute.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
+        stopwatch: takes the time of every pass.
     """
 
     forward_step_func: ForwardStep
@@ -111,6 +115,7 @@ class Request:
     on_stage_done: Callable[[int], None] | None = None
     of_stage: Mapping[Kind, StartOfStage] | None = None
     on_loss: Callable[[Loss], None] | None = None
+    stopwatch: Stopwatch | None = None
 
 
 class ForwardBackward:
@@ -125,6 +130,7 @@ class ForwardBackward:
             num_microbatches_with_partial_activation_checkpoints and variable_seq_lengths; None for the model's own
             `.config`, which Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
+        costs: what the stages take; messages are posted in the order that these give.
     """
 
     def __init__(
@@ -136,8 +142,9 @@ class ForwardBackward:
         p2p_mode: str = P2PMode.PLAIN,
         config: Any = None,
         variable_seq_lengths: bool = False,
+        costs: Costs = UNIT,
     ) -> None:
-        self.mesh, self.schedule, self.chunks, self.config = mesh, schedule, chunks, config
+        self.mesh, self.schedule, self.chunks, self.config, self.costs = mesh, schedule, chunks, config, costs
         self.variable_seq_lengths = variable_seq_lengths
         self._transport = Transport(mesh.pp, p2p_mode)
         self._agreed: _Agreed | None = None
@@ -155,7 +162,7 @@ class ForwardBackward:
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
         stages = _stages(step, table, chunks, config, self._agreed.overlap)
-        programs, in_flight = _programs(table, step.forward_only, self._agreed.overlap)
+        programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
         if table.placement not in self._opened:
             comm.open_links(table.placement)
@@ -164,7 +171,7 @@ class ForwardBackward:
             execute(
                 programs[rank],
                 table.placement,
-                stages,
+                stages if (watch := step.stopwatch) is None else {n: Timed(watch, n, s) for n, s in stages.items()},
                 comm,
                 on_stage_done=step.on_stage_done,
                 of_stage=step.of_stage,

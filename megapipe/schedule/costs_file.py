@@ -26,6 +26,11 @@ def load_costs(path: str | Path) -> Costs:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{path} is no costs file: {error}") from None
+    return read_costs(given, path)
+
+
+def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
+    """Costs of the JSON that a costs file is. Raises: ScheduleError as `load_costs`."""
     if not isinstance(given, dict):
         raise ScheduleError(f'{path} is no costs file: an object is needed, such as {{"f": 10, "b": 11, "w": 8}}.')
     known = [field.name for field in fields(Costs)]

@@ -56,15 +56,15 @@ from megapipe.training.progress import Progress
 from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
+from megapipe.training.reschedule import with_rescheduling
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
-from megapipe.training.seams import Seams
+from megapipe.training.seams import NONE, Seams
 from megapipe.training.signals import Stopping
 from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
-NONE = Seams()
 
 
 @stdout_may_break()
@@ -142,9 +142,7 @@ class Run:
         schedule, place = plan.schedule, plan.schedule.placement
         self.report = Reporter(config, mesh, place)
         self.say = self.report.say
-        self.say(arguments(config))
-        if block := start_block(config):
-            self.say(block)
+        self.say(f"{arguments(config)}\n{start_block(config)}".rstrip())
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
@@ -165,8 +163,10 @@ class Run:
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
-        self.pipeline = Pipeline(config, schedule, self.modules, forward_step, mesh, eod, also_read=also)
-        self.seams, how = seams, config.parallel.of_optimizer
+        self.pipeline = Pipeline(
+            config, schedule, self.modules, forward_step, mesh, eod, also_read=also, costs=plan.costs
+        )
+        self.seams, how = with_rescheduling(seams, config, plan), config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.reading = Reading(config, mesh, place, also)

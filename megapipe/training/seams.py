@@ -57,3 +57,6 @@ class Seams:
         """Call a method of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(*what)
+
+
+NONE = Seams()

@@ -21,7 +21,9 @@ from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.execute import StartOfStage
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.stage import ForwardStep
-from megapipe.schedule import Kind, Schedule
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.schedule import Costs, Kind, Schedule
+from megapipe.schedule.costs import UNIT
 from megapipe.schedule.transforms.optimizer import with_gather
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
@@ -60,6 +62,9 @@ class Pipeline:
         eod: end-of-document id of the tokenizer.
         variable_seq_lengths: microbatches may differ in length.
         also_read: stages that get batches beside those with embedding or loss.
+        costs: what the stages take, by which messages are ordered.
+    Attributes:
+        stopwatch: takes the time of every pass of training, while there is one.
     """
 
     def __init__(
@@ -73,18 +78,31 @@ class Pipeline:
         *,
         variable_seq_lengths: bool = False,
         also_read: Collection[int] = (),
+        costs: Costs = UNIT,
     ) -> None:
         self.config, self.modules, self.mesh = config, modules, mesh
-        self.schedule = schedule = with_overlap(schedule, config)
+        self.stopwatch: Stopwatch | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
         self._forward_backward = ForwardBackward(
             mesh,
-            schedule,
+            with_overlap(schedule, config),
             p2p_mode=config.parallel.p2p_mode,
             config=config.model,
             variable_seq_lengths=variable_seq_lengths,
+            costs=costs,
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table of the steps to come."""
+        assert isinstance(self._forward_backward.schedule, Schedule)
+        return self._forward_backward.schedule
+
+    def follow(self, schedule: Schedule, costs: Costs) -> None:
+        """From the next step on, another table of the same stages. All ranks at the same step."""
+        self._forward_backward.schedule = with_overlap(schedule, self.config)
+        self._forward_backward.costs = costs
 
     def run(
         self,
@@ -122,6 +140,7 @@ class Pipeline:
             calculate_per_token_loss=config.train.calculate_per_token_loss,
             loss_scale=loss_scale,
             on_loss=losses.append,
+            stopwatch=None if evaluate else self.stopwatch,
             of_stage={} if optimizer is None else self._of_stage(optimizer),
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)

@@ -137,6 +137,7 @@ def test_flags_that_have_something_to_act_on_are_not_idle():
 def test_every_field_but_our_own_is_a_megatron_flag():
     assert set(flags_of(Config)) - MEGATRON_FLAGS == {
         "--pipeline-costs",
+        "--reschedule-after",
         "--pipeline-schedule",
         "--per-layer-overrides",
         "--model-provider",

@@ -1,0 +1,84 @@
+"""A search beside a run, in a process of its own: a better table for stages that stay where they are.
+
+Pure Python, so that the process starts at once and needs no torch. JSON in, JSON out, both by files: a pipe that nobody
+reads yet would stop it. It ends with its caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple
+from weakref import finalize
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs_file import dump_costs, read_costs
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.search.auto import Candidate, search_among
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.text import from_json, to_json
+
+
+class Better(NamedTuple):
+    """A table and its makespan beside that of the table before, under the same costs."""
+
+    table: str
+    before: float
+    after: float
+
+
+class Beside:
+    """A search that runs while its caller goes on.
+
+    Args:
+        memory: most that each rank may hold, in the unit of the costs.
+        effort: as in `search`.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float) -> None:
+        self.costs, self._out = costs, TemporaryFile()  # noqa: SIM115  closed with this object
+        with TemporaryFile() as given:
+            given.write(json.dumps([to_json(schedule), dump_costs(costs), memory, effort, os.getpid()]).encode())
+            given.seek(0)
+            paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megapipe.schedule.search.beside"],
+                stdin=given,
+                stdout=self._out,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        finalize(self, self._process.kill)  # at the exit of this process at the latest
+
+    def result(self) -> Better | None:
+        """What it found; None while it searches. Raises: ScheduleError if it failed; its error is on stderr."""
+        if (status := self._process.poll()) is None:
+            return None
+        if status:
+            raise ScheduleError(f"a search beside the run ended with status {status}, without a result.")
+        self._out.seek(0)
+        return Better(*json.loads(self._out.read()))
+
+
+def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0) -> Better:
+    """The best table for this placement; the same one if none is shorter. caller: ends when this process has."""
+
+    def stop_alone(share: float) -> None:
+        if caller and os.getppid() != caller:
+            sys.exit(1)
+
+    before = simulate(schedule, costs).makespan
+    candidate = Candidate(schedule.placement, costs, memory)
+    found = search_among([candidate], schedule.num_microbatches, effort=effort, progress=stop_alone)
+    made = found.schedule if found.makespan < before else schedule
+    return Better(to_json(made), before, min(found.makespan, before))
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the run comes first
+    table, costs_text, limits, seconds, parent = json.load(sys.stdin)
+    print(json.dumps(better(from_json(table), read_costs(json.loads(costs_text)), tuple(limits), seconds, parent)))
