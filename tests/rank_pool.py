@@ -8,10 +8,9 @@ import queue
 import torch
 import torch.distributed as dist
 from programs import FORKED
-from torch.distributed.device_mesh import init_device_mesh
 
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import build_mesh, rank_grid
+from megapipe.distributed.mesh import build_mesh, device_mesh_of, rank_grid
 
 WORLD = 4
 
@@ -21,22 +20,23 @@ def rank_main(rank, store, commands, results):
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     meshes = {}
 
-    def mesh_of(pp, dp, tp):
-        if (pp, dp, tp) not in meshes:
-            device_mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    def mesh_of(pp, dp, tp, cp=1):
+        if (pp, dp, tp, cp) not in meshes:
+            grid = rank_grid((pp, dp, cp, tp))
+            device_mesh = device_mesh_of(grid, CPU)
 
             def group(name, sets):
-                if name in ("pp", "dp", "tp"):
+                if name in ("pp", "dp", "cp", "tp"):
                     return device_mesh.get_group(name)
                 groups = {ranks: dist.new_group(list(ranks)) for ranks in sets if name != "world"}
                 return next((group for ranks, group in groups.items() if rank in ranks), dist.group.WORLD)
 
-            meshes[pp, dp, tp] = build_mesh(rank_grid((pp, dp, tp)), rank, CPU, group, device_mesh)
-        return meshes[pp, dp, tp]
+            meshes[pp, dp, tp, cp] = build_mesh(grid, rank, CPU, group, device_mesh)
+        return meshes[pp, dp, tp, cp]
 
     for scenario, layouts, args in iter(commands.get, None):
         try:
-            results.put((rank, scenario(*map(mesh_of, *zip(*layouts, strict=True)), *args)))
+            results.put((rank, scenario(*(mesh_of(*layout) for layout in layouts), *args)))
         except BaseException as error:
             results.put((rank, error))
 
@@ -53,7 +53,7 @@ class Pool:
             process.start()
 
     def run(self, scenario, layouts, *args):
-        """Results in rank order. layouts: (pp, dp, tp) for each mesh that the scenario takes."""
+        """Results in rank order. layouts: (pp, dp, tp) or (pp, dp, tp, cp) for each mesh that the scenario takes."""
         for inbox in self.commands:
             inbox.put((scenario, layouts, args))
         results = dict(self._result() for _ in range(WORLD))

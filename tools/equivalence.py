@@ -132,9 +132,9 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
                     found.append(f"rank {rank}: {kind} of {name} differ by {(tensor - wanted).abs().max():.3g}")
     owners = Counter(name for mine in ranks for name in mine.gradients)
     found += [
-        f"{owners[name]} ranks own {name}, not {case.tp * case.dp}"
+        f"{owners[name]} ranks own {name}, not {case.tp * case.cp * case.dp}"
         for name in whole.gradients
-        if owners[name] != case.tp * case.dp
+        if owners[name] != case.tp * case.cp * case.dp
     ]
     return found
 

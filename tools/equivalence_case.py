@@ -67,6 +67,7 @@ class Case:
         microbatches: per data-parallel rank; each of `batch` sequences.
         chunks: stages per rank where the schedule leaves a choice.
         layers: of each position of the chain; a position may have none.
+        way: how keys and values meet queries where cp ranks share sequences.
         p2p: how messages are posted, see pipeline_parallel.transport.
         file: the schedule goes through a "json" or "csv" file first.
         variable: the microbatches differ in length.
@@ -83,6 +84,8 @@ class Case:
     layers: tuple[int, ...]
     chunks: int | None = None
     tp: int = 1
+    cp: int = 1
+    way: str = "p2p"
     dp: int = 1
     style: str = "gpt2"
     tied: bool = True
@@ -118,6 +121,8 @@ class Case:
             layers=(sum(self.layers),),
             chunks=None,
             tp=1,
+            cp=1,
+            way="p2p",
             dp=1,
             recompute="none",
             sequence_parallel=False,
@@ -132,7 +137,7 @@ class Case:
     @property
     def same_bits(self) -> bool:
         """Is every number the sum of the same terms in the same order as in one process?"""
-        return self.tp == self.dp == 1 and entry_of(self.schedule).copies == 1 and not self.compile
+        return self.tp == self.cp == self.dp == 1 and entry_of(self.schedule).copies == 1 and not self.compile
 
     @property
     def config(self) -> Config:
@@ -148,6 +153,7 @@ class Case:
                 padded_vocab_size=VOCAB,
                 untie_embeddings_and_output_weights=not self.tied,
                 sequence_parallel=self.sequence_parallel,
+                cp_comm_type=(self.way,),
                 attention_dropout=self.attention_dropout,
                 hidden_dropout=self.hidden_dropout,
                 cross_entropy_loss_fusion=self.fused,
@@ -159,6 +165,7 @@ class Case:
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
+                context_parallel_size=self.cp,
                 pipeline_schedule=self.schedule,
                 no_overlap_p2p_communication=self.p2p == "batched",
                 use_ring_exchange_p2p=self.p2p == "ring",
@@ -187,12 +194,12 @@ class Case:
                 reset_attention_mask=self.documents in ("attention", "both"),
                 reset_position_ids=self.documents in ("positions", "both"),
             ),
-            world_size=self.tp * self.dp * self.pp,
+            world_size=self.tp * self.cp * self.dp * self.pp,
         )
 
     def sample(self, number: int) -> Tensor:
-        """[s + 1] token ids; s is SEQ, or one of three lengths."""
-        length = SEQ - 2 * (number % 3) if self.variable else SEQ
+        """[s + 1] token ids; s is SEQ, or one of two lengths."""
+        length = SEQ - 4 * (number % 2) if self.variable else SEQ
         tokens = torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(number))
         return tokens if self.documents == "none" else tokens.masked_fill_(tokens % 4 == 0, EOD)
 

@@ -41,7 +41,7 @@ def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
     seconds = 300 if case.compile else 60
     try:
-        outcomes = run_threads(partial(train, case=case), tp=case.tp, dp=case.dp, pp=case.pp, timeout_s=seconds)
+        outcomes = run_threads(partial(train, case=case), tp=case.tp, cp=case.cp, dp=case.dp, pp=case.pp, timeout_s=seconds)
         return differences(case, outcomes)
     except Exception as error:
         return ["".join(traceback.format_exception(error))]

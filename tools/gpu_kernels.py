@@ -17,7 +17,8 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse, stop
-from megapipe.models.dropout_attention import attention_with_dropout
+from megapipe.models.block_attention import Rule
+from megapipe.models.context_attention import context_attention
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import Stream
@@ -88,8 +89,7 @@ def dropout_attention(device: str) -> Found:
     q, k, v, grad = (torch.randn(2, 4, s, s, generator=draw) for _ in range(4))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with Stream(1, 5).active():
-            return attention_with_dropout(q, k, v, p, "layer", tp=Axis())
+        return context_attention(q, k, v, Rule(s, Stream(1, 5), p=p, site=("layer",)))
 
     on_device = q.to(device), k.to(device), v.to(device)
     unit = torch.eye(s, device=device).expand(2, 4, s, s).contiguous()

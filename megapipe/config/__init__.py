@@ -53,8 +53,7 @@ class Config:
 
     @property
     def data_parallel_size(self) -> int:
-        model_parallel = self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
-        return self.world_size // model_parallel
+        return self.world_size // self.parallel.ranks_of_a_replica
 
     @property
     def global_batch_size(self) -> int:

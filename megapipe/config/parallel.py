@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread: tensor, pipeline and data parallel."""
+    """How the model is spread: tensor, context, pipeline and data parallel."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers among them."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence: of 2c pieces rank r has the r-th and the r-th from the end."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
@@ -56,6 +58,11 @@ class ParallelConfig:
     """How long a collective or message may take before the run is stopped."""
     distributed_timeout_seconds_after_init: float | None = None
     """The same from the second iteration on. Default: --distributed-timeout-minutes."""
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Ranks that see the same samples."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:

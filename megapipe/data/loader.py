@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapipe.data.gpt_dataset import Item, TokenDataset
+from megapipe.distributed.tokens import Cut
 from megapipe.errors import DataError
 
 Microbatch = Tensor | Mapping[str, Tensor]
@@ -36,6 +37,15 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     more: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def cut(self, cut: Cut) -> Batch:
+        """The tokens that are here. Of `more` that is cut too which has s in its second dimension."""
+        if cut.size == 1:
+            return self
+        s = self.tokens.shape[1]
+        more = {name: cut.take(x, 1) if x.ndim > 1 and x.shape[1] == s else x for name, x in self.more.items()}
+        usual = (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        return Batch(*(cut.take(x, 1) for x in usual), more)
 
 
 def tokens_of(microbatch: Microbatch) -> Tensor:

@@ -16,6 +16,7 @@ from megapipe.distributed.shared_memory import SharedMemory, Started
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_SHIFT_TAG = 1 << 20
 
 CPU = torch.device("cpu")
 
@@ -25,12 +26,13 @@ class Pending:
     """The result of a collective that may still be under way: read it after `wait` only."""
 
     tensor: Tensor
-    work: dist.Work | Started | None = None
+    work: dist.Work | Started | Sequence[dist.Work] | None = None
 
     def wait(self) -> Tensor:
         """The result, once it is here. To be called once."""
-        if self.work is not None:
-            self.work.wait()
+        for work in self.work if isinstance(self.work, Sequence) else (self.work,):
+            if work is not None:
+                work.wait()
         return self.tensor
 
 
@@ -90,6 +92,27 @@ class Axis:
         exchange = self._exchange(x, lambda parts: _add([part[mine] for part in parts], out))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
+    def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
+        """Around the ring: x goes to the rank after, the result is that of the rank before. Its receive is posted first.
+
+        lane: shifts that are under way side by side have different ones, and begin in one order on all ranks.
+        """
+        out, before, after = torch.empty_like(x), (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        assert self.group is not None
+        if self.device.type == "cuda":
+            calls = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=before)]
+            calls.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=after))
+            return Pending(out, dist.batch_isend_irecv(calls))
+        # Of the group itself, which may be one that torch.distributed does not know (threads).
+        arrives = self.group.recv([out], before, _SHIFT_TAG + lane)
+        return Pending(out, (arrives, self.group.send([x], after, _SHIFT_TAG + lane)))
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...], its n-th row for rank n -> [size, ...], the n-th row from rank n."""
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self.group)
+        return out
+
     def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Started | None:
         return None if self.shared is None else self.shared.start(x, read)
 
@@ -113,6 +136,10 @@ class Axis:
         padded[: data.numel()] = data
         rows = self.all_gather(padded).view(self.size, -1).cpu()
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+ALONE = Axis()
+"""One rank has all."""
 
 
 def _add(parts: Sequence[Tensor], out: Tensor) -> None:

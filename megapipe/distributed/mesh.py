@@ -1,11 +1,12 @@
-"""Who a process is and with whom it talks: tensor, data and pipeline axes over one world of ranks.
+"""Who a process is and with whom it talks: tensor, context, data and pipeline axes over one world of ranks.
 
 Read once from torch's device mesh into plain frozen objects; nothing else in the package asks torch.distributed who it
-is. Rank order as Megatron's: tensor parallel fastest, then data, pipeline slowest; or pipeline before data.
+is. Rank order as Megatron's: tensor parallel fastest, then context, data, pipeline; or pipeline before data.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,18 +37,22 @@ class ProcessMesh:
     """The axes of one process.
 
     Attributes:
+        dp_cp: data and context parallel together: the ranks that hold the same weights and sum their gradients. The
+            axis dp itself where sequences are not cut.
         ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
             placement; size 1 for all others, where both are the same rank, and where nothing is tied.
         twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
             1 for the middle rank of an odd pipeline, and under every other schedule.
-        device_mesh: torch's view (dimensions pp, dp, tp), for distributed checkpoints; None in a process of its own
+        device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a process of its own
             and for ranks that are threads.
         position: where this rank is in its work.
         store: what the launcher's processes share besides the groups; None where device_mesh is.
     """
 
     tp: Axis = Axis()
+    cp: Axis = Axis()
     dp: Axis = Axis()
+    dp_cp: Axis = Axis()
     pp: Axis = Axis()
     world: Axis = Axis()
     ends: Axis = Axis()
@@ -72,7 +77,7 @@ class ProcessMesh:
         """One process, no groups."""
         device = device or CPU
         one = Axis(device=device)
-        return ProcessMesh(tp=one, dp=one, pp=one, world=one, ends=one, twins=one, device=device)
+        return ProcessMesh(one, one, one, one, one, one, one, one, device)
 
     @staticmethod
     def create(
@@ -83,7 +88,7 @@ class ProcessMesh:
     ) -> ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
-        Every communicator is made here, on all ranks in one order. World size must be tp x dp x pp.
+        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp.
 
         Args:
             shares: which of `ends` and `twins` share weights (Plan.shares), and need groups.
@@ -123,12 +128,16 @@ class ProcessMesh:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        grid = rank_grid((pp, world_size // (tp * pp), tp), dp_last=parallel.use_tp_pp_dp_mapping)
-        device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "tp"))
+        tp, pp, cp = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.context_parallel_size,
+        )
+        grid = rank_grid((pp, world_size // (tp * pp * cp), cp, tp), dp_last=parallel.use_tp_pp_dp_mapping)
+        device_mesh = device_mesh_of(grid, device)
 
         def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
-            if name in ("tp", "dp", "pp"):
+            if name in ("tp", "cp", "dp", "pp"):
                 return device_mesh.get_group(name)
             return dist.group.WORLD if name == "world" else _groups(sets, rank, device, timeout)
 
@@ -145,7 +154,7 @@ class ProcessMesh:
         self.position.limit_s = seconds
         # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
         timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
-        for axis in (self.tp, self.dp, self.pp, self.world, self.ends, self.twins):
+        for axis in (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.world, self.ends, self.twins):
             for group in (axis.group, *axis.links):
                 if group is not None:
                     dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -161,11 +170,18 @@ class ProcessMesh:
 _current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 
 
-def rank_grid(shape: tuple[int, int, int], *, dp_last: bool = False) -> torch.Tensor:
-    """The ranks of a (pp, dp, tp) grid: tp varies fastest, then dp, then pp; with dp_last then pp, then dp."""
-    pp, dp, tp = shape
-    ranks = torch.arange(pp * dp * tp)
-    return ranks.view(dp, pp, tp).transpose(0, 1).contiguous() if dp_last else ranks.view(shape)
+def rank_grid(shape: tuple[int, int, int, int], *, dp_last: bool = False) -> torch.Tensor:
+    """The ranks of a (pp, dp, cp, tp) grid: tp varies fastest, then cp, dp, pp; with dp_last then pp, then dp."""
+    pp, dp, cp, tp = shape
+    ranks = torch.arange(pp * dp * cp * tp)
+    return ranks.view(dp, pp, cp, tp).transpose(0, 1).contiguous() if dp_last else ranks.view(shape)
+
+
+def device_mesh_of(grid: torch.Tensor, device: torch.device) -> DeviceMesh:
+    """torch's view of a grid. It would make a group of each rank alone for an axis of size 1."""
+    if grid.shape[2] == 1:
+        return DeviceMesh(device.type, grid.squeeze(2), mesh_dim_names=("pp", "dp", "tp"))
+    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
 def _groups(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -204,19 +220,22 @@ def build_mesh(
         mine = next((ranks for ranks in shared if rank in ranks), None)
         return Axis(mine.index(rank), len(mine), mine, group, device) if mine else Axis(ranks=(rank,), device=device)
 
-    def along(dim: int) -> list[list[int]]:
-        return grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+    def along(*dims: int) -> list[list[int]]:
+        moved = grid.movedim(dims, tuple(range(-len(dims), 0)))
+        return moved.reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
 
     pipelines, position = along(0), Position()
     ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
     twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]
-    tp, pp = axis("tp", along(2)), axis("pp", pipelines)
+    tp, cp, dp, pp = axis("tp", along(3)), axis("cp", along(2)), axis("dp", along(1)), axis("pp", pipelines)
     links = [axis(f"link{number}", pipelines).group for number in range(one_way)]
     if tp.group is not None and device == CPU:
         tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json, position))
     return ProcessMesh(
         tp=tp,
-        dp=axis("dp", along(1)),
+        cp=cp,
+        dp=dp,
+        dp_cp=dp if cp.size == 1 else axis("dp_cp", along(1, 2)),
         pp=replace(pp, links=tuple(group for group in links if group is not None)),
         world=axis("world", [range(grid.numel())]),
         ends=axis("ends", ends if "ends" in shares else ()),

@@ -1,16 +1,80 @@
-"""Where the documents of a microbatch lie, for attention that stays inside them and positions that start anew.
+"""Which tokens of its sequences a rank has, and where their documents lie: positions, labels, masks follow from it.
 
-Plain numbers read from the token ids on the host: no layer needs a mask of s x s, and every stage can know them.
+Plain numbers, documents read from the token ids on the host: no layer needs a mask of s x s, every stage can know them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+from megapipe.errors import ConfigError
+
+Tokens = tuple[range, ...]
+"""Positions in whole sequences, in the order in which their rows lie in a tensor."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How sequences are cut over c context-parallel ranks: of 2c equal pieces rank r has the r-th and the r-th from
+    the end, so that causal attention is the same work on each (Dubey et al. 2024, section 3.3.2)."""
+
+    rank: int = 0
+    size: int = 1
+
+    def spans(self, length: int, rank: int | None = None) -> Tokens:
+        """The tokens here, or on another rank, of sequences of so many.
+
+        Raises: ConfigError for a length that does not divide by 2c.
+        """
+        if self.size == 1:
+            return (range(length),)
+        if length % (2 * self.size):
+            raise ConfigError(length_problem(length, self.size))
+        n, r = length // (2 * self.size), self.rank if rank is None else rank
+        return tuple(range(i * n, (i + 1) * n) for i in (r, 2 * self.size - 1 - r))
+
+    def take(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
+        """Those tokens of an x that has whole sequences in dimension `dim`."""
+        if self.size == 1:
+            return x
+        return torch.cat([x.narrow(dim, r.start, len(r)) for r in self.spans(x.shape[dim], rank)], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Whole sequences of what every rank has, in rank order."""
+        halves = [part.chunk(2, dim) for part in parts]
+        return torch.cat([*(low for low, _ in halves), *(high for _, high in reversed(halves))], dim)
+
+
+WHOLE = Cut()
+
+
+def length_problem(length: int, ranks: int) -> str:
+    """Why sequences cannot be cut."""
+    pieces, low = 2 * ranks, length - length % (2 * ranks)
+    near = " or ".join(str(n) for n in (low, low + pieces) if n)
+    return (
+        f"--context-parallel-size {ranks} cuts sequences into {pieces} equal pieces, and {length} = "
+        f"{pieces} x {length // pieces} + {length % pieces}. Use --seq-length {near}."
+    )
+
+
+def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
+    """The n-th of so many equal runs of these tokens."""
+    rows = sum(map(len, tokens)) // of
+    skip, found = n * rows, []
+    for span in tokens:
+        part = span[max(skip, 0) : max(skip + rows, 0)]
+        skip -= len(span)
+        if len(part):
+            found.append(part)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -27,6 +91,14 @@ class Documents:
     isolate: bool
     restart: bool
 
+    @cached_property
+    def _begins(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(accumulate(lengths[:-1], initial=0)) for lengths in self.lengths)
+
+    def first_seen(self, position: int) -> int:
+        """Where the document begins that has this position, the earliest of all sequences'."""
+        return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
+
 
 def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) -> Documents:
     """Cut after each end-of-document token. tokens: [b, s] on the host."""
@@ -38,7 +110,16 @@ def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) ->
 
 
 @lru_cache(maxsize=16)  # all layers of a pass ask for the same
-def restarting_positions(documents: Documents, device: torch.device) -> Tensor:
-    """[b, s] int64: the index of each token in its document."""
+def positions(length: int, cut: Cut, documents: Documents | None, device: torch.device) -> Tensor:
+    """[b, s/c], or [1, s/c] where none restarts, int64: the positions of the tokens here; `length` is s."""
+    if documents is None or not documents.restart:
+        return cut.take(torch.arange(length)[None], 1).to(device)
     rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in documents.lengths]
-    return torch.stack(rows).to(device)
+    return cut.take(torch.stack(rows), 1).to(device)
+
+
+@lru_cache(maxsize=4)
+def numbers_of(documents: Documents, device: torch.device) -> Tensor:
+    """[b, s] int64: the number of each token's document in its sequence."""
+    rows = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in documents.lengths]
+    return torch.stack(rows).to(device, non_blocking=True)

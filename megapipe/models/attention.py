@@ -1,12 +1,15 @@
 """Causal self-attention with heads split over tensor-parallel ranks; grouped-query, rotary and head norms as asked.
 
-Documents and sliding windows cut the sequence instead of masking it, and dropout computes its blocks again: nothing of
-s x s is kept.
+Documents and sliding windows cut the sequence instead of masking it; dropout, and queries that meet other ranks' keys,
+go block by block: nothing of s x s is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +17,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
-from megapipe.distributed.axis import Axis
-from megapipe.distributed.tokens import Documents, restarting_positions
+from megapipe.distributed.axis import ALONE, Axis
+from megapipe.distributed.tokens import Documents, positions
+from megapipe.models.block_attention import Rule, band
+from megapipe.models.context_attention import context_attention, whole_sequences
 from megapipe.models.cpu_attention import causal_attention
-from megapipe.models.dropout_attention import attention_with_dropout, band
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.rng import current_stream
+from megapipe.tensor_parallel.rng import Stream, current_stream
 
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -68,7 +72,8 @@ class SelfAttention(nn.Module):
         self.kernel = parts.attention(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], and whole sequences in between."""
+        """[s, b, h] -> [s, b, h], the tokens that are here; under sequence parallelism [s/t, b, h], and all of these
+        tokens in between."""
         config = self.config
         head, per_group = config.head_dim, config.heads // config.query_groups
         qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
@@ -78,11 +83,9 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if config.position_embedding_type == "rope":
-            positions = _positions(x.device)
-            q, k = (rotate(part, Rotary.of(config), positions) for part in (q, k))
-        # with dropout it computes itself again in backward
-        again = config.recompute_attention and not self._drops
-        return self.linear_proj(recompute(self._attend, q, k, v) if again else self._attend(q, k, v))  # type: ignore[no-any-return]
+            rows, length = _positions(s, x.device)
+            q, k = (rotate(part, Rotary.of(config), rows, length) for part in (q, k))
+        return self.linear_proj(self._attend(q, k, v))  # type: ignore[no-any-return]
 
     @property
     def _drops(self) -> bool:
@@ -90,19 +93,44 @@ class SelfAttention(nn.Module):
 
     @eager
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]."""
-        documents = current_stream().documents
-        if documents is not None and not documents.isolate:
-            documents = None
-        if self.kernel is not None and documents is None and not self._drops:
+        """q [s/c, b, heads/t, d], k and v [s/c, b, groups/t, d] -> [s/c, b, heads/t x d]."""
+        stream, (way,) = current_stream(), self.config.cp_comm_type
+        cp, tp = stream.cp, self.tp
+        if cp.size > 1 and way == "a2a":
+            heads = Axis(tp.rank * cp.size + cp.rank, tp.size * cp.size)
+            core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
+            return self._maybe_again(whole_sequences(core, cp), q, k, v)
+        if cp.size == 1 and not self._drops:
+            return self._maybe_again(partial(self._attend_whole, stream, tp), q, k, v)
+        return self._attend_blocks(stream, tp, way, q, k, v)
+
+    def _maybe_again(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """With --recompute-granularity selective. What goes by blocks computes itself again in backward."""
+        return recompute(attend, q, k, v) if self.config.recompute_attention else attend(q, k, v)
+
+    def _attend_blocks(self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        config = self.config
+        rule = Rule(
+            q.shape[0] * stream.cp.size,
+            stream,
+            config.window,
+            _isolated(stream),
+            config.attention_dropout if self.training else 0.0,
+            (self.layer, "attention"),
+            heads,
+        )
+        out = context_attention(*(part.permute(1, 2, 0, 3) for part in (q, k, v)), rule, way)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [s, b, heads, d], k and v [s, b, groups, d], of a share of the heads -> [s, b, heads x d]."""
+        if self._drops:
+            return self._attend_blocks(stream, heads, "p2p", q, k, v)
+        documents = _isolated(stream)
+        if self.kernel is not None and documents is None and heads is self.tp:
             return self.kernel(q, k, v)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        if self._drops:
-            p, window = self.config.attention_dropout, self.config.window
-            out = attention_with_dropout(
-                q, k, v, p, self.layer, "attention", tp=self.tp, window=window, documents=documents
-            )
-        elif documents is not None:
+        if documents is not None:
             out = _by_document(q, k, v, self.config, documents)
         else:
             out = _by_window(q, k, v, config=self.config)
@@ -110,10 +138,17 @@ class SelfAttention(nn.Module):
 
 
 @eager
-def _positions(device: torch.device) -> Tensor | None:
-    """[s, b] where positions restart in each document, else None: the index in s."""
-    documents = current_stream().documents
-    return restarting_positions(documents, device).t() if documents is not None and documents.restart else None
+def _positions(rows: int, device: torch.device) -> tuple[Tensor | None, int]:
+    """[s/c, b] or [s/c, 1] of these rows, None for the index; and s."""
+    stream = current_stream()
+    documents, length = stream.documents, rows * stream.cp.size
+    if stream.cp.size == 1 and (documents is None or not documents.restart):
+        return None, length
+    return positions(length, stream.cut, documents, device).t(), length
+
+
+def _isolated(stream: Stream) -> Documents | None:
+    return stream.documents if stream.documents is not None and stream.documents.isolate else None
 
 
 # The three below: q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d].

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.tokens import positions
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
@@ -23,7 +24,7 @@ from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.rng import dropout
+from megapipe.tensor_parallel.rng import current_stream, dropout
 
 LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -53,12 +54,12 @@ class Embedding(nn.Module):
             self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """tokens and position_ids [b, s] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        """tokens and position_ids [b, s/c] -> [s/c, b, h]; under sequence parallelism [s/(c t), b, h]."""
         tp = self.shares_sequence
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            positions = position_ids.t()
-            x = x + self.position_embeddings(positions if tp is None else positions.chunk(tp.size)[tp.rank])
+            ids = position_ids.t()
+            x = x + self.position_embeddings(ids if tp is None else ids.chunk(tp.size)[tp.rank])
         return dropout(x, self.hidden_dropout, "embedding", tp=tp, dim=0) if self.training else x
 
 
@@ -139,7 +140,8 @@ class GPTModel(nn.Module):
         """One microbatch through this span.
 
         Args:
-            tokens, position_ids: [b, s]; used with the embedding, position_ids default to 0..s-1.
+            tokens, position_ids: [b, s], the tokens that are here; used with the embedding, position_ids default to
+                those of undivided documents.
             labels: [b, s]; with the loss.
         Returns: hidden states [s, b, h]; with the loss, token losses [b, s] if there are labels, else logits
             [b, s, v/t].
@@ -147,7 +149,8 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             assert tokens is not None, "the stage with the embedding needs tokens"
             if position_ids is None:
-                position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+                cut = current_stream().cut
+                position_ids = positions(tokens.shape[1] * cut.size, cut, None, tokens.device).expand_as(tokens)
             x = self.embedding(tokens, position_ids)
         else:
             assert self._input is not None, "a stage without embedding needs set_input_tensor first"

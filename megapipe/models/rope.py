@@ -61,15 +61,15 @@ def rotary_table(length: int, rotary: Rotary, device: torch.device, dtype: torch
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, length: int | None = None) -> Tensor:
     """Rotate the first channels of every head by its position.
 
     Args:
         x: [s, b, heads, head_dim].
-        positions: [s, b], below s; default: the index in s.
+        positions: [s, b] or [s, 1], below `length`; default: the index in s.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(x.shape[0], rotary, x.device, wide)
+    cos, sin = rotary_table(length or x.shape[0], rotary, x.device, wide)
     if positions is not None:
         cos, sin = cos[positions, 0], sin[positions, 0]
     half = rotary.dim // 2

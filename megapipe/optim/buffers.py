@@ -24,13 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.axis import ALONE, CPU, Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.optim.rule import Group, Groups, usual_groups
 
 ALIGN = 64
-WHOLE = Axis()
-"""One rank has all."""
 
 
 class Section(NamedTuple):
@@ -68,7 +66,7 @@ class FlatBuffers:
         *,
         has_main: bool = True,
         device: torch.device = CPU,
-        shares: Axis = WHOLE,
+        shares: Axis = ALONE,
         groups: Groups = usual_groups,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}

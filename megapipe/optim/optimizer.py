@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.axis import ALONE
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.optim.buffers import ALIGN, WHOLE, FlatBuffers
+from megapipe.optim.buffers import ALIGN, FlatBuffers
 from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Groups, Part, usual_groups
@@ -78,12 +79,12 @@ class Optimizer:
         gathers_later: bool = False,
     ) -> None:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
-        self.distributed = distributed and mesh.dp.size > 1
+        self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
         self._stale: set[int] = set()
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
-        shares = mesh.dp if self.distributed else WHOLE
+        shares = mesh.dp_cp if self.distributed else ALONE
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = take_census(stages, mesh)
@@ -267,7 +268,7 @@ class Optimizer:
             for grad in (b.own_part(b.reduced, name) for name in self._counted(b)):
                 zeros += grad.numel() - grad.count_nonzero()
         if self.distributed:
-            self.mesh.dp.all_reduce(zeros)
+            self.mesh.dp_cp.all_reduce(zeros)
         return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
 
 

@@ -44,7 +44,7 @@ class Reduction:
         Returns: what waits for the sums.
         """
         self._begun.add(chunk)
-        buffers, dp = self.buffers[chunk], self.mesh.dp
+        buffers, dp = self.buffers[chunk], self.mesh.dp_cp
         buffers.sum_over_tp(self.mesh.tp)
         # The two uses of a weight have other shares on their two ranks, so under ZeRO-1 each is summed whole.
         sharded = buffers.shares.size > 1

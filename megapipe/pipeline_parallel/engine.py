@@ -82,8 +82,8 @@ class Request:
         data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
             embedding nor loss may have None as its iterator.
         num_microbatches: per step and data-parallel rank.
-        seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a model whose
-            config.sequence_parallel is on takes and gives [s/t, b, h].
+        seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a rank of c context-parallel ones
+            has [s/c, b, h], and a model whose config.sequence_parallel is on takes and gives [s/(c t), b, h].
         decoder_seq_length: seq_length of the decoder where it differs.
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
@@ -161,7 +161,7 @@ class ForwardBackward:
         chunks = _chunks(table, rank, step.model, step.data_iterator)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
-        stages = _stages(step, table, chunks, config, self._agreed.overlap)
+        stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh.cp)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
         if table.placement not in self._opened:
@@ -180,7 +180,7 @@ class ForwardBackward:
         return _reported(stages.values(), step.on_loss)
 
     def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
-        shared = self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1
+        shared = self.mesh.cp.size * (self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
         shape = ((step.decoder_seq_length or step.seq_length) // shared, step.micro_batch_size, config.hidden_size)
         return Messenger(
             self.mesh.pp,
@@ -232,6 +232,7 @@ def _stages(
     chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
     config: Any,
     overlap: bool,
+    cp: Axis,
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
@@ -247,7 +248,8 @@ def _stages(
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
-            stream=partial(_drawn, step.stream, kept[number]),
+            stream=partial(_drawn, step.stream, cp, kept[number]),
+            cp=cp,
             overlaps=overlap and number in paired,
             on_last_backward=None if last is None else (share, partial(last, number)),
         )
@@ -266,10 +268,9 @@ def config_of(module: nn.Module) -> Any:
         ) from None
 
 
-def _drawn(stream: Callable[[int], Stream], kept: frozenset[int], microbatch: int) -> Stream:
+def _drawn(stream: Callable[[int], Stream], cp: Axis, kept: frozenset[int], microbatch: int) -> Stream:
     """A microbatch's randomness; `kept` are those whose activations are not computed again."""
-    drawn = stream(microbatch)
-    return replace(drawn, recomputes=False) if microbatch in kept else drawn
+    return replace(stream(microbatch), cp=cp, recomputes=microbatch not in kept)
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import ALONE, Axis
 from megapipe.errors import ConfigError
 
 LossFunc = Callable[..., Any]
@@ -60,17 +61,21 @@ class Loss(NamedTuple):
                 )
         return Loss(value, _count(tokens[0], value) if tokens else None, dict(reported))
 
-    def share(self, microbatches: int, *, per_token: bool, scale: float) -> Tensor:
+    def share(self, microbatches: int, *, per_token: bool, scale: float, cp: Axis = ALONE) -> Tensor:
         """The gradient of the step's loss with respect to `value`: 1 / microbatches, and of a sum 1 / tokens (at
         least 1) too; per_token leaves both to the end of the step, when the tokens of the whole batch are known.
 
         Args:
             scale: factor on it, see optim.loss_scale.
+            cp: ranks that have the microbatch's tokens among them: a sum is divided by the tokens of all, so that the
+                loss is the mean of the whole sequences; of means, which say no number of tokens, the mean counts.
         Raises: ConfigError for per_token without tokens.
         """
         if not per_token:
             share = torch.full_like(self.value, scale / microbatches)
-            return share if self.tokens is None else share / self.tokens.clamp(min=1)
+            if self.tokens is None:
+                return share / cp.size
+            return share / cp.all_reduce(self.tokens.clone()).clamp(min=1)
         if self.tokens is None:
             raise ConfigError(
                 "--calculate-per-token-loss divides by the number of tokens, and loss_func does not say it: "

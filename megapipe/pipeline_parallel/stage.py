@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megapipe.distributed.axis import ALONE, Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
@@ -54,6 +55,7 @@ class PipelineStage:
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
         on_last_backward: (n, what to call before the n-th backward).
+        cp: ranks that have the tokens of a microbatch among them.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data.
@@ -73,11 +75,12 @@ class PipelineStage:
         stream: Callable[[int], Stream],
         overlaps: bool = False,
         on_last_backward: tuple[int, Callable[[], None]] | None = None,
+        cp: Axis = ALONE,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
         self.loss_scale = loss_scale
-        self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
+        self.collect_non_loss_data, self.stream, self.cp = collect_non_loss_data, stream, cp
         try:
             self._set_input = attribute_of(module, "set_input_tensor")
         except AttributeError:
@@ -169,7 +172,7 @@ class PipelineStage:
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
-        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale)
+        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale, cp=self.cp)
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:

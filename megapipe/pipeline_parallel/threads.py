@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def run_threads(
-    body: Callable[[ProcessMesh], T], *, tp: int = 1, dp: int = 1, pp: int = 1, timeout_s: float = 60
+    body: Callable[[ProcessMesh], T], *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, timeout_s: float = 60
 ) -> list[T]:
-    """Call `body(mesh)` once per rank of a tp x dp x pp mesh; the results in rank order.
+    """Call `body(mesh)` once per rank of a tp x cp x dp x pp mesh; the results in rank order.
 
     Raises: the first error of any rank, at once; ranks that wait for the failed one are left to their timeout.
     """
-    world = tp * dp * pp
+    world = tp * cp * dp * pp
     store = HashStore()
     results: list[T | None] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ def run_threads(
             return group
 
         try:
-            results[rank] = body(build_mesh(rank_grid((pp, dp, tp)), rank, CPU, make_group).activate())
+            results[rank] = body(build_mesh(rank_grid((pp, dp, cp, tp)), rank, CPU, make_group).activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
-from megapipe.distributed.tokens import Documents
+from megapipe.distributed.tokens import WHOLE, Cut, Documents, share_of
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.eager import eager
 
@@ -34,12 +34,18 @@ class Stream:
         seed, sample: its randomness: the run's seed and the number of its first sample in the whole training.
         documents: where its documents lie, if attention or positions heed them.
         recomputes: what the model computes again in backward it does for this microbatch.
+        cp: the ranks that have its sequences among them; `cut` says which tokens are here.
     """
 
     seed: int
     sample: int
     documents: Documents | None = None
     recomputes: bool = True
+    cp: Axis = Axis()
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.cp.rank, self.cp.size)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -90,25 +96,36 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """Zero each element with probability p and scale the rest by 1/(1-p).
 
     Args:
-        x: any shape; with `tp`, this rank's slice of dimension `dim`. Of a slice of dimension 0 little more is drawn.
+        x: [s/c, ...], the stream's tokens; with `tp`, this rank's slice of dimension `dim`. Of a slice of dimension 0
+            little more is drawn.
         site: layer and place in it; with the current stream it names the mask.
     """
     if p == 0.0:
         return x
-    mask = dropped(x.shape, p, *site, device=x.device, tp=tp, dim=dim)
+    mask = dropped(x.shape, p, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut)
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
 
 
 def dropped(
-    shape: Sequence[int], p: float, *site: object, device: torch.device, tp: Axis | None = None, dim: int = 1
+    shape: Sequence[int],
+    p: float,
+    *site: object,
+    device: torch.device,
+    tp: Axis | None = None,
+    dim: int = 1,
+    cut: Cut = WHOLE,
 ) -> Tensor:
-    """Which elements of an x of this shape `dropout` zeroes, bool."""
-    whole, first, rows = list(shape), 0, shape[0]
+    """Which elements of an x of this shape `dropout` zeroes, bool. cut: of dimension 0, before tp's slice of it."""
+    whole = list(shape)
     if tp is not None:
         whole[dim] *= tp.size
-        first = tp.rank * rows if dim == 0 else 0
+    whole[0] *= cut.size
+    rows = cut.spans(whole[0])
+    if tp is not None and dim == 0:
+        rows = share_of(rows, tp.rank, tp.size)
     stream = current_stream()
-    draw = _uniform(whole, first, rows, device, stream.seed, stream.sample, *site)
+    parts = [_uniform(whole, r.start, len(r), device, stream.seed, stream.sample, *site) for r in rows]
+    draw = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tp is not None and dim != 0:
         draw = draw.chunk(tp.size, dim)[tp.rank]
     return draw < p

@@ -147,7 +147,7 @@ class Run:
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
         self.modules = [self._module(provider, span) for span in own]
-        if mesh.dp.rank == 0:
+        if mesh.dp_cp.rank == 0:
             count = sum(p.numel() for module in self.modules for p in module.parameters())
             where = f"({mesh.tp.rank}, {mesh.pp.rank})"
             print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)

@@ -29,7 +29,7 @@ def check_replicas(
     tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
     whole = {name: param for name, param in params.items() if layout_of(param).dim is None}
     groups: list[tuple[str, Axis, Mapping[str, Tensor]]] = [
-        ("data-parallel", mesh.dp, tensors),
+        ("data-parallel", mesh.dp_cp, tensors),
         ("tensor-parallel", mesh.tp, whole),
         ("pipeline", mesh.twins if mirrored else Axis(), tensors),
     ]

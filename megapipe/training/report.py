@@ -23,7 +23,7 @@ class Reporter:
     def __init__(self, config: Config, mesh: ProcessMesh, place: Placement) -> None:
         self.config, self.mesh = config, mesh
         speaker = place.rank_of[place.chain - 1]
-        self.speaks = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (speaker, 0, 0)
+        self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
         self._board = TensorBoard(config.log if self.speaks else replace(config.log, tensorboard_dir=None))
         self._flops = flops_per_token(config.model, config.train.sequence)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megapipe.config import Config
 from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.distributed.tokens import Documents, find_documents
+from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.errors import ScheduleError
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
@@ -176,14 +176,14 @@ class Pipeline:
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
         order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
-        data = self.config.data
+        data, cp = self.config.data, self.mesh.cp
 
         def batch(i: int) -> Batch:
             read = microbatches[i]
             named = {"tokens": read} if isinstance(read, Tensor) else read
             here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
             usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
-            return replace(usual, more=here)
+            return replace(usual, more=here).cut(Cut(cp.rank, cp.size))
 
         return map(batch, order)
 

@@ -17,7 +17,7 @@ def test_all_groups_of_a_name_are_made_in_one_call_and_only_for_what_is_shared(s
     """tp 8 x dp 8 x pp 16: 64 pipelines; the other groups are those of torch's device mesh and the world."""
     made: list[tuple[str, int]] = []
     mesh = build_mesh(
-        rank_grid((16, 8, 8)), 0, CPU, lambda name, sets: made.append((name, len(sets))), shares=shares, one_way=4
+        rank_grid((16, 8, 1, 8)), 0, CPU, lambda name, sets: made.append((name, len(sets))), shares=shares, one_way=4
     )
     pairs = {"ends": 64, "twins": 512}
     links = [(f"link{number}", 64) for number in range(4)]
@@ -43,16 +43,17 @@ def test_on_a_ring_every_link_of_a_rank_has_one_neighbour_and_one_way(size):
 
 def test_every_axis_of_a_process_alone_is_on_its_device():
     mesh = ProcessMesh.single(torch.device("meta"))
-    axes = (mesh.tp, mesh.dp, mesh.pp, mesh.world, mesh.ends, mesh.twins)
+    axes = (mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.pp, mesh.world, mesh.ends, mesh.twins)
     assert {axis.device for axis in axes} == {torch.device("meta")}
 
 
 @pytest.mark.parametrize("dp_last", [False, True])
 def test_ranks_are_numbered_as_megatron_numbers_them(dp_last):
     """tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under --use-tp-pp-dp-mapping (megatron/core/parallel_state.py)."""
-    pp, dp, tp = 3, 2, 4
-    for rank in range(pp * dp * tp):
-        mesh = build_mesh(rank_grid((pp, dp, tp), dp_last=dp_last), rank, CPU, lambda name, ranks: None)
+    pp, dp, cp, tp = 3, 2, 2, 2
+    for rank in range(pp * dp * cp * tp):
+        mesh = build_mesh(rank_grid((pp, dp, cp, tp), dp_last=dp_last), rank, CPU, lambda name, ranks: None)
         outer = mesh.pp.rank + pp * mesh.dp.rank if dp_last else mesh.dp.rank + dp * mesh.pp.rank
-        assert rank == mesh.tp.rank + tp * outer
-        assert (mesh.world.rank, mesh.world.ranks) == (rank, tuple(range(pp * dp * tp)))
+        assert rank == mesh.tp.rank + tp * (mesh.cp.rank + cp * outer)
+        assert mesh.dp_cp.rank == mesh.cp.rank + cp * mesh.dp.rank
+        assert (mesh.world.rank, mesh.world.ranks) == (rank, tuple(range(pp * dp * cp * tp)))

@@ -12,7 +12,7 @@ from tiny import GPT2, LLAMA, SEQ, VOCAB
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.tokens import Documents, find_documents, restarting_positions
+from megapipe.distributed.tokens import WHOLE, Documents, find_documents, positions
 from megapipe.models.attention import SelfAttention
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
@@ -111,11 +111,11 @@ def test_a_model_reads_documents_as_if_each_came_alone():
     tokens = torch.tensor([[5, 6, 7, EOD, 8, 9, EOD, 10, 11, 12, 13, 14]])
     documents = find_documents(tokens, EOD, isolate=True, restart=True)
     assert documents.lengths == ((4, 3, 5),)
-    positions = restarting_positions(documents, tokens.device)
+    ids = positions(12, WHOLE, documents, tokens.device)
     for config in (GPT2, LLAMA):
         model = whole(config)
         with Stream(0, 0, documents).active():
-            packed = model(tokens, positions)
+            packed = model(tokens, ids)
         torch.testing.assert_close(packed, torch.cat([model(part) for part in tokens.split((4, 3, 5), dim=1)], dim=1))
 
 

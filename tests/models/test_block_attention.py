@@ -9,9 +9,10 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
-from megapipe.models import dropout_attention
+from megapipe.models import block_attention
+from megapipe.models.block_attention import Rule
+from megapipe.models.context_attention import context_attention
 from megapipe.models.cpu_attention import causal_attention
-from megapipe.models.dropout_attention import attention_with_dropout
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.rng import Stream
 
@@ -21,7 +22,7 @@ LENGTHS = ((17, 23), (40,))
 
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_attention, "_SCORES", 1)  # the least block, 16 queries
+    monkeypatch.setattr(block_attention, "_SCORES", 1)  # the least block, 16 queries
 
 
 def tensors(groups: int, d: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -32,8 +33,8 @@ def tensors(groups: int, d: int = S, dtype: torch.dtype = torch.float64) -> list
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sample: int = 3, tp: Axis | None = None, **how) -> Tensor:
-    with Stream(1, sample).active():
-        return attention_with_dropout(q, k, v, P, 5, "attention", tp=tp or Axis(), **how)
+    rule = Rule(q.shape[2], Stream(1, sample), p=P, site=(5, "attention"), heads=tp or Axis(), **how)
+    return context_attention(q, k, v, rule)
 
 
 def dropped(q: Tensor, k: Tensor, **how) -> Tensor:
