@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 
 import torch  # noqa: E402
 
+from megapipe.checks.context import context_problems  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
 from megapipe.schedule import SCHEDULES, ScheduleError, entry_of  # noqa: E402
@@ -41,7 +42,9 @@ def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
     seconds = 300 if case.compile else 60
     try:
-        outcomes = run_threads(partial(train, case=case), tp=case.tp, cp=case.cp, dp=case.dp, pp=case.pp, timeout_s=seconds)
+        outcomes = run_threads(
+            partial(train, case=case), tp=case.tp, cp=case.cp, dp=case.dp, pp=case.pp, timeout_s=seconds
+        )
         return differences(case, outcomes)
     except Exception as error:
         return ["".join(traceback.format_exception(error))]
@@ -54,6 +57,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         tp, dp = rng.choice(
             [sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)) if sizes[0] * sizes[1] * pp <= 8]
         )
+        cp = rng.choice([c for c in (1, 1, 2, 4) if c * tp * dp * pp <= 8])
         case = Case(
             schedule=name,
             pp=pp,
@@ -61,6 +65,8 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             layers=(),
             chunks=rng.randint(1, 3) if entry_of(name).chunks is None else None,
             tp=tp,
+            cp=cp,
+            way=rng.choice(("p2p", "all_gather", "a2a")),
             dp=dp,
             style=rng.choice(list(STYLES)),
             tied=rng.random() < 0.5,
@@ -69,9 +75,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             per_token_loss=rng.random() < 0.25,
             p2p=rng.choice(list(P2PMode)).value,
             file=rng.choice((None, None, "json", "csv")),
-            variable=rng.random() < 0.25,
-            distributed=dp > 1 and rng.random() < 0.5,
-            overlap=dp > 1 and rng.random() < 0.5,
+            variable=cp < 4 and rng.random() < 0.25,
+            distributed=dp * cp > 1 and rng.random() < 0.5,
+            overlap=dp * cp > 1 and rng.random() < 0.5,
             dtype=rng.choice(("float64", "float64", "float64", "float32", "bfloat16", "float16")),
             attention_dropout=rng.choice((0.0, 0.1, 0.3)),
             hidden_dropout=rng.choice((0.0, 0.1)),
@@ -81,7 +87,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             window=rng.choice((None, None, 0, 2, 7)),
             overrides=rng.choice(list(OVERRIDES)),
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
-            compile=rng.random() < COMPILED and tp * dp * pp <= 2,
+            compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
         case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)))
         try:
@@ -89,8 +95,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         except ScheduleError:
             continue
         layers = tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain))
-        if 0 < sum(layers) <= 10:
-            return replace(case, layers=layers)
+        case = replace(case, layers=layers)
+        if 0 < sum(layers) <= 10 and not list(context_problems(case.config)):
+            return case
 
 
 def command(case: Case) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megapipe.checks.context import context_problems
 from megapipe.checks.inputs import (
     ask,
     checkpoint_problems,
@@ -52,6 +53,7 @@ def flag_problems(config: Config) -> list[str]:
     problems += _overrides(sound)
     problems += recompute_problems(sound.model)
     problems += _length(sound)
+    problems += context_problems(sound)
     problems += _layout(sound)
     problems += _learning_rate(sound)
     problems += training_problems(sound)
@@ -172,13 +174,16 @@ def _layout(config: Config) -> Problems:
     """World size, batch, schedule, layers: each needs the one before."""
     par, t = config.parallel, config.train
     tp, pp, world = par.tensor_model_parallel_size, par.pipeline_model_parallel_size, config.world_size
-    ranks = tp * pp
+    cp, ranks = par.context_parallel_size, par.ranks_of_a_replica
     microbatches = None
     if world % ranks:
         yield (
-            f"{world} processes are not --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
-            f"data-parallel ranks: {_division(world, ranks)}.\n"
-            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}" + _layouts(config)
+            f"{world} processes are not --tensor-model-parallel-size {tp} x "
+            + f"--context-parallel-size {cp} x " * (cp > 1)
+            + f"--pipeline-model-parallel-size {pp} x data-parallel ranks: {_division(world, ranks)}.\n"
+            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}"
+            + _layouts(config)
+            * (cp == 1)
         )
     elif t.micro_batch_size:
         share = t.micro_batch_size * config.data_parallel_size

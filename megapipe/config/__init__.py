@@ -56,6 +56,11 @@ class Config:
         return self.world_size // self.parallel.ranks_of_a_replica
 
     @property
+    def weight_replicas(self) -> int:
+        """Ranks that hold the same weights and sum their gradients: data x context parallel."""
+        return self.data_parallel_size * self.parallel.context_parallel_size
+
+    @property
     def global_batch_size(self) -> int:
         assert self.train.micro_batch_size is not None
         return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size

@@ -44,8 +44,10 @@ class Batch:
             return self
         s = self.tokens.shape[1]
         more = {name: cut.take(x, 1) if x.ndim > 1 and x.shape[1] == s else x for name, x in self.more.items()}
-        usual = (self.tokens, self.labels, self.loss_mask, self.position_ids)
-        return Batch(*(cut.take(x, 1) for x in usual), more)
+        tokens, labels, loss_mask, position_ids = (
+            cut.take(x, 1) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        )
+        return Batch(tokens, labels, loss_mask, position_ids, more)
 
 
 def tokens_of(microbatch: Microbatch) -> Tensor:

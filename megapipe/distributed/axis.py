@@ -93,7 +93,7 @@ class Axis:
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
-        """Around the ring: x goes to the rank after, the result is that of the rank before. Its receive is posted first.
+        """Around the ring: x goes to the rank after, the rank before's comes; its receive is posted first.
 
         lane: shifts that are under way side by side have different ones, and begin in one order on all ranks.
         """

@@ -43,8 +43,8 @@ class ProcessMesh:
             placement; size 1 for all others, where both are the same rank, and where nothing is tied.
         twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
             1 for the middle rank of an odd pipeline, and under every other schedule.
-        device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a process of its own
-            and for ranks that are threads.
+        device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a
+            process of its own and for ranks that are threads.
         position: where this rank is in its work.
         store: what the launcher's processes share besides the groups; None where device_mesh is.
     """

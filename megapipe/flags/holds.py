@@ -120,8 +120,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps", _ANY, _LAUNCHED),
     ("enable-cuda-graph external-cuda-graph", _SWITCH, _LAUNCHED),
     ("local-rank", _ANY, "the launcher passes the rank in the environment"),
-    ("context-parallel-size", ("1",), "there is no context parallelism yet"),
-    ("cp-comm-type", _ANY, "without effect with one context-parallel rank"),
     ("expert-model-parallel-size", ("1",), "there are no experts"),
     ("expert-tensor-parallel-size", _ANY, "there are no experts"),
     # data

@@ -66,6 +66,13 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "model",
+        "cp_comm_type",
+        "--context-parallel-size of at least 2",
+        lambda c: c.parallel.context_parallel_size == 1,
+        "there is nothing to exchange",
+    ),
+    Idle(
+        "model",
         "num_query_groups",
         "--group-query-attention",
         lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
@@ -154,7 +161,8 @@ def idle(config: Config) -> list[tuple[str, str]]:
     found = []
     for section, field, without, _, instead in _rows(config):
         name, value = f"--{field.replace('_', '-')}", getattr(getattr(config, section), field)
-        found.append((name if value is True else f"{name} {value}", f"{instead}, without {without}"))
+        said = " ".join(value) if isinstance(value, tuple) else value
+        found.append((name if value is True else f"{name} {said}", f"{instead}, without {without}"))
     if config.data.eval_iters < 0:
         found.append((f"--eval-iters {config.data.eval_iters}", "nothing is evaluated"))
     return found

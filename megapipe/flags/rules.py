@@ -67,7 +67,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("muon-* lion-*", "the optimizers are adam, sgd, muon with whole float32 matrices, and --optimizer FILE.py:NAME"),
     ("use-precision-aware-optimizer *optimizer-*offload* qk-clip*", "optimizer state is float32 and on the device"),
     ("*fsdp*", "parameters are not sharded over data-parallel ranks"),
-    ("context-* hierarchical-context-* hybrid-context-parallel", "there is no context parallelism"),
+    (
+        "hierarchical-context-* hybrid-context-parallel",
+        "context-parallel ranks exchange keys in one way, --cp-comm-type",
+    ),
     ("iter-per-epoch data-per-class-fraction decoder-seq-length", _GPT),
     ("otel-*", "use --tensorboard-dir"),
     ("fim-*", "there is no fill-in-the-middle"),

@@ -119,7 +119,8 @@ class SelfAttention(nn.Module):
             (self.layer, "attention"),
             heads,
         )
-        out = context_attention(*(part.permute(1, 2, 0, 3) for part in (q, k, v)), rule, way)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        out = context_attention(q, k, v, rule, way)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -147,7 +147,15 @@ def attend(rule: Rule, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sum
 
 
 def differentiate(
-    rule: Rule, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
+    rule: Rule,
+    q: Tensor,
+    queries: Tokens,
+    kv: Tensor,
+    held: Tokens,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
 ) -> Tensor:
     """The gradient of `kv` from that of the whole output, [b, heads, n, d]; adds to that of q, `dq` [n, g, s/c, d].
 

@@ -138,7 +138,7 @@ def whole_sequences(core: Callable[[Tensor, Tensor, Tensor], Tensor], cp: Axis) 
         # of each rank's heads q, k, v side by side: one exchange
         mixed = torch.cat([part for n in zip(*(x.chunk(cp.size, 2) for x in (q, k, v)), strict=True) for part in n], 2)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]
-        out = core(*trade(mixed, cp, True).split(sizes, 2))
+        out = core(*torch.split(trade(mixed, cp, True), sizes, 2))
         return trade(out, cp, False)
 
     return attend

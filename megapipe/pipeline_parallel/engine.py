@@ -82,8 +82,8 @@ class Request:
         data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
             embedding nor loss may have None as its iterator.
         num_microbatches: per step and data-parallel rank.
-        seq_length, micro_batch_size: s and b of the hidden states [s, b, h], of which a rank of c context-parallel ones
-            has [s/c, b, h], and a model whose config.sequence_parallel is on takes and gives [s/(c t), b, h].
+        seq_length, micro_batch_size: s and b of the hidden states [s/c, b, h] on c context-parallel ranks, of which a
+            model whose config.sequence_parallel is on takes and gives [s/(c t), b, h].
         decoder_seq_length: seq_length of the decoder where it differs.
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.

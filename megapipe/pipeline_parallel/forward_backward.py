@@ -185,14 +185,12 @@ class Step:
 
 
 def mesh_of(pg_collection: Any) -> ProcessMesh:
-    """The mesh that a Megatron ProcessGroupCollection describes: its groups pp, tp and, where it has them, dp.
+    """The mesh that a Megatron ProcessGroupCollection describes: its groups pp, tp and, if there, dp, cp and dp_cp.
 
-    Raises: ConfigError for a cp group of several ranks.
+    Raises: ConfigError for a collection without pp or tp.
     """
-    groups = {name: getattr(pg_collection, name, None) for name in ("pp", "tp", "dp", "cp")}
+    groups = {name: getattr(pg_collection, name, None) for name in ("pp", "tp", "dp", "cp", "dp_cp")}
     axes: dict[str, Any] = {name: axis_of(group) for name, group in groups.items() if group is not None}
-    if "cp" in axes and axes.pop("cp").size > 1:
-        raise ConfigError("pg_collection.cp has several ranks, and there is no context parallelism")
     if "pp" not in axes or "tp" not in axes:
         raise ConfigError("pg_collection must have the groups pp and tp")
     return ProcessMesh(**axes, device=axes["pp"].device)

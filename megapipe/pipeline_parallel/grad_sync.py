@@ -38,7 +38,7 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
     sizes = {
         "tensor_model_parallel_size": mesh.tp.size,
         "pipeline_model_parallel_size": mesh.pp.size,
-        "context_parallel_size": 1,
+        "context_parallel_size": mesh.cp.size,
     }
     for name, size in sizes.items():
         if (value := getattr(config, name, None)) not in (None, size):

@@ -135,7 +135,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     schedule = schedule_of(config, config.num_microbatches)
     element = 2 if train.half else 4
     # Gradient, two moments (SGD: one) in float32, and a rounded weight's master; ZeRO-1 splits all but the first.
-    shards = config.data_parallel_size if par.use_distributed_optimizer else 1
+    shards = config.weight_replicas if par.use_distributed_optimizer else 1
     moments = 4 if train.optimizer == "sgd" else 8
     state, replica = element + 4 + (moments + 4 * train.half) / shards, element + 4
     counts, given = counts_of(config, schedule.placement), given_costs(config)

@@ -20,7 +20,7 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
     ]
     once = sum(held) * plan.tp - plan.tied * plan.vocab_weights  # a tied weight is saved once
     gathered = moments if config.parallel.use_distributed_optimizer else 0
-    most = max(held) * (2 * (weight + moments) / config.data_parallel_size + gathered)
+    most = max(held) * (2 * (weight + moments) / config.weight_replicas + gathered)
     return once * (weight + moments), most
 
 

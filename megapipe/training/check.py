@@ -57,7 +57,8 @@ def check(config: Config) -> None:
     par = config.parallel
     lines = [
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
-        f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
+        + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
+        + f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
         f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.train.micro_batch_size} each",
         f"flags: {' '.join(to_flags(replace(without_idle(config), check=type(config.check)())))}",
         start_block(config),

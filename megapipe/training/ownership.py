@@ -18,6 +18,8 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+from megapipe.models.attention import SelfAttention
+from megapipe.models.layer import TransformerLayer
 from megapipe.models.provider import StageProvider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.schedule import Placement
@@ -36,6 +38,8 @@ def check_ownership(
     Returns: parameters of each stage, over all tensor-parallel ranks.
     Raises: ConfigError on every rank, with all that is missing, doubled, foreign or of another shape.
     """
+    if mesh.cp.size > 1:
+        _check_attention(modules, mesh.cp.size)
     everyone = mesh.pp.gather_json([_parts(module, mesh.tp) for module in modules])
     stages: dict[int, Parts] = {}
     for rank, parts in enumerate(everyone):
@@ -54,6 +58,17 @@ def check_ownership(
             "the stages do not make up the model; look at the model provider:" + "".join(f"\n      {p}" for p in shown)
         )
     return [sum(math.prod(shape) for shape in stages[s].values() if shape) for s in range(placement.num_stages)]
+
+
+def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
+    """Raises: ConfigError for a layer of another kind, whose attention would not see the tokens of other ranks."""
+    layers = [(name, part) for module in modules for name, part in module.named_modules() if _LAYER.fullmatch(name)]
+    for name, layer in layers:
+        if not any(isinstance(part, TransformerLayer | SelfAttention) for part in layer.modules()):
+            raise ConfigError(
+                f"--context-parallel-size {ranks}: {name} is a {type(layer).__name__}, which does not meet the keys of "
+                "other ranks. Build it of megapipe.models.attention.SelfAttention, or leave the flag out."
+            )
 
 
 def _without_storage(provider: StageProvider, model: ModelConfig, tp: Axis) -> nn.Module:

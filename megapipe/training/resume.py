@@ -13,6 +13,7 @@ from megapipe.optim.lr import LRSchedule
 FREE = {
     "attention_backend",
     "attention_dropout",
+    "cp_comm_type",
     "cross_entropy_loss_fusion",
     "embedding_init_method_std",
     "hidden_dropout",

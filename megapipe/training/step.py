@@ -203,7 +203,7 @@ def with_overlap(schedule: Schedule, config: Config) -> Schedule:
         rows = (tuple(step for step in row if step[0].kind is not Kind.U) for row in schedule.ranks)
         schedule = replace(schedule, ranks=tuple(rows))
     par = config.parallel
-    if config.data_parallel_size == 1 or not par.overlap_grad_reduce:
+    if config.weight_replicas == 1 or not par.overlap_grad_reduce:
         return schedule
     table = schedule if Kind.G in schedule.kinds else with_reduction(schedule)
     return with_gather(table) if par.overlap_param_gather and Kind.A not in schedule.kinds else table

@@ -22,18 +22,17 @@ def problem(*argv: str) -> str:
 
 
 def test_a_flag_that_asks_for_what_is_always_so_is_accepted():
-    config = parse(Config, ["--use-mcore-models", "--context-parallel-size", "1", "--no-rope-fusion"])
+    config = parse(Config, ["--use-mcore-models", "--no-rope-fusion"])
     assert config == Config()
     assert config.holding == (
         ("--use-mcore-models", "there is one model"),
-        ("--context-parallel-size 1", "there is no context parallelism yet"),
         ("--no-rope-fusion", "names a fused kernel that we do not have"),
     )
 
 
 def test_an_accepted_flag_with_another_value_is_refused():
-    assert problem("--context-parallel-size", "2") == (
-        "--context-parallel-size 2: only 1 is implemented (there is no context parallelism yet)"
+    assert problem("--softmax-type", "off-by-one") == (
+        "--softmax-type off-by-one: only vanilla is implemented (the softmax is the plain one)"
     )
     assert problem("--use-mcore-models", "true") == "--use-mcore-models takes no value, got true"
     assert problem("--dist-ckpt-format") == "--dist-ckpt-format takes one value, got none"

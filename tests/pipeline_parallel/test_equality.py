@@ -113,6 +113,31 @@ def test_a_run_goes_on_under_another_schedule_and_layout(pool, tmp_path, before,
     assert differences(then, pool.run(go_on, [(4, 1, 1), (2, 1, 2)], first, then, tmp_path)) == []
 
 
+CONTEXT = {"p2p": (2, 1, 1), "all_gather": (2, 2, 1), "a2a": (2, 1, 2)}  # cp, tp, dp
+
+
+@pytest.mark.parametrize(
+    ("schedule", "way", "settings"),
+    [
+        ("dualpipe", "p2p", {"documents": "both"}),
+        ("zb-v", "all_gather", {"sequence_parallel": True, "recompute": "full"}),
+        ("interleaved", "a2a", {"distributed": True, "overlap": True, "window": 2, "recompute": "selective"}),
+    ],
+)
+def test_context_parallel_ranks_train_what_one_process_trains(schedule, way, settings):
+    """With dropout. The fuzzer draws all schedules and ways."""
+    cp, tp, dp = CONTEXT[way]
+    case = case_of(schedule, 2, 4, cp=cp, tp=tp, dp=dp, way=way, steps=2, style="llama", **settings)
+    ranks = run_threads(lambda mesh: train(mesh, case), cp=cp, tp=tp, dp=dp, pp=2, timeout_s=120)
+    assert differences(case, ranks) == []
+
+
+def test_four_context_parallel_ranks_in_float32_for_twenty_steps():
+    case = Case("naive", 1, 1, (1,), cp=4, style="llama", dtype="float32", steps=20)
+    ranks = run_threads(lambda mesh: train(mesh, case), cp=4, timeout_s=120)
+    assert ranks[0].losses == pytest.approx(alone(case.whole).losses, rel=1e-6)
+
+
 def test_a_rank_without_layers_takes_part():
     case = Case("1f1b", 3, 4, (1, 0, 1), dp=2, steps=1)
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=3, dp=2, timeout_s=60)) == []
