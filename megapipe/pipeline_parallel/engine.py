@@ -249,7 +249,6 @@ def _stages(
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
             stream=partial(_drawn, step.stream, cp, kept[number]),
-            cp=cp,
             overlaps=overlap and number in paired,
             on_last_backward=None if last is None else (share, partial(last, number)),
         )

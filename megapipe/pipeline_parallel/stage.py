@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapipe.distributed.axis import ALONE, Axis
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
@@ -55,7 +55,6 @@ class PipelineStage:
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
         on_last_backward: (n, what to call before the n-th backward).
-        cp: ranks that have the tokens of a microbatch among them.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data.
@@ -75,12 +74,11 @@ class PipelineStage:
         stream: Callable[[int], Stream],
         overlaps: bool = False,
         on_last_backward: tuple[int, Callable[[], None]] | None = None,
-        cp: Axis = ALONE,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
         self.loss_scale = loss_scale
-        self.collect_non_loss_data, self.stream, self.cp = collect_non_loss_data, stream, cp
+        self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
         try:
             self._set_input = attribute_of(module, "set_input_tensor")
         except AttributeError:
@@ -130,13 +128,14 @@ class PipelineStage:
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self._set_input(x)
-        self.stream(microbatch).activate()
+        stream = self.stream(microbatch)
+        stream.activate()
         meanwhile(cuts.advance)
         with self._layered.between_layers(cuts) if self._layered else nullcontext():
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
         if self.holds_loss:
-            output, grad = self._loss(microbatch, output, loss_func)
+            output, grad = self._loss(microbatch, output, loss_func, stream.cp)
         if torch.is_grad_enabled():
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad, cuts)
@@ -163,7 +162,9 @@ class PipelineStage:
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
-    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None) -> tuple[Tensor, Tensor | None]:
+    def _loss(
+        self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
+    ) -> tuple[Tensor, Tensor | None]:
         """What is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         if loss_func is None:
             raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
@@ -172,7 +173,7 @@ class PipelineStage:
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
-        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale, cp=self.cp)
+        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale, cp=cp)
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:
