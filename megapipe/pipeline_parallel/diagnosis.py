@@ -137,8 +137,8 @@ def _waits(mesh: ProcessMesh, item: Any) -> Link | None:
     if item is None or comm is None:
         return None
     if isinstance(item, tuple):
-        arriving = [call for call in item if call.takes and isinstance(hand.get(call.takes), InFlight)]
-        return Link(str(arriving[0].takes), mesh.pp.ranks[arriving[0].source], False) if arriving else None
+        taken = [(p, r) for call in item for p, r in call.takes if isinstance(hand.get(p), InFlight)]
+        return Link(str(taken[0][0]), mesh.pp.ranks[taken[0][1]], False) if taken else None
     if isinstance(item, Exchange) and comm.variable_seq_lengths:  # waits for shapes
         arriving = [message for message in item.messages if message.dst == rank]
         if arriving:
@@ -157,8 +157,8 @@ def _ahead(mesh: ProcessMesh, item: Any) -> Iterable[Link]:
         if isinstance(later, Exchange):
             yield from (_link(mesh, message) for message in later.messages if message.src == mesh.pp.rank)
         else:
-            calls = (call for call in later if call.takes and call.source != mesh.pp.rank)
-            yield from (Link(str(call.takes), mesh.pp.ranks[call.source], False) for call in calls)
+            taken = (one for call in later for one in call.takes)
+            yield from (Link(str(p), mesh.pp.ranks[source], False) for p, source in taken if source != mesh.pp.rank)
 
 
 def _link(mesh: ProcessMesh, message: Message) -> Link:

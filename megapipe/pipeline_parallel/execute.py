@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import islice
 from time import monotonic
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -53,16 +55,16 @@ class Call(NamedTuple):
     """A pass as the engine needs it.
 
     Attributes:
-        takes: the pass whose result it uses, made on rank `source`; None at an end of the model, and for W.
-        gives: does another pass use its result?
+        takes: the passes whose results it uses, each with the rank that it is made on; none at an end of the model, and
+            for W.
+        gives: how often its result is used here, by passes and by messages.
         ends: is it the last pass of a microbatch on its stage?
         awaits: passes of other lanes that must have ended.
     """
 
     item: Pass
-    takes: Pass | None
-    source: int
-    gives: bool
+    takes: tuple[tuple[Pass, int], ...]
+    gives: int
     ends: bool
     awaits: tuple[Pass, ...]
 
@@ -79,8 +81,29 @@ class Lanes(NamedTuple):
 
 
 _Plan = tuple[tuple[Call, ...] | Exchange, ...]
-_Hand = dict[Pass, Tensor | InFlight]
-"""What a rank holds between two items, by the pass that made it."""
+
+
+class _Hand(dict[Pass, Tensor | InFlight]):
+    """What a rank holds between two items, by the pass that made it; `uses`: of what is used more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses: dict[Pass, int] = {}
+
+    def give(self, made_by: Pass, made: Tensor, uses: int) -> None:
+        """Hold until it is used so often."""
+        self[made_by], self.uses[made_by] = made, uses
+
+    def take(self, made_by: Pass) -> Tensor:
+        """Use once, waiting for it if it is under way."""
+        held = self[made_by]  # in hand while it is waited for: so `watch` knows
+        tensor = held.wait() if isinstance(held, InFlight) else held
+        left = self.uses.pop(made_by, 1) - 1
+        if left:
+            self.give(made_by, tensor, left)
+        else:
+            del self[made_by]
+        return tensor
 
 
 def execute(
@@ -108,7 +131,7 @@ def execute(
         position: kept up to date, for `watch`.
     Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
     """
-    hand: _Hand = {}
+    hand = _Hand()
     lanes = Lanes(of_stage or {}, {})
     step = _run_labelled if profiler._is_profiler_enabled else _run
     item: tuple[Call, ...] | Exchange = ()
@@ -138,21 +161,16 @@ def _plan(program: Program, placement: Placement, rank: int, ahead: Ahead) -> _P
     """The program with everything looked up that does not change from step to step."""
     items = _receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
-    arriving = [m.made_by for item in items if isinstance(item, Exchange) for m in item.messages]
-    forward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_forward}
-    backward_of = {(p.stage, p.microbatch): p for p in [*passes, *arriving] if p.kind.is_backward}
+    messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
+    made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
+    takes = {p: [made[what, stage, p.microbatch] for what, stage in placement.sources(p)] for p in passes}
+    uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
     beside = [p for p in passes if p.kind.rule.lane is not Lane.COMPUTE]
 
     def call(p: Pass) -> Call:
-        source = placement.source(p)
-        takes = None
-        if source is not None:
-            made = forward_of if p.kind.is_forward else backward_of
-            takes = made[source, p.microbatch]
-        made_on = placement.rank_of[takes.stage if takes else p.stage]
-        gives, awaits = placement.consumer(p) is not None, tuple(_awaited(p, beside))
-        return Call(p, takes, made_on, gives, last.get(p.stage) == p, awaits)
+        taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
+        return Call(p, taken, uses[p], last.get(p.stage) == p, tuple(_awaited(p, beside)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
@@ -189,7 +207,7 @@ def _run(
     item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, lanes: Lanes
 ) -> None:
     if isinstance(item, Exchange):
-        hand.update(comm.exchange(item.messages, cast("Callable[[Pass], Tensor]", hand.pop)))
+        hand.update(comm.exchange(item.messages, hand.take))
         return
     for needed in (p for call in item for p in call.awaits if p in lanes.under_way):
         lanes.under_way.pop(needed)()
@@ -204,14 +222,19 @@ def _run(
 
 def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
     kind, _, microbatch = call.item
-    _give(call, _DISPATCH[kind](stage, microbatch, _take(call, hand)), hand)
+    _give(call, _DISPATCH[kind](stage, microbatch, [hand.take(taken) for taken, _ in call.takes]), hand)
 
 
-_DISPATCH: Mapping[Kind, Callable[[Stage, int, Tensor | None], Tensor | None]] = {
-    Kind.F: lambda stage, microbatch, x: stage.forward(microbatch, x),
-    Kind.B: lambda stage, microbatch, grad: stage.backward(microbatch, grad, weights=False),
-    Kind.BW: lambda stage, microbatch, grad: stage.backward(microbatch, grad, weights=True),
+_DISPATCH: Mapping[Kind, Callable[[Any, int, list[Tensor]], Tensor | None]] = {
+    Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, _sum(given)),
+    Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, _sum(given), weights=False),
+    Kind.BW: lambda stage, microbatch, given: stage.backward(microbatch, _sum(given), weights=True),
     Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),
+    Kind.E: lambda stage, microbatch, _: stage.share.look_up(microbatch),
+    Kind.S: lambda stage, microbatch, given: stage.share.give(microbatch, *given),
+    Kind.C: lambda stage, microbatch, given: stage.combine(microbatch, given),
+    Kind.T: lambda stage, microbatch, given: stage.share.head_gradient(microbatch, *given),
+    Kind.EW: lambda stage, microbatch, given: stage.share.rows_gradient(microbatch, *given),
 }
 """How a stage runs a pass of one microbatch."""
 
@@ -220,29 +243,25 @@ def _run_pair(forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[
     f, b = pair
     made = forward.overlapped_forward_backward(
         f.item.microbatch,
-        _take(f, hand),
+        _sum([hand.take(taken) for taken, _ in f.takes]),
         stages[b.item.stage],
         b.item.microbatch,
-        _take(b, hand),
+        _sum([hand.take(taken) for taken, _ in b.takes]),
         weights=not b.item.kind.is_split,
     )
     for call, tensor in zip(pair, made, strict=True):
         _give(call, tensor, hand)
 
 
-def _take(call: Call, hand: _Hand) -> Tensor | None:
-    if call.takes is None:
-        return None
-    held = hand[call.takes]  # in hand while it is waited for: so `watch` knows
-    tensor = held.wait() if isinstance(held, InFlight) else held
-    del hand[call.takes]
-    return tensor
+def _sum(given: list[Tensor]) -> Tensor | None:
+    """In their order, so that it has the same bits whatever arrives first."""
+    return reduce(torch.add, given) if given else None
 
 
 def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
     if call.gives:
         assert made is not None, f"{call.item} made nothing for the next stage"
-        hand[call.item] = made
+        hand.give(call.item, made, call.gives)
 
 
 def _run_labelled(
@@ -255,9 +274,10 @@ def _run_labelled(
             with record_function(f"wait {needed}"):
                 lanes.under_way.pop(needed)()
         for call in item:
-            if call.takes and isinstance(held := hand[call.takes], InFlight):
-                with record_function(f"recv {call.takes} <-{call.source}"):
-                    hand[call.takes] = held.wait()
+            for taken, source in call.takes:
+                if isinstance(held := hand[taken], InFlight):
+                    with record_function(f"recv {taken} <-{source}"):
+                        hand[taken] = held.wait()
         names = [str(call.item) for call in item]
     with ExitStack() as labels:
         for name in names:

@@ -15,6 +15,7 @@ from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Placement, Step
 
 PerStage = float | tuple[float, ...]
+_OF_LAYERS, _OF_RANKS = {"f", "b", "w"}, {"s", "t", "e", "mem_s"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Costs:
             A pair whose backward is split takes w less.
         comm: time of a message between two ranks, latency and transfer, of all links or of each: link r joins ranks r
             and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
+        s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
+            gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
+            many stages it has.
+        mem_s: what a share holds from the start of S to the end of T, of a rank too.
         overhead: what every F, B, W and BW costs beside its work, however small the stage: host time, launches.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
@@ -46,6 +51,10 @@ class Costs:
     a: PerStage = 0.0
     v: PerStage = 0.0
     overhead: float = 0.0
+    s: PerStage = 0.0
+    t: PerStage = 0.0
+    e: PerStage = 0.0
+    mem_s: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -111,7 +120,7 @@ class Costs:
         stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.rule.costs}
         return {
             kind: [
-                sum(parts, 0.0 if kind.rule.per_stage else self.overhead)
+                sum(parts, self.overhead if kind.rule.costs[0] in _OF_LAYERS else 0.0)
                 for parts in zip(*(stages[name] for name in kind.rule.costs), strict=True)
             ]
             for kind in Kind
@@ -132,9 +141,10 @@ class Costs:
             return self.comm[near]
         return self.comm[-1] if (near, far) == (0, ranks - 1) and len(self.comm) == ranks else max(self.comm)
 
-    def memory(self, placement: Placement) -> tuple[list[float], list[float]]:
-        """(mem_b, mem_w) by stage."""
-        return self._by_stage("mem_b", placement), self._by_stage("mem_w", placement)
+    def memory(self, placement: Placement) -> tuple[list[float], list[float], list[float]]:
+        """(mem_b, mem_w, mem_s) by stage."""
+        mem_b, mem_w, mem_s = (self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s"))
+        return mem_b, mem_w, mem_s
 
     def of(self, item: Pass, placement: Placement) -> float:
         """Duration of one pass."""
@@ -156,7 +166,8 @@ class Costs:
                     f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}."
                 )
             return [value[placement.position(s)] for s in range(placement.num_stages)]
-        return [value * placement.num_ranks / placement.chain] * placement.num_stages
+        share = 1 if name in _OF_RANKS else placement.num_ranks / placement.chain
+        return [value * share] * placement.num_stages
 
 
 UNIT = Costs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megapipe.schedule.kinds import Kind, Made, Need, Where
-from megapipe.schedule.passes import Pass, Placement, Schedule
+from megapipe.schedule.passes import Pass, Schedule
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.rule.makes) for made in Made
@@ -95,9 +95,8 @@ def is_beyond(kind: Kind, need: Need) -> bool:
 
 def _places(item: Pass, need: Need, schedule: Schedule) -> Iterator[tuple[int, int]]:
     """The (stage, number) that a need means."""
-    place, m = schedule.placement, schedule.num_microbatches
-    number = item.microbatch - need.back
-    for stage in _stages(item.stage, need.where, place):
+    m, number = schedule.num_microbatches, item.microbatch - need.back
+    for stage in schedule.placement.meant(item.stage, need):
         if need.where is Where.MICROBATCHES:
             yield from ((stage, i) for i in _carried(stage, number, schedule))
         else:
@@ -108,14 +107,3 @@ def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
     """The microbatches of a step that run through a stage."""
     m, chain = schedule.num_microbatches, stage // schedule.placement.chain
     return [i for i in range(step * m, (step + 1) * m) if schedule.chain_of(i) == chain]
-
-
-def _stages(stage: int, where: Where, place: Placement) -> tuple[int, ...]:
-    if where in (Where.PREV, Where.NEXT):
-        other = place.prev(stage) if where is Where.PREV else place.next(stage)
-        return () if other is None else (other,)
-    if where in (Where.MICROBATCHES, Where.REPLICAS):
-        return place.replicas(stage)
-    if where is Where.RANK:
-        return place.stages_on(place.rank_of[stage])
-    return tuple(range(place.num_stages)) if where is Where.EVERYWHERE else (stage,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 
 class Lane(StrEnum):
@@ -29,6 +29,11 @@ class Made(StrEnum):
     UPDATED = "updated share"
     GATHERED = "gathered weights"
     VALIDATED = "validated update"
+    LOOKED_UP = "share of the embedded tokens"
+    SHARE = "share of the loss and of its gradient"
+    LOSS = "loss"
+    HEAD_GRADIENT = "gradient of the head's share"
+    ROWS_GRADIENT = "gradient of the embedding's share"
 
 
 class Where(StrEnum):
@@ -42,6 +47,13 @@ class Where(StrEnum):
     REPLICAS = "the stage's and its replicas', of the same number"
     RANK = "of every stage of the rank, of the same number"
     EVERYWHERE = "of every stage, of the same number"
+    FIRST = "of the stage with the embedding, of the same number"
+    LAST = "of the stage with the loss, of the same number"
+    SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
+
+
+HANDED = {Where.PREV, Where.NEXT, Where.FIRST, Where.LAST, Where.SHARES}
+"""Needs that are met by a tensor which another stage hands over."""
 
 
 class Need(NamedTuple):
@@ -51,6 +63,7 @@ class Need(NamedTuple):
         back: steps before this one.
         optional: only if the table has the pass that makes it.
         unless: only in tables without this kind.
+        at: only at this end of the chain.
     """
 
     made: Made
@@ -58,6 +71,7 @@ class Need(NamedTuple):
     back: int = 0
     optional: bool = False
     unless: str | None = None
+    at: Literal["first", "last"] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,10 @@ class Rule:
         meaning: in words, for legends.
         colour: #rrggbb in pictures.
         costs: fields of `Costs` that its duration is the sum of.
-        memory: how often (mem_b, mem_w) of its stage are taken: when it starts if positive, when it ends if negative.
+        memory: how often (mem_b, mem_w, mem_s) of its stage are taken: when it starts if the first that counts is
+            positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
+        shared: of a microbatch on every rank that shares the vocabulary.
         evaluates: part of an evaluation too, which updates nothing.
     """
 
@@ -78,15 +94,19 @@ class Rule:
     costs: tuple[str, ...]
     needs: tuple[Need, ...]
     makes: tuple[Made, ...]
-    memory: tuple[int, int] = (0, 0)
+    memory: tuple[int, int, int] = (0, 0, 0)
     lane: Lane = Lane.COMPUTE
     per_stage: bool = False
+    shared: bool = False
     evaluates: bool = False
 
 
+_OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
 _OF_OWN_FORWARD = Need(Made.OUTPUT, Where.OWN)
 _OF_NEXT = Need(Made.GRADIENT, Where.NEXT)
 _VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
+_GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
+_LOSS = Need(Made.LOSS, Where.OWN, optional=True, at="last")
 
 
 class Kind(StrEnum):
@@ -94,7 +114,9 @@ class Kind(StrEnum):
 
     Of a microbatch: F forward, B input gradient, W weight gradient, BW both, as autograd does. Of a stage as a whole,
     once a step: G reduce its gradients over data parallel, U update the owned share, A gather the updated weights for
-    step n, V validate the update of the step before.
+    step n, V validate the update of the step before. Of a microbatch where ranks share the vocabulary: E look up the
+    rank's rows of the embedding, S its rows of the head with their part of softmax and input gradient, C combine all
+    into loss and gradient at the end of the model, T and EW the gradients of the rows of head and embedding.
     """
 
     _value_: str
@@ -113,19 +135,28 @@ class Kind(StrEnum):
             "forward",
             "#2166b0",
             ("f",),
-            (Need(Made.OUTPUT, Where.PREV), Need(Made.GATHERED, Where.STEP, optional=True)),
+            (Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at="first"), _GATHERED),
             (Made.OUTPUT,),
-            memory=(1, 0),
+            memory=(1, 0, 0),
             evaluates=True,
         ),
     )
     B = (
         "B",
-        Rule("input gradient", "#f2a93b", ("b",), (_OF_OWN_FORWARD, _OF_NEXT, _VALID), (Made.GRADIENT,), (-1, 1)),
+        Rule(
+            "input gradient",
+            "#f2a93b",
+            ("b",),
+            (_OF_OWN_FORWARD, _OF_NEXT, _LOSS, _VALID),
+            (Made.GRADIENT,),
+            (-1, 1, 0),
+        ),
     )
     W = (
         "W",
-        Rule("weight gradient", "#2f9e77", ("w",), (Need(Made.GRADIENT, Where.OWN),), (Made.WEIGHT_GRADIENT,), (0, -1)),
+        Rule(
+            "weight gradient", "#2f9e77", ("w",), (Need(Made.GRADIENT, Where.OWN),), (Made.WEIGHT_GRADIENT,), (0, -1, 0)
+        ),
     )
     BW = (
         "BW",
@@ -133,9 +164,9 @@ class Kind(StrEnum):
             "both gradients",
             "#b8471b",
             ("b", "w"),
-            (_OF_OWN_FORWARD, _OF_NEXT, _VALID),
+            (_OF_OWN_FORWARD, _OF_NEXT, _LOSS, _VALID),
             (Made.GRADIENT, Made.WEIGHT_GRADIENT),
-            (-1, 0),
+            (-1, 0, 0),
         ),
     )
     G = (
@@ -144,7 +175,11 @@ class Kind(StrEnum):
             "reduce gradients",
             "#9900ff",
             ("g",),
-            (Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),),
+            (
+                Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
+                Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),
+                Need(Made.ROWS_GRADIENT, Where.MICROBATCHES, optional=True),
+            ),
             (Made.REDUCED,),
             lane=Lane.DP,
             per_stage=True,
@@ -185,8 +220,55 @@ class Kind(StrEnum):
         ),
     )
 
+    E = ("E", Rule("look up rows", "#f0f018", ("e",), (_GATHERED,), (Made.LOOKED_UP,), shared=True, evaluates=True))
+    S = (
+        "S",
+        Rule(
+            "vocabulary share",
+            "#f048f0",
+            ("s",),
+            (Need(Made.OUTPUT, Where.LAST), _GATHERED),
+            (Made.SHARE,),
+            memory=(0, 0, 1),
+            shared=True,
+            evaluates=True,
+        ),
+    )
+    C = (
+        "C",
+        Rule("combine shares", "#904878", ("e",), (Need(Made.SHARE, Where.SHARES),), (Made.LOSS,), evaluates=True),
+    )
+    T = (
+        "T",
+        Rule(
+            "weight gradient of the share",
+            "#c090c0",
+            ("t",),
+            (Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID),
+            (Made.HEAD_GRADIENT,),
+            memory=(0, 0, -1),
+            shared=True,
+        ),
+    )
+    EW = (
+        "EW",
+        Rule(
+            "gradient of rows",
+            "#300090",
+            ("e",),
+            (Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID),
+            (Made.ROWS_GRADIENT,),
+            shared=True,
+        ),
+    )
+
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__
+
+    @property
+    def is_gradient_of_weights(self) -> bool:
+        """True for the passes that add into the gradient of weights of their stage."""
+        return not _OF_WEIGHTS.isdisjoint(self.rule.makes)
 
     @property
     def is_forward(self) -> bool:

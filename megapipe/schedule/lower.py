@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Lane
+from megapipe.schedule.kinds import Lane, Made
 from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
@@ -38,7 +38,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
-    made: dict[tuple[bool, int], tuple[int, int]] = {}
+    made: dict[tuple[Made, int], tuple[int, int]] = {}
     latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     for number, (rank, i) in enumerate(clock.order):
@@ -48,26 +48,23 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
             tick = done = max(latest[rank][0], posted[rank])
         # Passes may take no time; levels then keep what follows from what apart within a tick.
         level = latest[rank][1] + 1 if latest[rank][0] == tick else 0
-        for kind, stage, microbatch in step:
-            key = stage * m + microbatch
-            arrived = made.get((True, key - m) if kind.is_forward else (False, key + m))
-            if arrived is not None and arrived[0] == tick:
-                level = max(level, arrived[1])
+        for item in step:
+            for what, stage in place.sources(item):
+                arrived = made.get((what, stage * m + item.microbatch))
+                if arrived is not None and arrived[0] == tick:
+                    level = max(level, arrived[1])
         latest[rank] = tick, level
         entries[rank].append((tick, level, 1, i, step))
         at = done, level + 1 if done == tick else 0
         posted[rank] = done
         for j, item in enumerate(step):
-            kind, stage, microbatch = item
-            consumer = place.consumer(item)
-            if consumer is None:
-                continue
-            made[kind.is_forward, stage * m + microbatch] = at
-            dst = place.rank_of[consumer]
-            if dst != rank:
-                entry = (*at, 0, 2 * number + j, Message(item, rank, dst))
-                entries[rank].append(entry)
-                entries[dst].append(entry)
+            made[item.kind.rule.makes[0], item.stage * m + item.microbatch] = at
+            for consumer in schedule.consumers(item):
+                dst = place.rank_of[consumer]
+                if dst != rank:
+                    entry = (*at, 0, (2 * number + j) * len(entries) + dst, Message(item, rank, dst))
+                    entries[rank].append(entry)
+                    entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
 
 
@@ -77,13 +74,14 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
     ]
-    ends = [(p, start) for _, p, start, _ in steps if p.kind.is_forward or p.kind.is_backward]
-    taken = {(p.kind.is_forward, p.stage, p.microbatch): start for p, start in ends}
+    taken = {
+        (made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in place.sources(p)
+    }
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
-        consumer = place.consumer(p)
-        if consumer is not None and place.rank_of[consumer] != rank:
-            changes[rank] += (end, -1), (taken[p.kind.is_forward, consumer, p.microbatch], 1)
+        for dst in (place.rank_of[consumer] for consumer in schedule.consumers(p)):
+            if dst != rank:
+                changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 

@@ -76,8 +76,8 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
     """What made a pass's input; None at the ends of the model, for W, and where it was not timed."""
-    source = None if item.kind is Kind.W else place.source(item)
-    if source is None:
+    source = place.prev(item.stage) if item.kind.is_forward else place.next(item.stage)
+    if source is None or item.kind not in _KINDS or item.kind is Kind.W:
         return None
     kinds = (Kind.F,) if item.kind.is_forward else (Kind.B, Kind.BW)
     return next((ran[x] for kind in kinds if (x := Pass(kind, source, item.microbatch)) in ran), None)

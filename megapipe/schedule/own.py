@@ -57,7 +57,7 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
         rows = tuple(tuple(_steps(row, rank, problems)) for rank, row in enumerate(made.ranks))
     if problems:
         raise ScheduleError(f"{source} is not a schedule:" + "".join(f"\n  {problem}" for problem in problems))
-    placement = Placement(tuple(made.placement.rank_of), made.placement.chain)
+    placement = Placement(tuple(made.placement.rank_of), made.placement.chain, made.placement.vocabulary)
     return Schedule(made.name, placement, microbatches, rows)
 
 

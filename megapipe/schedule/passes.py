@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import HANDED, Kind, Made, Need, Where
 
 __all__ = [
     "Exchange",
@@ -49,6 +49,10 @@ Step = tuple[Pass, ...]
 """One pass, or a forward and a backward run as one: DualPipe's overlapped pair."""
 
 
+_ENDS = (Made.LOOKED_UP, Made.SHARE)
+"""What shares of the vocabulary give to one end of the model."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage.
@@ -57,10 +61,12 @@ class Placement:
         rank_of: rank of each stage.
         chain: stages from one end of the model to the other. Stage s holds the model's slice s % chain; DualPipe has
             two chains (its stages s and s + chain are replicas on mirrored ranks), everything else one.
+        vocabulary: every rank has an equal share of the rows of embedding and head, for each chain that it is part of.
     """
 
     rank_of: tuple[int, ...]
     chain: int
+    vocabulary: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -98,17 +104,58 @@ class Placement:
         """Stages of a rank in ascending order; its model chunks are numbered in this order."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
-    def consumer(self, made_by: Pass) -> int | None:
-        """The stage that takes what a pass makes: an F's output, a B's input gradient. Others make nothing to send."""
-        if made_by.kind.is_forward:
-            return self.next(made_by.stage)
-        return self.prev(made_by.stage) if made_by.kind.is_backward else None
+    def consumers(self, made_by: Pass) -> tuple[int, ...]:
+        """The stages that take what a pass makes: an F's output, a B's input gradient, what shares of the vocabulary
+        are given and give. Other passes make nothing to send."""
+        stage, made = made_by.stage, made_by.kind.rule.makes[0]
+        first = stage - self.position(stage)
+        if made in _ENDS:
+            return (first if made is Made.LOOKED_UP else first + self.chain - 1,)
+        if made not in (Made.OUTPUT, Made.GRADIENT, Made.LOSS):
+            return ()
+        near = {Made.OUTPUT: self.next(stage), Made.GRADIENT: self.prev(stage)}.get(made)
+        return self.shares(stage) if near is None else (near,)
 
-    def source(self, item: Pass) -> int | None:
-        """The stage whose result a pass takes: `consumer` seen from the other end."""
-        if item.kind.is_forward:
-            return self.prev(item.stage)
-        return self.next(item.stage) if item.kind.is_backward else None
+    def sources(self, item: Pass) -> tuple[tuple[Made, int], ...]:
+        """What a pass takes of other passes, and the stages that made it: `consumers` seen from the other end."""
+        return tuple(
+            (need.made, stage)
+            for need in item.kind.rule.needs
+            if need.where in HANDED
+            for stage in self.meant(item.stage, need)
+        )
+
+    def meant(self, stage: int, need: Need) -> tuple[int, ...]:
+        """The stages whose results a pass of `stage` needs."""
+        first, where = stage - self.position(stage), need.where
+        last = first + self.chain - 1
+        if need.at is not None and stage != (first if need.at == "first" else last):
+            return ()
+        if where is Where.SHARES:
+            return self.shares(stage)
+        if where in (Where.FIRST, Where.LAST):
+            return (first if where is Where.FIRST else last,)
+        if where in (Where.PREV, Where.NEXT):
+            other = self.prev(stage) if where is Where.PREV else self.next(stage)
+            return () if other is None else (other,)
+        if where in (Where.MICROBATCHES, Where.REPLICAS):
+            return self.replicas(stage)
+        if where is Where.RANK:
+            return self.stages_on(self.rank_of[stage])
+        return tuple(range(self.num_stages)) if where is Where.EVERYWHERE else (stage,)
+
+    def shares(self, stage: int) -> tuple[int, ...]:
+        """Of each rank the stage that has its share of the vocabulary, the first that it has of the chain of `stage`,
+        in ascending order; none where the ends of the model have the whole vocabulary."""
+        return self._shares[stage // self.chain]
+
+    @cached_property
+    def _shares(self) -> tuple[tuple[int, ...], ...]:
+        chains = [range(first, first + self.chain) for first in range(0, self.num_stages, self.chain)]
+        return tuple(
+            tuple(sorted({self.rank_of[s]: s for s in reversed(chain)}.values())) if self.vocabulary else ()
+            for chain in chains
+        )
 
     def replicas(self, stage: int) -> tuple[int, ...]:
         """The stages that hold the same slice of the model, this one among them: two in DualPipe, else one."""
@@ -168,6 +215,11 @@ class Schedule:
     def kinds(self) -> frozenset[Kind]:
         """What there is in the table."""
         return frozenset([item[0] for row in self.ranks for step in row for item in step])
+
+    def consumers(self, made_by: Pass) -> tuple[int, ...]:
+        """Those of the placement, where the table has what takes it: an evaluation's loss goes nowhere."""
+        nowhere = made_by.kind is Kind.C and Kind.T not in self.kinds
+        return () if nowhere else self.placement.consumers(made_by)
 
     def chain_of(self, microbatch: int) -> int:
         """The chain a microbatch runs through: each chain carries an equal run of a step's consecutive microbatches."""

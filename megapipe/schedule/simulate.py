@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond, needs_of
-from megapipe.schedule.kinds import Kind, Lane, Made, Where
+from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 __all__ = ["Clock", "Costs", "Timeline", "run_clock", "simulate"]
@@ -91,8 +91,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         for step, begin, finish in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for item in step:
                 start[item], end[item] = begin, finish
-                consumer = place.consumer(item)
-                sent[rank] += consumer is not None and place.rank_of[consumer] != rank
+                sent[rank] += sum(place.rank_of[consumer] != rank for consumer in schedule.consumers(item))
     ends = [(min(s), max(e)) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
     return Timeline(
         start,
@@ -222,8 +221,7 @@ def _arrivals(
     found: list[list[_Arrival]] = [[] for _ in range(place.num_stages)]
     for need in needs_of(kind, schedule):
         for stage in range(place.num_stages) if not is_beyond(kind, need) else ():
-            other = {Where.OWN: stage, Where.PREV: place.prev(stage), Where.NEXT: place.next(stage)}[need.where]
-            if other is not None:
+            for other in place.meant(stage, need):
                 lag = costs.lag(place.rank_of[other], place.rank_of[stage], place.num_ranks)
                 found[stage].append((tables[need.made], (other - stage) * m, lag))
     return found
@@ -235,12 +233,11 @@ def _deliveries(
     """For each stage where the results of this kind are written down, and the rank that may wait for them."""
     return [
         [
-            (tables[made], place.rank_of[stage if consumer is None else consumer])
+            (tables[made], place.rank_of[(*place.consumers(Pass(kind, stage, 0)), stage)[0]])
             for made in kind.rule.makes
             if made in _TAKEN
         ]
         for stage in range(place.num_stages)
-        for consumer in [place.consumer(Pass(kind, stage, 0))]
     ]
 
 
@@ -271,11 +268,11 @@ def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple
         held, curve = 0.0, []
         for step, start, end in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for kind, stage, _ in step:
-                if kind.rule.memory[0] > 0:
+                if max(kind.rule.memory) > 0 <= min(kind.rule.memory):
                     held += change[kind][stage]
                     curve.append((start, held))
             for kind, stage, _ in step:
-                if kind.rule.memory[0] <= 0 and kind.rule.memory != (0, 0):
+                if min(kind.rule.memory) < 0:
                     held += change[kind][stage]
                     curve.append((end, held))
         curves.append(tuple(curve))

@@ -56,6 +56,7 @@ def to_json(schedule: Schedule) -> str:
         "microbatches": schedule.num_microbatches,
         "rank_of": list(place.rank_of),
         "chain": place.chain,
+        **({"vocabulary": True} if place.vocabulary else {}),
     }
     rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
     return json.dumps(head)[:-1] + f', "ranks": [\n  {rows}\n]}}\n'
@@ -79,7 +80,7 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
         ),
     )
     rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
-    placement = Placement(tuple(data["rank_of"]), data["chain"])
+    placement = Placement(tuple(data["rank_of"]), data["chain"], data.get("vocabulary", False) is True)
     return _verified(Schedule(data["name"], placement, data["microbatches"], rows), source)
 
 
@@ -205,7 +206,9 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     # DualPipe: the first and the last microbatch run through different copies of the model.
     half = set(range(stages // 2))
     two = stages % 2 == 0 and through[min(through)] == half and through[max(through)] == set(rank_of) - half
-    return Placement(tuple(rank_of[s] for s in range(stages)), stages // 2 if two else stages), max(through) + 1
+    shared = any(item.kind.rule.shared for row in rows for step in row for item in step)
+    placement = Placement(tuple(rank_of[s] for s in range(stages)), stages // 2 if two else stages, shared)
+    return placement, max(through) + 1
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

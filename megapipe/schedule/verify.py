@@ -70,6 +70,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                 else:
                     seen[item] = i
     yield from _missing_or_early(schedule, seen)
+    yield from _missing_of_shares(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
     yield from _never_again(schedule)
 
@@ -88,6 +89,11 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
         return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
     if not 0 <= microbatch < m:
         return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
+    at = [s for s in range(place.num_stages) if place.is_last(s)] if kind is Kind.C else None
+    if kind.rule.shared or at is not None:
+        at = [s for s in (place.shares(stage) if at is None else at) if place.vocabulary]
+        if stage not in at:
+            return f"the vocabulary is {'shared by others: ' + str(at) if at else 'not shared in this placement'}"
     chain = schedule.chain_of(microbatch)
     if chain != stage // place.chain:
         return f"microbatch {microbatch} runs through chain {chain}, this stage is in another"
@@ -116,6 +122,23 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
             for before, after in pairwise(there):
                 if seen[after] <= seen[before]:
                     yield f"rank {rank}, step {seen[after]}, {after}: runs before {before} at step {seen[before]}"
+
+
+def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
+    """Every share of the vocabulary is used for each microbatch, and combined where the loss is."""
+    place = schedule.placement
+    for microbatch in range(schedule.all_microbatches if place.vocabulary else 0):
+        first = schedule.chain_of(microbatch) * place.chain
+        needed = [Pass(kind, s, microbatch) for s in place.shares(first) for kind in Kind if kind.rule.shared]
+        for item in [*needed, Pass(Kind.C, first + place.chain - 1, microbatch)]:
+            if item not in seen:
+                yield f"rank {place.rank_of[item.stage]}: {item} is missing"
+    for stage in (
+        s for s in range(place.num_stages) if s in place.shares(s) and (place.is_first(s) or place.is_last(s))
+    ):
+        numbers = [[x.microbatch for x in seen if x.stage == stage and x.kind is kind] for kind in (Kind.E, Kind.F)]
+        if numbers[0] != numbers[1]:  # both read the microbatches of their stage
+            yield f"rank {place.rank_of[stage]}: stage {stage} runs E and F in different orders"
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
@@ -196,7 +219,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
     place = schedule.placement
     at, waits = [0] * len(programs), [0] * len(programs)
     posted: set[Message] = set()
-    here: set[tuple[int, bool, int, int]] = set()  # rank, is forward, stage it is for, microbatch
+    here: set[tuple[int, Made, int, int]] = set()  # rank; what, of which stage and microbatch
     ready = list(range(len(programs)))
     while ready:
         rank = ready.pop()
@@ -209,9 +232,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                         posted.add(message)
                         waits[rank] += 1
                         continue
-                    kind, stage, microbatch = message.made_by
-                    forward = kind.is_forward
-                    here.add((message.dst, forward, stage + 1 if forward else stage - 1, microbatch))
+                    here.add((message.dst, *_result(message.made_by)))
                     other = message.src if message.dst == rank else message.dst
                     waits[other] -= 1
                     if not waits[other]:
@@ -221,16 +242,17 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                     break
             else:
                 for x in item:
-                    if place.source(x) is not None and (rank, x.kind.is_forward, x.stage, x.microbatch) not in here:
+                    if any((rank, *source, x.microbatch) not in here for source in place.sources(x)):
                         yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
-                for x in item:
-                    consumer = place.consumer(x)
-                    if consumer is not None and place.rank_of[consumer] == rank:
-                        here.add((rank, x.kind.is_forward, consumer, x.microbatch))
+                here.update((rank, *_result(x)) for x in item)
             at[rank] += 1
     for rank, program in enumerate(programs):
         if at[rank] < len(program):
             yield f"rank {rank} waits at item {at[rank]}, {_text(program[at[rank]])}"
+
+
+def _result(item: Pass) -> tuple[Made, int, int]:
+    return item.kind.rule.makes[0], item.stage, item.microbatch
 
 
 def _text(item: tuple[Pass, ...] | Exchange) -> str:

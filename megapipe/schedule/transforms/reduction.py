@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Kind, Lane, Made
+from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import simulate
 
@@ -21,13 +21,13 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     place, ends = schedule.placement, simulate(schedule, costs).end
     done = [0.0] * place.num_stages
     for item, end in ends.items():
-        if Made.WEIGHT_GRADIENT in item.kind.rule.makes:
+        if item.kind.is_gradient_of_weights:
             done[item.stage] = max(done[item.stage], end)
     ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
     order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
     rows = []
     for rank, row in enumerate(schedule.ranks):
-        last = {x.stage: i for i, step in enumerate(row) for x in step if Made.WEIGHT_GRADIENT in x.kind.rule.makes}
+        last = {x.stage: i for i, step in enumerate(row) for x in step if x.kind.is_gradient_of_weights}
         behind: dict[int, list[Step]] = {}
         at = 0
         for stage in order:

@@ -87,7 +87,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
     scale = plot / time.makespan if time.makespan else 0.0
-    used = schedule.kinds | {kind for kind in Kind if not kind.rule.per_stage}
+    used = schedule.kinds | {Kind.F, Kind.B, Kind.W, Kind.BW}
     fill = {key: colour for key, colour in shades(schedule.placement).items() if key[0] in used}
     classes = {colour: f"c{i}" for i, colour in enumerate(dict.fromkeys(fill.values()))}
     names = {key: classes[colour] for key, colour in fill.items()}

@@ -66,19 +66,19 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """From each pass whose result another rank takes to the pass that takes it."""
     place = schedule.placement
-    ends = (item for item in time.start if item.kind.is_forward or item.kind.is_backward)
-    takes = {(item.stage, item.microbatch, item.kind.is_backward): item for item in ends}
-    for number, item in enumerate(time.start):
-        consumer = place.consumer(item)
-        src = place.rank_of[item.stage]
-        if consumer is None or place.rank_of[consumer] == src:
+    takes = {(*s, x.microbatch, place.rank_of[x.stage]): x for x in time.start for s in place.sources(x)}
+    sent = [
+        (item, place.rank_of[item.stage], place.rank_of[s]) for item in time.start for s in schedule.consumers(item)
+    ]
+    for number, (item, src, dst) in enumerate(sent):
+        if dst == src:
             continue
-        taker = takes[consumer, item.microbatch, item.kind.is_backward]
+        taker = takes[item.kind.rule.makes[0], item.stage, item.microbatch, dst]
         # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
         leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
         common = {"name": "message", "cat": "message", "id": number}
         yield {**_at(src, leaves), **common, "ph": "s"}
-        yield {**_at(place.rank_of[consumer], time.start[taker]), **common, "ph": "f", "bp": "e"}
+        yield {**_at(dst, time.start[taker]), **common, "ph": "f", "bp": "e"}
 
 
 def _counters(time: Timeline) -> Iterator[Event]:

@@ -141,7 +141,8 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     first = [{label.microbatch for row in rows for label in row if label.stage == s} for s in (0, len(rank_of) - 1)]
     # Two chains carry different microbatches.
     chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
-    placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain)
+    shared = any(label.kind.rule.shared for row in rows for label in row)
+    placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain, shared)
     count = len({label.microbatch for row in rows for label in row})
     return Schedule("measured", placement, count, tuple(tuple((label,) for label in row) for row in rows))
 
@@ -160,7 +161,8 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
     w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
     b = [b[s] or both[s] for s in chain]
-    return Costs(f=tuple(f), b=tuple(b), w=tuple(w))
+    s, t, e = (tuple(column(kind)) for kind in (Kind.S, Kind.T, Kind.E))
+    return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e)
 
 
 def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[RankSummary]:
