@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megapipe.checks.batch import batch_problems, sound_batch
 from megapipe.checks.context import context_problems
 from megapipe.checks.inputs import (
     ask,
@@ -19,7 +20,7 @@ from megapipe.checks.inputs import (
     profile_problems,
 )
 from megapipe.checks.model import recompute_problems, variant_problems
-from megapipe.checks.numbers import check_numbers, flag
+from megapipe.checks.numbers import check_numbers, division, flag, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, TrainConfig
@@ -48,6 +49,8 @@ def validate(config: Config, *, has_cuda: bool) -> None:
 def flag_problems(config: Config) -> list[str]:
     """What is wrong with the flags by themselves, wherever they are used."""
     sound, problems = check_numbers(config)
+    sound, unclear = sound_batch(sound)
+    problems += unclear
     problems += _model(sound)
     problems += variant_problems(sound.model)
     problems += _overrides(sound)
@@ -88,7 +91,7 @@ def validate_vocab(config: Config, vocab_size: int) -> None:
         given = f"--padded-vocab-size {rows}" if model.padded_vocab_size else f"a vocabulary padded to {rows} rows"
         remedy = f"--padded-vocab-size {_up(rows, tp)}" if model.padded_vocab_size else ""
         raise ConfigError(
-            f"{given} does not divide by --tensor-model-parallel-size {tp}: {_division(rows, tp)}. "
+            f"{given} does not divide by --tensor-model-parallel-size {tp}: {division(rows, tp)}. "
             f"Use {remedy or f'--make-vocab-size-divisible-by {_up(to, tp)}'}."
         )
 
@@ -98,8 +101,8 @@ def _model(config: Config) -> Problems:
     hidden, heads, positions = m.hidden_size, m.num_attention_heads, m.max_position_embeddings
     if hidden and heads and m.kv_channels is None and hidden % heads:
         yield (
-            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: {_division(hidden, heads)}. "
-            f"Use --hidden-size {_near(hidden, heads)}, or give the size of a head with --kv-channels."
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: {division(hidden, heads)}. "
+            f"Use --hidden-size {near(hidden, heads)}, or give the size of a head with --kv-channels."
         )
     elif hidden and heads and m.position_embedding_type == "rope" and int(m.head_dim * m.rotary_percent) % 2:
         yield (
@@ -114,7 +117,7 @@ def _model(config: Config) -> Problems:
     if m.group_query_attention and heads and heads % m.num_query_groups:
         yield (
             f"--num-attention-heads {heads} does not divide by --num-query-groups {m.num_query_groups}: "
-            f"{_division(heads, m.num_query_groups)}. Use --num-query-groups {_or(_divisors(heads))}."
+            f"{division(heads, m.num_query_groups)}. Use --num-query-groups {_or(_divisors(heads))}."
         )
     widths = _widths(config)
     if widths.get("--ffn-hidden-size") == 0:
@@ -122,7 +125,7 @@ def _model(config: Config) -> Problems:
     for name, width in widths.items():
         if width % tp:
             yield (
-                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {_division(width, tp)}. "
+                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {_or(_tensor_sizes(config))}."
             )
     if positions and config.train.seq_length and config.train.seq_length > positions:
@@ -172,33 +175,22 @@ def _length(config: Config) -> Problems:
 
 def _layout(config: Config) -> Problems:
     """World size, batch, schedule, layers: each needs the one before."""
-    par, t = config.parallel, config.train
+    par = config.parallel
     tp, pp, world = par.tensor_model_parallel_size, par.pipeline_model_parallel_size, config.world_size
     cp, ranks = par.context_parallel_size, par.ranks_of_a_replica
-    microbatches = None
     if world % ranks:
         yield (
             f"{world} processes are not --tensor-model-parallel-size {tp} x "
             + f"--context-parallel-size {cp} x " * (cp > 1)
-            + f"--pipeline-model-parallel-size {pp} x data-parallel ranks: {_division(world, ranks)}.\n"
+            + f"--pipeline-model-parallel-size {pp} x data-parallel ranks: {division(world, ranks)}.\n"
             f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}"
             + _layouts(config)
             * (cp == 1)
         )
-    elif t.micro_batch_size:
-        share = t.micro_batch_size * config.data_parallel_size
-        batch = config.global_batch_size
-        if batch % share:
-            yield (
-                f"--global-batch-size {batch} does not divide by --micro-batch-size {t.micro_batch_size} x "
-                f"{config.data_parallel_size} data-parallel ranks = {share}: {_division(batch, share)}.\n"
-                f"      Use --global-batch-size {_near(batch, share)}."
-            )
-        else:
-            microbatches = config.num_microbatches
-        if t.train_samples is not None and t.train_samples < batch:
-            yield f"--train-samples {t.train_samples} is less than one batch of {batch} (--global-batch-size)."
-    yield from pipeline_problems(config, microbatches)
+    if world % ranks or not config.train.micro_batch_size:
+        yield from pipeline_problems(config, None)
+    else:
+        yield from batch_problems(config)
 
 
 def _learning_rate(config: Config) -> Problems:
@@ -229,18 +221,8 @@ def _learning_rate(config: Config) -> Problems:
         yield from ask(lambda: LRSchedule.of(config))
 
 
-def _division(value: int, by: int) -> str:
-    return f"{value} = {by} x {value // by} + {value % by}"
-
-
 def _up(value: int, to: int) -> int:
     return -(-value // to) * to
-
-
-def _near(value: int, multiple_of: int) -> str:
-    """The multiples on both sides, those above 0."""
-    low = value // multiple_of * multiple_of
-    return f"{low} or {low + multiple_of}" if low else str(multiple_of)
 
 
 def _divisors(value: int) -> list[int]:

@@ -7,11 +7,12 @@ Nothing here is ever changed after parsing: what Megatron fills in during valida
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from tyro.conf import Suppress
 
+from megapipe.config.batch import BatchSizes
 from megapipe.config.check import CheckConfig
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig
 from megapipe.config.model import ModelConfig
@@ -61,9 +62,14 @@ class Config:
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences per step, by the samples consumed before it."""
+        return BatchSizes.of(self.train, self.data_parallel_size)
+
+    @property
     def global_batch_size(self) -> int:
-        assert self.train.micro_batch_size is not None
-        return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size
+        """Sequences per step; of a batch that grows, in the end."""
+        return self.batch_sizes.last
 
     @property
     def num_microbatches(self) -> int:
@@ -76,4 +82,21 @@ class Config:
         if self.train.train_iters is not None:
             return self.train.train_iters
         assert self.train.train_samples is not None
-        return self.train.train_samples // self.global_batch_size
+        return self.batch_sizes.iterations(0, self.train.train_samples)
+
+    @property
+    def train_samples(self) -> int:
+        """What a run from the beginning reads."""
+        return self.train.train_samples or self.batch_sizes.after(self.train_iters)
+
+    def with_batch(self, size: int) -> Config:
+        """The same with a constant batch size."""
+        train = replace(self.train, global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
+        return replace(self, train=train)
+
+    @property
+    def evaluation(self) -> Config:
+        """The same with the batch of an evaluation, which is constant."""
+        config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
+        size = self.data.eval_micro_batch_size or self.train.micro_batch_size
+        return replace(config, train=replace(config.train, micro_batch_size=size))

@@ -70,6 +70,10 @@ class DataConfig:
     """Ids of TikTokenizer before its first byte string."""
     eval_iters: int = 100
     """Batches per evaluation; with 0 or -1 nothing is evaluated."""
+    eval_global_batch_size: int | None = None
+    """Sequences of a batch of the evaluation. Default: --global-batch-size."""
+    eval_micro_batch_size: int | None = None
+    """Sequences of its microbatches. Default: --micro-batch-size."""
     eval_interval: int | None = None
     """Evaluate every so many steps."""
 

@@ -16,6 +16,10 @@ class TrainConfig:
     """Sequences per microbatch and data-parallel rank. Required."""
     global_batch_size: int | None = None
     """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """START INCREMENT SAMPLES: the batch grows from START by INCREMENT, within SAMPLES, to --global-batch-size."""
+    step_batch_size_schedule: str | None = None
+    """Batch sizes from numbers of tokens on, such as "0:16 2.4B:320"; instead of --global-batch-size."""
     seq_length: int | None = None
     """Tokens per sequence. Required."""
     train_iters: int | None = None

@@ -89,8 +89,7 @@ def _build_parts(config: Config, tokenizer: Tokenizer, given: Sequence[Blend | N
 def samples_wanted(config: Config) -> tuple[int, int, int]:
     """Samples of train, validation and test that the run reads: validation also once at the end, and neither it nor
     test without --eval-interval."""
-    data, batch = config.data, config.global_batch_size
-    train = config.train.train_samples or config.train_iters * batch
+    data, train, batch = config.data, config.train_samples, config.evaluation.global_batch_size
     if data.eval_interval is None:
         return train, 0, 0
     evaluations = 1 + config.train_iters // data.eval_interval

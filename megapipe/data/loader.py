@@ -5,7 +5,7 @@ Token ids are all that is read ahead; labels, mask and positions are made where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -175,7 +175,8 @@ class Batches:
     """The microbatches of one split for one data-parallel rank, read ahead by background threads.
 
     Args:
-        num_microbatches: microbatches per step and rank; a step consumes b x dp x num_microbatches samples.
+        num_microbatches: microbatches per step and rank, or samples consumed -> those of the step from there; a step
+            consumes b x dp x num_microbatches samples.
         kind, sharded, wraps: see SampleOrder.
         num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
         pinned: in page-locked memory, from which a GPU copies while the host goes on.
@@ -185,7 +186,7 @@ class Batches:
         self,
         dataset: TokenDataset,
         micro_batch_size: int,
-        num_microbatches: int,
+        num_microbatches: int | Callable[[int], int],
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
         *,
@@ -208,17 +209,19 @@ class Batches:
 
         Raises: DataError, here or when a microbatch is indexed, for a sample that does not exist or cannot be read.
         """
-        width = self._order.width
-        starts = range(consumed_samples, consumed_samples + self._num_microbatches * width, width)
+        starts = self._starts(consumed_samples)
         if self._pool is None:
             return [self._read(start) for start in starts]
         step = self._ahead.pop(consumed_samples, None) or self._submit(self._pool, starts)
         for futures in self._ahead.values():  # read for a step that was not asked for
             for future in futures:
                 future.cancel()
-        after = range(starts.stop, starts.stop + len(starts) * width, width)
-        self._ahead = {after.start: self._submit(self._pool, after)}
+        self._ahead = {starts.stop: self._submit(self._pool, self._starts(starts.stop))}
         return _Step(step)
+
+    def _starts(self, consumed: int) -> range:
+        count, width = self._num_microbatches, self._order.width
+        return range(consumed, consumed + (count if isinstance(count, int) else count(consumed)) * width, width)
 
     def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Microbatch]]:
         return [pool.submit(self._read, start) for start in starts]

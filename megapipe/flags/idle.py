@@ -117,6 +117,10 @@ IDLE: tuple[Idle, ...] = (
         Idle("data", name, "TikTokenizer", _not(_tokenizer_is("TikTokenizer")), "there is nothing to cut")
         for name in ("tiktoken_pattern", "tiktoken_num_special_tokens")
     ),
+    *(
+        Idle("data", name, "--eval-interval", lambda c: c.data.eval_interval is None, "nothing is evaluated")
+        for name in ("eval_global_batch_size", "eval_micro_batch_size")
+    ),
     Idle("data", "null_tokenizer_eod_id", "NullTokenizer", _not(_tokenizer_is("NullTokenizer")), "it has its own"),
     Idle(
         "train",

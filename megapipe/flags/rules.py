@@ -29,7 +29,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("checkpoint-activations", "an old name; use --recompute-granularity full"),
     ("spec", "use --model-provider; see docs/model_provider.md"),
     ("use-mp-args-from-checkpoint-args", "any layout loads any checkpoint; give the layout's flags"),
-    ("rampup-batch-size step-batch-size-schedule", "the batch size is constant"),
     ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "a tokenizer is what its files say"),
     (
         "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",

@@ -15,9 +15,10 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import ModelConfig
+from megapipe.config import Config, ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
+from megapipe.models.layer import compile_layers
 from megapipe.models.provider import StageProvider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize, stream_key
@@ -74,3 +75,19 @@ def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: Axis) -> nn.Module:
+    """A stage as it is trained: of its type, compiled or frozen as the flags say.
+
+    Raises: ConfigError for --compile of a model with other layers than ours.
+    """
+    train = config.train
+    module = build_stage(provider, config.model, span, tp, train.seed)
+    if train.freeze_all_layers:
+        module.requires_grad_(False)
+    if train.half:
+        module = module.to(torch.bfloat16 if train.bf16 else torch.float16)
+    if train.compile and not compile_layers(module) and span.count:
+        raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
+    return module

@@ -155,7 +155,33 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     return plan
 
 
-def _searched(config: Config, plan: Plan, limit: float | None, effort: float | None = None) -> Plan:
+def with_batch(plan: Plan, config: Config) -> Plan:
+    """The same layers on the same ranks, under the table of another batch size.
+
+    Raises: ScheduleError, ConfigError if the schedule cannot mean its number of microbatches.
+    """
+    if config.num_microbatches == plan.schedule.num_microbatches:
+        return plan
+    place, count = plan.schedule.placement, config.num_microbatches
+    if schedule_name(config).lower() == SEARCHED:
+        limit = config.parallel.memory_limit_gib
+        empty = replace(plan, schedule=Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks))
+        made = _searched(config, empty, None if limit is None else limit * GIB, fixed=True)
+    elif (schedule := schedule_of(config, count)).placement == place:
+        made = replace(plan, schedule=schedule)
+    else:
+        raise ConfigError(
+            f"--pipeline-schedule {schedule.name} has other stages for {count} microbatches than for "
+            f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
+        )
+    if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
+        made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], _shares(made.schedule, some))))
+    return made
+
+
+def _searched(
+    config: Config, plan: Plan, limit: float | None, effort: float | None = None, *, fixed: bool = False
+) -> Plan:
     """The plan with the best schedule that a search finds under the costs of the stages, in every split it may make.
 
     Same configuration, same result: every rank searches by itself. The plan as it is where no split fits the limit.
@@ -163,14 +189,15 @@ def _searched(config: Config, plan: Plan, limit: float | None, effort: float | N
     Args:
         limit: bytes that a rank may need; None: activations as 1F1B holds them.
         effort: about the seconds to spend on one core; default: more for larger tables, 4 at most.
+        fixed: in the plan's own split alone.
     """
     from megapipe.schedule.search.auto import Candidate, limits, search_among  # only who searches pays for loading it
 
     drafts, candidates = {}, []
-    for place in placements(config):
+    for place in (plan.schedule.placement,) if fixed else placements(config):
         empty = Schedule(plan.schedule.name, place, plan.schedule.num_microbatches, ((),) * place.num_ranks)
         auto = config.parallel.pipeline_model_parallel_layout == AUTO
-        counts = balanced(plan.pieces, place.chain) if auto else counts_of(config, place)
+        counts = plan.counts if fixed else balanced(plan.pieces, place.chain) if auto else counts_of(config, place)
         draft = drafts[place] = replace(plan, schedule=empty, counts=counts)
         room = None if limit is None else tuple(limit - state for state in draft.state_bytes)
         candidates.append(Candidate(place, draft.costs, limits(place, draft.costs, room)))

@@ -9,9 +9,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from torch import nn
-
 from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
@@ -25,18 +22,16 @@ from megapipe.distributed.device import (
     versions,
 )
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import CheckpointError, ConfigError
-from megapipe.models.build import build_stage
-from megapipe.models.layer import compile_layers
+from megapipe.errors import CheckpointError
+from megapipe.models.build import stage_module
 from megapipe.models.overrides import inline
-from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
+from megapipe.models.provider import Provider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_decay
 from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
-from megapipe.plan import Plan, changes, checkpoint_line, make_plan, table
+from megapipe.plan import Plan, changes, checkpoint_line, make_plan, table, with_batch
 from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import (
     LoadedState,
@@ -138,7 +133,7 @@ class Run:
         seams: Seams = NONE,
     ) -> None:
         self.config, self.mesh, self.started = config, mesh, started
-        plan = plan or make_plan(config)
+        self.plan = plan = plan or make_plan(config)
         schedule, place = plan.schedule, plan.schedule.placement
         self.report = Reporter(config, mesh, place)
         self.say = self.report.say
@@ -146,7 +141,7 @@ class Run:
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
-        self.modules = [self._module(provider, span) for span in own]
+        self.modules = [stage_module(config, provider, span, mesh.tp) for span in own]
         if mesh.dp_cp.rank == 0:
             count = sum(p.numel() for module in self.modules for p in module.parameters())
             where = f"({mesh.tp.rank}, {mesh.pp.rank})"
@@ -166,6 +161,7 @@ class Run:
         self.pipeline = Pipeline(
             config, schedule, self.modules, forward_step, mesh, eod, also_read=also, costs=plan.costs
         )
+        self.evaluation = self._pipeline(config.evaluation)
         self.seams, how = with_rescheduling(seams, config, plan), config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
@@ -218,8 +214,9 @@ class Run:
 
     def step(self) -> StepResult:
         """One iteration of training."""
-        progress, size = self.progress, self.config.global_batch_size
-        consumed = progress.consumed_train_samples
+        progress, consumed = self.progress, self.progress.consumed_train_samples
+        if (size := self.config.batch_sizes.at(consumed)) != self.pipeline.config.global_batch_size:
+            self.pipeline = self._pipeline(self.config.with_batch(size))
         self.optimizer.weight_decay = weight_decay(self.lr, progress.scheduled_samples)
         run = partial(
             train_step,
@@ -231,6 +228,7 @@ class Run:
             ends_lr=decoupled_rate(self.lr, progress.scheduled_samples, self.config.train),
             loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
+            iteration=progress.iteration + 1,
         )
         result = self.guard.step(
             lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.last_saved
@@ -241,20 +239,14 @@ class Run:
         progress.loss_scale = progress.loss_scale.after(result.skipped, self.config.train)
         return result
 
+    def _pipeline(self, config: Config) -> Pipeline:
+        """The stages under the batch of a configuration; a table of its own where it has other microbatches."""
+        return self.pipeline.under(config, with_batch(self.plan, config).schedule)
+
     def rate(self) -> float:
         """The learning rate of the next step."""
         samples = self.progress.scheduled_samples
         return learning_rate(self.lr, samples) if self.seams.lr is None else self.seams.lr(samples)
-
-    def _module(self, provider: StageProvider, span: LayerSpan) -> nn.Module:
-        module = build_stage(provider, self.config.model, span, self.mesh.tp, self.config.train.seed)
-        if self.config.train.freeze_all_layers:
-            module.requires_grad_(False)
-        if self.config.train.half:
-            module = module.to(torch.bfloat16 if self.config.train.bf16 else torch.float16)
-        if self.config.train.compile and not compile_layers(module) and span.count:
-            raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
-        return module
 
     def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
         """consumed: where to begin; default: where the last evaluation has ended."""
@@ -263,9 +255,9 @@ class Run:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
         self.optimizer.settle()
-        losses = evaluate(self.pipeline, batches_at, begin, config.data.eval_batches)
+        losses = evaluate(self.evaluation, batches_at, begin, config.data.eval_batches)
         if consumed is None:
-            progress.consumed_valid_samples += config.data.eval_batches * config.global_batch_size
+            progress.consumed_valid_samples += config.data.eval_batches * config.evaluation.global_batch_size
         self.report.validation(losses, where, progress)
         self.seams.tell("on_evaluation", self, where, losses)
 

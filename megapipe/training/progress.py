@@ -39,10 +39,9 @@ class Progress:
 
     def last_iteration(self, config: Config) -> int:
         """Where the run ends. --train-samples counts samples, also those read in batches of another size before."""
-        samples, size = config.train.train_samples, config.global_batch_size
-        if samples is None:
+        if (samples := config.train.train_samples) is None:
             return config.train_iters
-        return self.iteration + max(0, samples - self.consumed_train_samples) // size
+        return self.iteration + config.batch_sizes.iterations(self.consumed_train_samples, samples)
 
     @property
     def scheduled_samples(self) -> int:
@@ -67,16 +66,17 @@ class Window:
 
     def clear(self) -> None:
         """Start after a line."""
-        self.skipped = self.nan = self._iterations = 0
+        self.skipped = self.nan = self.samples = self._iterations = 0
         self._sums: dict[str, tuple[float, int]] = {}
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._since = time.monotonic()
 
     def add(self, result: StepResult) -> None:
         """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
-        self._seconds += time.monotonic() - self._since
+        self.seconds += time.monotonic() - self._since
         self._since = time.monotonic()
         self._iterations += 1
+        self.samples += result.batch
         self.skipped += result.skipped
         self.nan += not result.finite
         for name, loss in result.losses.items() if not result.skipped else ():
@@ -90,7 +90,7 @@ class Window:
 
     def seconds_per_iteration(self) -> float:
         """Mean time of an iteration."""
-        return self._seconds / self._iterations
+        return self.seconds / self._iterations
 
     def mean_losses(self) -> dict[str, float]:
         """Means over the iterations that advanced and reported the name; the last losses as they are if none did."""

@@ -34,7 +34,7 @@ class Reading:
         """Raises: DataError, on all ranks, if the run would come to the end of its data."""
         config = self.config
         steps = max(0, progress.last_iteration(config) - progress.iteration)
-        until = progress.consumed_train_samples + steps * config.global_batch_size
+        until = config.batch_sizes.after(steps, progress.consumed_train_samples)
         if dataset is None:
             raise DataError(f"--split {config.data.split} leaves nothing to train on. Use --split 969,30,1")
         if config.data.dataloader_type == "single" and steps and len(dataset) < until:
@@ -42,11 +42,11 @@ class Reading:
                 f"the training data ends at sample {len(dataset)}, but this run reads until sample {until}. "
                 "Train shorter, or give a data set with more samples."
             )
-        return self._batches(dataset, wraps=False)
+        return self._batches(config, dataset, wraps=False)
 
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
         """Without an end: a run that evaluates more often than it was planned begins again at the first sample."""
-        return None if dataset is None else self._batches(dataset, wraps=True)
+        return None if dataset is None else self._batches(self.config.evaluation, dataset, wraps=True)
 
     @property
     def looks(self) -> bool:
@@ -57,14 +57,14 @@ class Reading:
         ends = any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
         return apart or ends or any(stage in self.also_read for stage in own)
 
-    def _batches(self, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
+    def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
         if not self.looks:
             return lambda consumed: ()
-        config, dp = self.config, self.mesh.dp
+        dp, sizes = self.mesh.dp, config.batch_sizes
         return Batches(
             dataset,
             config.train.micro_batch,
-            config.num_microbatches,
+            lambda consumed: sizes.at(consumed) // (config.train.micro_batch * dp.size),
             dp.rank,
             dp.size,
             kind=config.data.dataloader_type,

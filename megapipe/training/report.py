@@ -50,7 +50,7 @@ class Reporter:
         if on_board:
             scalars = {
                 "learning-rate": lr,
-                "batch-size": config.global_batch_size,
+                "batch-size": result.batch,
                 **result.losses,
                 "loss-scale": progress.loss_scale.scale,
                 "grad-norm": result.grad_norm,
@@ -65,15 +65,15 @@ class Reporter:
             return
         synchronize(self.mesh.device)
         seconds = window.seconds_per_iteration()
-        tokens = config.global_batch_size * config.train.sequence
-        tflops = self._flops * tokens / seconds / config.world_size / 1e12 if log.log_throughput else None
+        tokens_per_second = window.samples * config.train.sequence / window.seconds
+        tflops = self._flops * tokens_per_second / config.world_size / 1e12 if log.log_throughput else None
         report = IterationReport(
             iteration=n,
             train_iters=progress.last_iteration(config),
             consumed_samples=progress.consumed_train_samples,
             elapsed_ms=seconds * 1e3,
             learning_rate=lr,
-            global_batch_size=config.global_batch_size,
+            global_batch_size=result.batch,
             losses=window.mean_losses(),
             loss_scale=progress.loss_scale.scale,
             grad_norm=result.grad_norm,
@@ -82,7 +82,7 @@ class Reporter:
             skipped=window.skipped,
             nan=window.nan,
             tflops=tflops,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=tokens_per_second,
         )
         self.say(iteration_line(report, datetime.now()))
         self._scalars({"iteration-time": seconds, "throughput": tflops}, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -42,6 +43,7 @@ class StepResult:
         skipped: nothing was updated, because the loss or the gradient was not finite.
         finite: every loss that was differentiated, whatever was reported.
         spiked: skipped because a loss is above its limit.
+        batch: sequences of the global batch.
     """
 
     losses: dict[str, float]
@@ -51,6 +53,7 @@ class StepResult:
     num_zeros: int | None = None
     finite: bool = True
     spiked: bool = False
+    batch: int = 0
 
 
 class Pipeline:
@@ -104,6 +107,13 @@ class Pipeline:
         self._forward_backward.schedule = with_overlap(schedule, self.config)
         self._forward_backward.costs = costs
 
+    def under(self, config: Config, schedule: Schedule) -> Pipeline:
+        """The same stages, on the same ranks, under the table of another batch."""
+        other = copy(self)
+        other.config, other._forward_backward = config, copy(self._forward_backward)
+        other.follow(schedule, self._forward_backward.costs)
+        return other
+
     def run(
         self,
         microbatches: Sequence[Microbatch],
@@ -112,6 +122,7 @@ class Pipeline:
         evaluate: bool = False,
         loss_scale: float = 1.0,
         optimizer: Optimizer | None = None,
+        iteration: int | None = None,
     ) -> Totals:
         """All passes of one step, and what they reported.
 
@@ -119,13 +130,14 @@ class Pipeline:
             microbatches: of this data-parallel rank; read only where a stage needs them.
             consumed: samples trained on before this step, which name its randomness.
             optimizer: does what the table has of a stage as a whole; an evaluation has nothing of it.
+            iteration: as diagnoses name it; default: by the samples.
         """
         config, dp = self.config, self.mesh.dp
         b, s = config.train.micro_batch_size, config.train.seq_length
         assert b is not None, "validated flags have a micro batch size"
         assert s is not None, "validated flags have a sequence length"
         what = "evaluation" if evaluate else "iteration"
-        self.mesh.position.begin(f"{what} {consumed // config.global_batch_size + 1}")
+        self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
         for module in self.modules:
             module.train(not evaluate)
         losses: list[Loss] = []
@@ -220,6 +232,7 @@ def train_step(
     count_zeros: bool = False,
     ends_lr: float | None = None,
     limits: Mapping[str, float] = MappingProxyType({}),
+    iteration: int | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Run again after a step that was skipped it does the same.
 
@@ -228,18 +241,19 @@ def train_step(
         limits: nothing is updated if a loss of this name is above.
     """
     optimizer.zero_grad()
-    totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale, optimizer=optimizer)
+    batch = pipeline.config.global_batch_size
+    totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale, optimizer=optimizer, iteration=iteration)
     if not totals.finite:
-        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False)
+        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False, batch=batch)
     if above(totals.means, limits):
-        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True)
+        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True, batch=batch)
     per_token = pipeline.config.train.calculate_per_token_loss
     scale = 1 / max(totals.tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
     position = pipeline.mesh.position
     position.enter("the optimizer step")
     info = optimizer.step(lr, scale / loss_scale, count_zeros, ends_lr)
     position.leave()
-    return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros)
+    return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros, batch=batch)
 
 
 def above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:

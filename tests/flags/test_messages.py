@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
     [
         ("--frobnicate 3", "unknown flag --frobnicate"),
         ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
-        ("--rampup-batch-size 1 2 3", "--rampup-batch-size is a Megatron-LM flag"),
+        ("--decrease-batch-size-if-needed", "--decrease-batch-size-if-needed is a Megatron-LM flag"),
         ("--num-layers 30 --pipeline-model-parallel-size 4", "30 = 4 x 7 + 2"),
         ("--num-attention-heads 4 --tensor-model-parallel-size 8", "--num-attention-heads 4"),
         ("--save out", "--save-interval"),

@@ -1,0 +1,46 @@
+"""Batch sizes: each that a run comes to must divide into microbatches, of which its schedule can make a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.checks.inputs import ask
+from megapipe.checks.numbers import division, near
+from megapipe.checks.pipeline import pipeline_problems
+from megapipe.config import Config
+
+
+def sound_batch(config: Config) -> tuple[Config, list[str]]:
+    """Problems of the flags of the batch, and the configuration without those that say none."""
+    if not config.train.micro_batch_size or not config.data_parallel_size:
+        return config, []
+    problems = ask(lambda: config.batch_sizes)
+    usual = config.train.micro_batch_size * config.data_parallel_size
+    return (config.with_batch(usual) if problems else config), problems
+
+
+def batch_problems(config: Config) -> Iterator[str]:
+    """Of every size that the run comes to, and of its evaluations."""
+    wrong: dict[str, None] = {}
+    for size in config.batch_sizes.distinct:
+        wrong |= dict.fromkeys(_of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size"))
+    whole, micro = config.data.eval_global_batch_size, config.data.eval_micro_batch_size
+    if (whole or micro) and not wrong:
+        names = "--eval-global-batch-size" if whole else "--global-batch-size", "--eval-micro-batch-size"
+        wrong |= dict.fromkeys(_of_size(config.evaluation, names[0], names[1] if micro else "--micro-batch-size"))
+    yield from list(wrong)[:3]
+    if (after := config.parallel.reschedule_after) is not None and len(config.batch_sizes.distinct) > 1:
+        yield f"--reschedule-after {after} searches a table for one batch size, and this batch grows. Leave it out."
+    samples, first = config.train.train_samples, config.batch_sizes.at(0)
+    if samples is not None and samples < first:
+        yield f"--train-samples {samples} is less than one batch of {first} (--global-batch-size)."
+
+
+def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
+    batch, share = config.global_batch_size, config.train.micro_batch * config.data_parallel_size
+    if batch % share:
+        yield (
+            f"{whole} {batch} does not divide by {micro} {config.train.micro_batch} x {config.data_parallel_size} "
+            f"data-parallel ranks = {share}: {division(batch, share)}.\n      Use {whole} {near(batch, share)}."
+        )
+    yield from pipeline_problems(config, None if batch % share else config.num_microbatches)

@@ -1,0 +1,116 @@
+"""The global batch size as a function of the samples consumed: constant, or larger and larger."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megapipe.config.train import TrainConfig
+from megapipe.errors import ConfigError
+
+RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """steps: (samples consumed from which a size holds, the size), ascending, the first from 0 on."""
+
+    steps: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(train: TrainConfig, data_parallel_size: int) -> BatchSizes:
+        """What the flags say. Raises: ConfigError if that is no batch size."""
+        final = train.global_batch_size
+        if train.rampup_batch_size:
+            return BatchSizes(tuple(_ramp(train.rampup_batch_size, final)))
+        if train.step_batch_size_schedule is None:
+            return BatchSizes(((0, final or train.micro_batch * data_parallel_size),))
+        sizes = BatchSizes(tuple(_steps(train.step_batch_size_schedule, train.seq_length)))
+        if final not in (None, sizes.last):
+            raise ConfigError(
+                f"{STEPS} ends at a batch of {sizes.last}, but --global-batch-size is {final}. "
+                f"Use --global-batch-size {sizes.last}, or leave it out."
+            )
+        return sizes
+
+    @property
+    def last(self) -> int:
+        """The size that holds from some point on."""
+        return self.steps[-1][1]
+
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        """Every size once."""
+        return tuple(dict.fromkeys(size for _, size in self.steps))
+
+    def at(self, consumed: int) -> int:
+        """The size of a step that begins after so many samples."""
+        return next(size for start, size in reversed(self.steps) if consumed >= start)
+
+    def after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed after so many more iterations."""
+        for stop, size in self._rest(consumed):
+            steps = iterations if stop is None else min(iterations, -(-(stop - consumed) // size))
+            consumed, iterations = consumed + steps * size, iterations - steps
+        return consumed
+
+    def iterations(self, consumed: int, until: int) -> int:
+        """Whole iterations between two numbers of samples."""
+        count = 0
+        for stop, size in self._rest(consumed):
+            fit = max(0, until - consumed) // size
+            if stop is None or fit < -(-(stop - consumed) // size):
+                return count + fit
+            steps = -(-(stop - consumed) // size)
+            consumed, count = consumed + steps * size, count + steps
+        raise AssertionError("the last size has no end")
+
+    def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
+        """(where it ends, size) of what is still ahead. A size that a step of the last one has passed over has an end
+        before its beginning, and no step."""
+        for (_, size), (stop, _) in pairwise(self.steps):
+            if stop > consumed:
+                yield stop, size
+        yield None, self.last
+
+
+def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]]:
+    """Megatron-LM's until 2025: START, larger by INCREMENT in equal parts of SAMPLES until --global-batch-size."""
+    text = f"{RAMP} {' '.join(map(str, given))}"
+    if len(given) != 3 or given[0] < 1 or given[1] < 1 or given[2] < 0:
+        raise ConfigError(f"{text}: expected START INCREMENT SAMPLES, for example {RAMP} 16 16 100000")
+    start, increment, samples = given
+    if final is None:
+        raise ConfigError(f"{text} grows to --global-batch-size, which is missing.")
+    count, rest = divmod(final - start, increment)
+    if count < 0 or rest:
+        near = max(final - increment * max(count, 0), 1)
+        raise ConfigError(
+            f"{text} does not reach --global-batch-size {final}: {final} is not {start} and a multiple of {increment} "
+            f"more. Use {RAMP} {near} {increment} {samples}."
+        )
+    # the first consumed >= k x samples / count has k increments
+    at = {-(-k * samples // count) if count else 0: start + k * increment for k in range(count + 1)}
+    yield from at.items()
+
+
+def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
+    """`TOKENS:SIZE ...`; a suffix K, M, B or T counts in thousands, millions, ..."""
+    pairs = []
+    for entry in text.replace(",", " ").split():
+        found = [_NUMBER.fullmatch(part.upper()) for part in entry.split(":")]
+        if len(found) != 2 or found[0] is None or found[1] is None:
+            raise ConfigError(f'{STEPS}: {entry} is not TOKENS:SIZE, as in {STEPS} "0:16 2.4B:320"')
+        tokens, size = (int(float(match[1]) * _UNITS[match[2]]) for match in found if match)
+        pairs.append((tokens // (seq_length or 1), size))
+    pairs.sort(key=lambda pair: pair[0])
+    if not pairs or pairs[0][0] or any(a[0] == b[0] for a, b in pairwise(pairs)) or any(n < 1 for _, n in pairs):
+        raise ConfigError(
+            f'{STEPS} "{text}": sizes are at least 1, the first begins at 0 and each of the others a whole sequence '
+            'or more after the one before, as in "0:16 2.4B:320"'
+        )
+    yield from pairs
