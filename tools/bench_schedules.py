@@ -28,9 +28,11 @@ import torch  # noqa: E402
 from megapipe.config import ParallelConfig  # noqa: E402
 from megapipe.distributed.axis import CPU  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
+from megapipe.pipeline_parallel.stopwatch import Stopwatch  # noqa: E402
 from megapipe.schedule import (  # noqa: E402
     SCHEDULES,
     Costs,
+    Kind,
     Schedule,
     ScheduleError,
     build,
@@ -39,6 +41,7 @@ from megapipe.schedule import (  # noqa: E402
     simulate,
     unpaired,
 )
+from megapipe.schedule.measured import Ran, measured_costs  # noqa: E402
 from tools.emulated import sharpen_sleep  # noqa: E402
 from tools.emulated_runs import PEERS, Ours, Runner, Torchs  # noqa: E402
 
@@ -83,17 +86,23 @@ def main() -> int:
     args = _arguments()
     f, b, w = (x / 1000 for x in args.ms)
     costs = Costs(f, b, w, comm=args.link_ms / 1000)
+    known = costs
+    if args.measure_overhead:
+        overhead, comm = overhead_here(args.pp, args.message_kib, costs, args.repeats)
+        known = Costs(f, b, w, comm=args.link_ms / 1000 + comm, overhead=overhead)
+        print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms")
     try:
-        jobs = _jobs(args, costs)
+        jobs = _jobs(args, known)
     except ScheduleError as error:
         print(f"bench_schedules.py: error: {error}", file=sys.stderr)
         return 2
     measured = _run_pool(jobs, costs, args)
-    rows = [_row(job, costs, steps, args.message_kib) for job, steps in zip(jobs, measured, strict=True)]
+    rows = [_row(job, known, steps) for job, steps in zip(jobs, measured, strict=True)]
     rows = [_against_torch(i, jobs, rows, measured) for i in range(len(jobs))]
     print(_table(rows, args))
     if args.json:
-        Path(args.json).write_text(json.dumps({"arguments": vars(args), "rows": [asdict(r) for r in rows]}, indent=1))
+        written = {"arguments": vars(args), "costs": asdict(known), "rows": [asdict(r) for r in rows]}
+        Path(args.json).write_text(json.dumps(written, indent=1))
     return 0
 
 
@@ -101,12 +110,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules")
+    parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules; zb-auto chooses")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, files, FILE.py:NAME, by commas")
     parser.add_argument("--ms", type=_times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
     parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
     parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each schedule")
+    parser.add_argument(
+        "--measure-overhead",
+        action="store_true",
+        help="first time what a pass costs here beside its work and a message beside --link-ms; predict and search so",
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
     parser.add_argument("--json", help="write all numbers to this file")
     args = parser.parse_args()
@@ -126,7 +140,8 @@ def _times(text: str) -> tuple[float, ...]:
 def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
     jobs = []
     for name in args.schedules.split(","):
-        chunks = args.chunks if not is_file(name) and entry_of(name).chunks is None else None
+        fixed = is_file(name) or name.lower() == "zb-auto" or entry_of(name).chunks is not None
+        chunks = None if fixed else args.chunks
         schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs)
         jobs.append(Job("megapipe", schedule))
         if schedule.name in PEERS and not args.no_torch and args.pp > 1:
@@ -134,25 +149,36 @@ def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
     return jobs
 
 
-def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace) -> list[list[list[list[float]]]]:
-    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes."""
+def overhead_here(ranks: int, message_kib: int, costs: Costs, repeats: int) -> tuple[float, float]:
+    """Seconds that a pass and a message cost on this machine beside what `costs` say of passes."""
+    job = Job("megapipe", build("zb-h1", ranks, 2 * ranks))
+    settings = argparse.Namespace(pp=ranks, message_kib=message_kib, repeats=repeats)
+    bare = replace(costs, comm=0.0)
+    found = measured_costs(_run_pool([job], bare, settings, timed=True), job.schedule.placement, bare)
+    place = job.schedule.placement
+    took, given = found.durations(place), bare.durations(place)
+    beside = [x - y for kind in (Kind.F, Kind.B, Kind.W) for x, y in zip(took[kind], given[kind], strict=True)]
+    return statistics.median(beside), statistics.mean(found.lag(r, r + 1, ranks) for r in range(ranks - 1))
+
+
+def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
+
+    timed: the passes of the first job instead, [repeat][rank].
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tools.emulated_runs"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shape = (args.message_kib * 256, 1, 1)  # float32
     receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=_rank, args=(rank, args.pp, port, jobs, costs, shape, args.repeats, sender), daemon=True)
-        for rank in range(args.pp)
-    ]
+    given = (port, jobs, costs, args, timed, sender)
+    ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(args.pp)]
     for process in ranks:
         process.start()
     sender.close()
     try:
-        measured: list[list[list[list[float]]]] = receiver.recv()
-        return measured
+        return receiver.recv()
     except EOFError:
         raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
     finally:
@@ -161,8 +187,9 @@ def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace) -> list[l
 
 
 def _rank(
-    rank: int, size: int, port: int, jobs: list[Job], costs: Costs, shape: tuple[int, ...], repeats: int, sender: Any
+    rank: int, port: int, jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool, sender: Any
 ) -> None:
+    shape, repeats, size = (args.message_kib * 256, 1, 1), args.repeats, args.pp  # float32
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     sharpen_sleep()
@@ -171,8 +198,9 @@ def _rank(
     runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
     measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
+    ran = [_passes(runners[0]) for _ in range(repeats * timed)]
     if rank == 0:
-        sender.send([list(of_job) for of_job in zip(*measured, strict=True)])
+        sender.send(ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)])
     mesh.close()
 
 
@@ -192,7 +220,14 @@ def _step(runner: Runner) -> list[list[float]]:
     return world.all_gather(mine).tolist()
 
 
-def _row(job: Job, costs: Costs, steps: list[list[list[float]]], message_kib: int) -> Row:
+def _passes(runner: Runner) -> list[list[Ran]]:
+    """Those of every rank in one step."""
+    runner.watch = watch = Stopwatch(CPU)
+    _step(runner)
+    return watch.of_all(runner.mesh.pp)
+
+
+def _row(job: Job, costs: Costs, steps: list[list[list[float]]]) -> Row:
     schedule, ranks = job.schedule, job.schedule.placement.num_ranks
     timeline = simulate(unpaired(schedule), costs)  # sleeping passes do not overlap
     times = [max(rank[0] for rank in step) for step in steps]

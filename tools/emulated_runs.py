@@ -14,6 +14,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
 from megapipe.pipeline_parallel.transport import Op, Transport
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
 from megapipe.tensor_parallel.rng import Stream
@@ -31,7 +32,8 @@ PEERS = {
 
 
 class Runner(ABC):
-    """One rank of one schedule under one runtime. `step` runs it; `device` and `sent_bytes` say what it did.
+    """One rank of one schedule under one runtime. `step` runs it; `device`, `sent_bytes` and a `watch` (of ours) say
+    what it did.
 
     Args:
         costs: times in seconds.
@@ -39,6 +41,7 @@ class Runner(ABC):
     """
 
     sent_bytes: int | None = None
+    watch: Stopwatch | None = None
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
         self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
@@ -131,7 +134,9 @@ class Ours(Runner):
             )
             for number, module in self.modules.items()
         }
-        execute(self.program, place, stages, self.comm)
+        watch = self.watch
+        timed = stages if watch is None else {n: Timed(watch, n, stage) for n, stage in stages.items()}
+        execute(self.program, place, timed, self.comm)
         self.sent_bytes = self.transport.sent_bytes
 
 

@@ -99,7 +99,7 @@ def _emulate(plan: Plan, args: Namespace) -> None:
     for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
         costs = scaled(plan.pieces.costs(counts), unit)
         (measured,) = bench._run_pool([job], costs, settings)
-        row = bench._row(job, costs, measured, settings.message_kib)
+        row = bench._row(job, costs, measured)
         steps.append(row.step_ms)
         print(
             f"  step {row.step_ms:7.0f} ms  predicted {row.predicted_ms:7.0f}  measured/predicted {row.ratio:.3f}  "

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import synchronize
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.schedule import Kind, Pass
@@ -30,6 +31,11 @@ class Stopwatch:
         """Seconds."""
         synchronize(self.device)
         return time.perf_counter()
+
+    def of_all(self, pp: Axis) -> list[list[Ran]]:
+        """What every rank of the pipeline has timed."""
+        rows = pp.gather_json([(kind.value, s, i, *x[1:]) for x in self.ran for kind, s, i in [x.item]])
+        return [[Ran(Pass(Kind(kind), s, i), begin, end) for kind, s, i, begin, end in row] for row in rows]
 
 
 @dataclass(frozen=True)

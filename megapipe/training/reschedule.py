@@ -17,10 +17,9 @@ from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import GIB, Plan
-from megapipe.schedule import Pass, from_json
+from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
-from megapipe.schedule.kinds import Kind
-from megapipe.schedule.measured import Ran, StepsRan, measured_costs
+from megapipe.schedule.measured import StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.step import StepResult
@@ -102,8 +101,7 @@ class Rescheduling(Callback):
             yield
             run.pipeline.stopwatch = None
             times.append(self._took)
-            rows = run.mesh.pp.gather_json([(kind.value, s, i, *x[1:]) for x in watch.ran for kind, s, i in [x.item]])
-            steps.append([[Ran(Pass(Kind(kind), s, i), a, b) for kind, s, i, a, b in row] for row in rows])
+            steps.append(watch.of_all(run.mesh.pp))
         return times, steps
 
     def _room(self) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import ROOT, run
 
-from megapipe.schedule import build, simulate, unpaired
+from megapipe.schedule import Costs, build, simulate, unpaired
 from tools.emulated import Device
 
 
@@ -43,15 +43,19 @@ def test_both_runtimes_run_what_the_table_says(tmp_path):
     names = ["1f1b", "interleaved", "zb-v", "dualpipe-v"]
     command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4"]
     command += ["--schedules", ",".join(names), "--ms", "2,2,2", "--repeats", "1", "--message-kib", "1"]
-    done = run([*command, "--json", tmp_path / "rows.json"])
+    done = run([*command, "--measure-overhead", "--json", tmp_path / "rows.json"])
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    written = json.loads((tmp_path / "rows.json").read_text())
+    costs, rows = Costs(**written["costs"]), written["rows"]
+    assert "measured here: a pass costs" in done.stdout
+    assert costs.overhead > 0
     assert [(r["schedule"], r["runtime"]) for r in rows] == [(n, r) for n in names for r in ("megapipe", "torch")]
     for row in rows:
         timeline = simulate(unpaired(build(row["schedule"], 2, 4)))
-        assert row["predicted_ms"] == pytest.approx(2 * timeline.makespan)
-        assert row["step_ms"] >= row["predicted_ms"]
-        assert row["bubble"] > row["predicted_bubble"] - 0.01
+        known = simulate(unpaired(build(row["schedule"], 2, 4, costs=costs)), costs)
+        assert row["predicted_ms"] == pytest.approx(1e3 * known.makespan)
+        assert row["step_ms"] >= 2 * timeline.makespan
+        assert row["bubble"] > 0
         assert row["peak"] == row["predicted_peak"] == max(timeline.peak)
         assert row["sent_mb"] == (None if row["runtime"] == "torch" else sum(timeline.sent) * 1024 / 1e6)
         assert (row["to_torch"] is None) == (row["runtime"] == "torch")
