@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
-from megapipe.distributed.tokens import Documents, positions
+from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.block_attention import Rule, band
 from megapipe.models.context_attention import context_attention, whole_sequences
 from megapipe.models.cpu_attention import causal_attention
@@ -83,8 +83,8 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if config.position_embedding_type == "rope":
-            rows, length = _positions(s, x.device)
-            q, k = (rotate(part, Rotary.of(config), rows, length) for part in (q, k))
+            restarting, cut = _positions(s, x.device)
+            q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
         return self.linear_proj(self._attend(q, k, v))  # type: ignore[no-any-return]
 
     @property
@@ -139,13 +139,12 @@ class SelfAttention(nn.Module):
 
 
 @eager
-def _positions(rows: int, device: torch.device) -> tuple[Tensor | None, int]:
-    """[s/c, b] or [s/c, 1] of these rows, None for the index; and s."""
-    stream = current_stream()
-    documents, length = stream.documents, rows * stream.cp.size
-    if stream.cp.size == 1 and (documents is None or not documents.restart):
-        return None, length
-    return positions(length, stream.cut, documents, device).t(), length
+def _positions(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
+    """[s/c, b] where positions restart in each document, else None; and which tokens are here."""
+    documents, cut = current_stream().documents, current_stream().cut
+    if documents is None or not documents.restart:
+        return None, cut
+    return positions(rows * cut.size, cut, documents, device).t(), cut
 
 
 def _isolated(stream: Stream) -> Documents | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.distributed.tokens import WHOLE, Cut
 from megapipe.tensor_parallel.eager import eager
 
 # Llama 3.1: wavelengths above ORIGINAL / LOW turn slower, those below ORIGINAL / HIGH as ever, the others in between.
@@ -54,22 +55,25 @@ class Rotary:
 
 @eager  # a compiler does not see the cache
 @lru_cache(maxsize=8)
-def rotary_table(length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, each [length, 1, 1, dim]; computed in float64, kept in `dtype`."""
-    angle = torch.arange(length, dtype=torch.float64, device=device).outer(rotary.frequencies(device))
+def rotary_table(
+    length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype, cut: Cut = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, each [length/c, 1, 1, dim]; computed in float64, kept in `dtype`."""
+    rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
+    angle = rows.outer(rotary.frequencies(device))
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, length: int | None = None) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut = WHOLE) -> Tensor:
     """Rotate the first channels of every head by its position.
 
     Args:
-        x: [s, b, heads, head_dim].
-        positions: [s, b] or [s, 1], below `length`; default: the index in s.
+        x: [s/c, b, heads, head_dim], the tokens of the cut.
+        positions: [s/c, b], below s; default: the index in s.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(length or x.shape[0], rotary, x.device, wide)
+    cos, sin = rotary_table(x.shape[0] * cut.size, rotary, x.device, wide, cut if positions is None else WHOLE)
     if positions is not None:
         cos, sin = cos[positions, 0], sin[positions, 0]
     half = rotary.dim // 2

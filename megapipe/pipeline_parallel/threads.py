@@ -51,9 +51,12 @@ def run_threads(
             error.add_note(f"on rank {rank} of {world}")
             done.put(error)
 
-    for rank in range(world):
-        threading.Thread(target=rank_main, args=(rank,), daemon=True).start()
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
     for _ in range(world):
         if (error := done.get()) is not None:
             raise error
+    for thread in threads:
+        thread.join()  # a program that ended while one leaves its groups would abort
     return results  # type: ignore[return-value]

@@ -1,9 +1,8 @@
 """The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
 
 from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan, pieces_of, plan_of, with_batch
-from megapipe.plan.saving import checkpoint_line
 from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
-from megapipe.plan.table import changes, table
+from megapipe.plan.table import changes, summary, table
 from megapipe.plan.work import Pieces, Work, pieces
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "balanced_by_cost",
     "changes",
     "check_flags",
-    "checkpoint_line",
     "counts_of",
     "make_plan",
     "pieces",
@@ -22,6 +20,7 @@ __all__ = [
     "plan_of",
     "schedule_name",
     "schedule_of",
+    "summary",
     "table",
     "with_batch",
 ]

@@ -121,6 +121,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
         train.seq_length or 0,
         train.micro_batch_size or 1,
         tp=par.tensor_model_parallel_size,
+        cp=par.context_parallel_size,
         element_bytes=2 if train.half else 4,
     )
     return counted.on(par.pipeline_model_parallel_size)

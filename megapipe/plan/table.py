@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megapipe.config import Config
 from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
 from megapipe.pipeline_parallel.layout_string import layout_string
 from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.plan.context import context_line
 from megapipe.plan.make import GIB, Plan
+from megapipe.plan.saving import checkpoint_line
 
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 
@@ -43,6 +46,11 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
     )
+
+
+def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
+    """The table, what a checkpoint takes, and what context parallelism sends."""
+    return "\n".join(filter(None, (table(plan, parameters), checkpoint_line(plan, config), context_line(plan, config))))
 
 
 def changes(plan: Plan) -> str:

@@ -113,14 +113,15 @@ def _mixed(a: tuple[float, ...], b: tuple[float, ...], shares: tuple[float, ...]
 
 @dataclass(frozen=True)
 class _Load:
-    """What goes through a layer: sequences of `seq` tokens, `tokens` in all; tp ranks share it, `shared` of them also
-    what lies between the linear layers; bytes of an activation."""
+    """What goes through a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
+    also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here."""
 
     seq: int
     tokens: int
     tp: int
     shared: int
     element: int
+    meets: bool
 
     def bytes(self, between: float, inside: float, masked: float = 0) -> float:
         """Of features between and inside the parallel parts; masked: of the former, those with a byte for dropout."""
@@ -128,14 +129,15 @@ class _Load:
 
 
 def pieces(
-    model: ModelConfig, seq_length: int, micro_batch_size: int = 1, *, tp: int = 1, element_bytes: int = 4
+    model: ModelConfig, seq_length: int, micro_batch_size: int = 1, *, tp: int = 1, cp: int = 1, element_bytes: int = 4
 ) -> Pieces:
     """The work of a GPT, layer by layer with its overrides.
 
-    FLOPs, of all tensor-parallel ranks together: a multiplication and an addition count as two; projections by their
-    real head counts, causal scores at half, the head with the padded vocabulary (Narayanan et al. 2021, appendix). An
-    input gradient costs what the forward does and the scores once more, a weight gradient the projections alone
-    (Qi et al. 2023, table 1). What is computed again is added to the input gradient.
+    FLOPs, of all tensor-parallel ranks together and of one of the `cp` that share a sequence: a multiplication and an
+    addition count as two; projections by their real head counts, causal scores at half, the head with the padded
+    vocabulary (Narayanan et al. 2021, appendix). An input gradient costs what the forward does and the scores once
+    more, a weight gradient the projections alone (Qi et al. 2023, table 1). What is computed again is added to the
+    input gradient.
     Bytes, on each of them: inputs of linear layers, norms and attention; one byte for each element that dropout may
     zero (Korthikanti et al. 2022, section 4.1, with attention that keeps no scores). Full recomputation by `block`,
     which differs from layer to layer of a stage, is counted as none.
@@ -145,7 +147,8 @@ def pieces(
     """
     assert model.padded_vocab_size is not None
     h, vocab = model.hidden, model.padded_vocab_size
-    load = _Load(seq_length, seq_length * micro_batch_size, tp, tp if model.sequence_parallel else 1, element_bytes)
+    tokens, shared = seq_length * micro_batch_size // cp, tp if model.sequence_parallel else 1
+    load = _Load(seq_length, tokens, tp, shared, element_bytes, cp > 1 and "a2a" not in model.cp_comm_type)
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
@@ -183,11 +186,14 @@ def _attention(model: ModelConfig, load: _Load) -> Work:
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
     rotated = qkv * (model.position_embedding_type == "rope")
     norms = _norm(model, h) + 2 * _norm(model, model.head_dim) * model.qk_layernorm
+    # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
+    logs = 4 * load.tokens * model.heads / load.tp * (load.meets or model.attention_dropout > 0)
     return Work(
         products + scores,
         products + (3 if model.recompute_attention else 2) * scores,
         products,
-        held=load.bytes(h + h * (not model.recompute_norms), qkv + rotated + queries, h * bool(model.hidden_dropout)),
+        held=load.bytes(h + h * (not model.recompute_norms), qkv + rotated + queries, h * bool(model.hidden_dropout))
+        + logs,
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
     )

@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.overrides import inline
-from megapipe.plan import changes, checkpoint_line, make_plan, table
+from megapipe.plan import changes, make_plan, summary
 from megapipe.training.checkpoint import find_checkpoint
 from megapipe.training.saved_config import with_checkpoint_args
 
@@ -66,8 +66,7 @@ def check(config: Config) -> None:
         *(f"on this machine: {text}" for text in here),
         f"starts from {found}" if found else "",
         changes(plan),
-        table(plan),
-        checkpoint_line(plan, config),
+        summary(plan, config),
         f"pipeline schedule {plan.schedule.name}: predicted bubble "
         f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
     ]

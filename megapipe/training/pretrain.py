@@ -31,7 +31,7 @@ from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
-from megapipe.plan import Plan, changes, checkpoint_line, make_plan, table, with_batch
+from megapipe.plan import Plan, changes, make_plan, summary, with_batch
 from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import (
     LoadedState,
@@ -152,7 +152,7 @@ class Run:
         if plan.before is not None:
             self.say(changes(plan))
         if mesh.world.rank == 0:
-            print(f"{table(plan, parameters)}\n{checkpoint_line(plan, config)}".rstrip(), flush=True)
+            print(summary(plan, config, parameters), flush=True)
         self.say(
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"

@@ -16,7 +16,10 @@ from megapipe.distributed.tokens import Cut, Documents, share_of
 from megapipe.errors import ConfigError
 from megapipe.models.attention import SelfAttention
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan.context import context_bytes
+from megapipe.plan.work import pieces
 from megapipe.tensor_parallel.rng import Stream, initialize
+from tools.bench_context import layer_of
 
 S, B, HIDDEN, HEADS = 48, 2, 32, 4
 LENGTHS = ((5, 30, 13), (48,))
@@ -137,3 +140,18 @@ def test_what_cannot_be_is_said_in_a_line(given, sentence):
 def test_a_microbatch_of_another_length_is_refused_too():
     with pytest.raises(ConfigError, match="cuts sequences into 4 equal pieces, and 10 = 4 x 2 \\+ 2"):
         Cut(0, 2).spans(10)
+
+
+@pytest.mark.parametrize(("way", "c", "groups"), [("p2p", 4, 4), ("p2p", 2, 2), ("all_gather", 2, 4), ("a2a", 4, 4)])
+def test_a_rank_holds_and_sends_what_the_plan_says(way, c, groups):
+    """Blocks of keys and values by kv head: 2 (c - 1) forward, twice that backward; heads for tokens: (c - 1) / c."""
+    model = replace(BASE, hidden_size=128, num_query_groups=groups, cp_comm_type=(way,), hidden_dropout=0.0)
+    if groups < HEADS:
+        model = replace(model, position_embedding_type="rope")
+    block = 256 // c * B * model.query_groups * model.head_dim * 4
+    trade = (c - 1) * 256 // c // c * B * 2 * (HEADS + model.query_groups) * model.head_dim * 4
+    wanted = (trade, trade) if way == "a2a" else (2 * (c - 1) * block, 4 * (c - 1) * block)
+    assert context_bytes(model, 256 * B, ranks=c) == wanted
+    for held, *sent in run_threads(lambda mesh: layer_of(mesh, model, 256, B), cp=c):
+        assert tuple(sent) == wanted
+        assert held == pytest.approx(pieces(model, 256, B, cp=c).layers[0].held, rel=0.03)

@@ -1,0 +1,54 @@
+"""What context parallelism sends, beside what tensor parallelism over as many ranks would."""
+
+from __future__ import annotations
+
+from megapipe.config import Config, ModelConfig
+from megapipe.plan.make import Plan
+
+MIB = 2**20
+
+
+def context_bytes(
+    model: ModelConfig, tokens: int, *, ranks: int, tp: int = 1, element_bytes: int = 4
+) -> tuple[float, float]:
+    """Bytes that a rank sends for one layer and microbatch, (in forward, in backward).
+
+    With a block the keys or the values of a rank's tokens: 2 (c - 1) blocks in forward, and in backward twice as many,
+    keys, values and their gradients, by p2p and all_gather alike. By a2a (c - 1) / c of queries, keys, values and
+    output, each way. Attention that is computed again sends what its forward sends once more.
+
+    Args:
+        tokens: of a microbatch over all `ranks`.
+    """
+    row = tokens / ranks * model.head_dim / tp * element_bytes
+    if "a2a" in model.cp_comm_type:
+        once = (ranks - 1) / ranks * row * 2 * (model.heads + model.query_groups)
+        again = model.recompute_attention or model.recompute_granularity == "full"
+        return once, once * (1 + again)
+    once = 2 * (ranks - 1) * row * model.query_groups
+    return once, once * (2 + (model.recompute_granularity == "full"))
+
+
+def tensor_bytes(model: ModelConfig, tokens: int, *, ranks: int, element_bytes: int = 4) -> tuple[float, float]:
+    """The same of tensor parallelism with --sequence-parallel: an all-gather and a reduce-scatter of the hidden states
+    around attention and around the MLP, in backward two all-gathers more, for the weights' gradients."""
+    once = (ranks - 1) / ranks * tokens * model.hidden * element_bytes
+    return 4 * once, 6 * once
+
+
+def context_line(plan: Plan, config: Config) -> str:
+    """What is sent, and what as much tensor parallelism would; empty without context parallelism."""
+    model, train, par, c = config.model, config.train, config.parallel, config.parallel.context_parallel_size
+    if c == 1:
+        return ""
+    t, m, parameters = par.tensor_model_parallel_size, config.num_microbatches, plan.pieces.layers[0].parameters
+    tokens, element = (train.seq_length or 0) * train.micro_batch, 2 if train.half else 4
+    forth, back = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
+    beside = sum(tensor_bytes(model, tokens // c, ranks=t, element_bytes=element))
+    mine = m * (forth + back + beside) + 2 * (c - 1) / c * 4 * parameters / t
+    other = m * sum(tensor_bytes(model, tokens, ranks=t * c, element_bytes=element))
+    return (
+        f"context parallel {c} ({model.cp_comm_type[0]}): a rank sends {forth / MIB:.3g} MiB per layer and microbatch "
+        f"forward, {back / MIB:.3g} backward; with the sum of gradients {mine / MIB:.4g} MiB per layer and step, where "
+        f"--tensor-model-parallel-size {t * c} would send {other / MIB:.4g} and hold 1/{c} of the weights"
+    )
