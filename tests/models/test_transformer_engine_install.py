@@ -4,12 +4,10 @@ Real packages in a folder of their own, imported by a process of its own.
 """
 
 import os
-import subprocess
-import sys
 import zipfile
 from importlib import util
-from pathlib import Path
 
+import programs
 import pytest
 import te_shim
 import torch
@@ -17,7 +15,6 @@ import torch
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.models.transformer_engine import choose_layers
 
-ROOT = Path(__file__).parents[2]
 LOAD = """
 from megapipe.models.transformer_engine import load
 try:
@@ -53,15 +50,10 @@ def pure_wheel(folder):
 
 
 def run(code, folder):
-    """The lines that a new interpreter prints with a folder in its path."""
-    path = os.pathsep.join(map(str, (folder, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """The lines that a program in a folder prints, which imports what lies beside it."""
+    (folder / "main.py").write_text(code)
+    done = programs.run([folder / "main.py"])
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -175,4 +167,4 @@ for impl in ("local", "auto"):
 print("built")
 """
     folder = package(tmp_path, "transformer_engine", "2.20.2", "raise SystemExit('imported')")
-    assert run(f"import sys; sys.path.append({str(ROOT / 'tests')!r})\n{code}", folder) == ["built"]
+    assert run(code, folder) == ["built"]
