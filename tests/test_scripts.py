@@ -1,4 +1,4 @@
-"""The shipped scripts as a user calls them, with their sizes overridden: real torchrun, real files."""
+"""The shipped scripts as users call them, sizes overridden: real files, and in the quickstart real torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from programs import ROOT
+from programs import ROOT, run_ranks
 
 from megapipe.schedule.views.traces import order_of, read
 
@@ -34,9 +34,18 @@ def run_script(name: str, run: Path, flags: str, **env: str) -> str:
     return done.stdout
 
 
+def run_its_ranks(name: str, run: Path, flags: str) -> str:
+    """All that the ranks print of a script that ends in torchrun: the ranks that it asks for, forked at once."""
+    (run / "torchrun").write_text("""#!/bin/sh\nprintf '%s\\n' "$@"\n""")
+    (run / "torchrun").chmod(0o755)
+    said = run_script(name, run, flags, PATH=f"{run}:{os.environ['PATH']}")
+    _, ranks, *command = said[said.index("--nproc-per-node") :].splitlines()
+    return run_ranks(int(ranks), command)
+
+
 def test_the_local_script_trains_a_step(tmp_path):
     flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1"
-    assert "iteration        1/       1 |" in run_script("pretrain_gpt_local.sh", tmp_path, flags)
+    assert "iteration        1/       1 |" in run_its_ranks("pretrain_gpt_local.sh", tmp_path, flags)
 
 
 SRUN = """#!/usr/bin/env bash
@@ -92,7 +101,7 @@ def test_a_mistake_of_the_user_is_not_queued_again_and_a_failure_a_few_times(tmp
 def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
     """Its pipeline as it is: 4 stages, global batch 16, micro batch 2."""
     profile = f"--tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-start 1"
-    output = run_script(
+    output = run_its_ranks(
         "pretrain_gpt3_857m.sh", tmp_path, f"--train-iters 2 --lr-warmup-fraction 0.1 {profile} --profile-step-end 2"
     )
     assert "global batch size:    16" in output

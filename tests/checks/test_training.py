@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import programs
 import pytest
 
 from megapipe.checks.training import training_problems
@@ -48,12 +46,10 @@ def test_a_sequence_must_divide_over_the_ranks_that_share_it():
     assert not list(training_problems(replace(config, train=TrainConfig(seq_length=20))))
 
 
-def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat():
-    code = (
+def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
+    (tmp_path / "main.py").write_text(
         "import torch; from megapipe.distributed.device import be_deterministic; be_deterministic();"
         "torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
+    done = programs.run([tmp_path / "main.py"])
     assert "does not have a deterministic implementation" in done.stderr

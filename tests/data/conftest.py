@@ -3,12 +3,11 @@ from __future__ import annotations
 import argparse
 import json.decoder
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 from megapipe.data.indexed import IndexedWriter
@@ -37,8 +36,7 @@ def train_tokenizer() -> Callable[[Path], str]:
     def train(folder: Path) -> str:
         modules = [str(Path(module.__file__)) for module in (argparse, json.decoder, shutil)]
         flags = ["--input", *modules, "--output", str(folder / "t.model"), "--vocab-size", "500"]
-        tool = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
-        subprocess.run([sys.executable, tool, *flags], check=True, stdout=subprocess.DEVNULL)
+        assert programs.run([programs.ROOT / "tools" / "train_tokenizer.py", *flags]).returncode == 0
         return str(folder / "t.model")
 
     return train

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
+from programs import ROOT, Program
 from torch.distributed import HashStore
 
 from megapipe.data.indexed import IndexedWriter
 from megapipe.distributed.agreement import agree
 from megapipe.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 class Counting(HashStore):
@@ -89,6 +84,7 @@ def test_a_rank_asks_a_handful_of_times_however_many_there_are():
 # Processes without a launcher, each in a folder of its own as on machines with disks of their own.
 PROGRAM = """
 import os, sys
+sys.path.insert(0, os.environ["ROOT"])
 rank = os.environ["RANK"]
 import torch
 if rank == "1":
@@ -115,12 +111,12 @@ def test_ranks_of_other_sizes_data_and_torch_all_stop_at_once(tmp_path):
             for length in lengths:
                 writer.add_document([1] * length)
         env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, "-c", PROGRAM, *FLAGS.split()]
-        env |= os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-        started.append(subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+        env |= {"MASTER_PORT": str(port), "ROOT": str(ROOT)}
+        (folder / "main.py").write_text(PROGRAM)
+        started.append(Program([folder / "main.py", *FLAGS.split()], tmp_path / f"{rank}.log", env, cwd=folder))
     for process in started:
-        text = process.communicate(timeout=100)[1]
-        assert process.returncode == 2, text
+        code, text = process.wait(), process.log.read_text()
+        assert code == 2, text
         found = re.findall(r"^ +(.*) differs between ranks: (\S+) on rank 0; (\S+) on rank 1$", text, re.M)
         assert [name for name, *_ in found if not name.startswith("the schedule")] == [
             "--pipeline-model-parallel-size",

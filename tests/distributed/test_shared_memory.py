@@ -7,9 +7,6 @@ import itertools
 import mmap
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from programs import start_ranks
 
 from megapipe.distributed import shared_memory
 from megapipe.pipeline_parallel.threads import run_threads
@@ -185,7 +183,7 @@ def test_what_lies_elsewhere_under_the_same_path_is_not_opened():
 
 
 RANK = """
-import sys, torch
+import os, signal, sys, time, torch
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
@@ -194,30 +192,18 @@ mesh = ProcessMesh.create(ParallelConfig(tensor_model_parallel_size=2), CPU)
 x = torch.ones(64, 128)
 mesh.tp.all_reduce(mesh.tp.all_reduce(x))
 print(x[0, 0].item(), len(mesh.tp.shared._slots), flush=True)
-if mesh.tp.rank == 0:
-    mesh.tp.all_reduce(x)
-sys.stdin.read()
+if mesh.tp.rank == 1:
+    time.sleep(0.5)  # the other waits
+    os.kill(os.getpid(), signal.SIGKILL)
+mesh.tp.all_reduce(x)
 """
 
 
-def test_a_rank_that_waits_for_a_killed_one_gets_an_error_at_once():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env=env | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [rank.stdout.readline() for rank in ranks] == ["4.0 2\n"] * 2
-    ranks[1].send_signal(signal.SIGKILL)
-    _, errors = ranks[0].communicate(timeout=30)
-    assert "DistNetworkError: rank 1 of the tensor-parallel group has closed its pipe" in errors
-    ranks[1].communicate()
+def test_a_rank_that_waits_for_a_killed_one_gets_an_error_at_once(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = start_ranks(2, [script], tmp_path)
+    assert ranks[1].wait() == -signal.SIGKILL
+    assert ranks[0].wait(30) == 1
+    assert [rank.log.read_text().splitlines()[0] for rank in ranks] == ["4.0 2"] * 2
+    assert "DistNetworkError: rank 1 of the tensor-parallel group has closed its pipe" in ranks[0].log.read_text()

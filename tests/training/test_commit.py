@@ -1,7 +1,6 @@
 """A checkpoint is complete or not there, wherever a save is killed; any damage is found before anything is read."""
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from killed_saves import Toy, kill_everywhere, load_newest
+from programs import FORKED
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -25,9 +25,10 @@ def refused(folder):
 
 @pytest.mark.parametrize("start", [1, None])
 def test_a_save_killed_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, start):
-    spawn = multiprocessing.get_context("spawn")  # a process without threads may fork
-    outcomes = spawn.Queue()
-    process = spawn.Process(target=kill_everywhere, args=(tmp_path, start, outcomes))
+    outcomes = FORKED.Queue()
+    process = FORKED.Process(  # without threads, so that it may fork
+        target=kill_everywhere, args=(tmp_path, start, outcomes)
+    )
     process.start()
     seen = list(iter(lambda: outcomes.get(timeout=60), None))
     process.join(60)
