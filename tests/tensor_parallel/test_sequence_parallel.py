@@ -31,9 +31,14 @@ def whole(style: str):
     return run_step(ProcessMesh.single(), MODELS[style], build("naive", 1, MICROBATCHES))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("style", MODELS)
-@pytest.mark.parametrize("name, tp, pp", [("1f1b", 2, 1), ("1f1b", 4, 2), ("zb-h1", 2, 2), ("zb-h1", 4, 1)])
+LAYOUTS = [("1f1b", 2, 1), ("1f1b", 4, 2), ("zb-h1", 2, 2), ("zb-h1", 4, 1)]
+SPLITS = [(*layout, style, True) for layout in LAYOUTS for style in MODELS]
+
+
+@pytest.mark.parametrize(
+    "name, tp, pp, style, sequence_parallel",
+    SPLITS + [(*layout, style, False) for layout, style in zip(LAYOUTS, MODELS, strict=True)],
+)
 def test_losses_and_gradients_equal_the_unsplit_model_with_its_dropout(name, tp, pp, style, sequence_parallel):
     losses, gradients = whole(style)
     model = replace(MODELS[style], sequence_parallel=sequence_parallel)
