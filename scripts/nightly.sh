@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
-python -m pytest tests/schedule/test_schedule_properties.py
+python -m pytest tests/schedule/test_schedule_properties.py tests/training/test_two_hosts.py
 python tools/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"

@@ -20,7 +20,7 @@ class Counting(HashStore):
         super().__init__()
         self.shared, self.requests = shared, 0
 
-    def _ask(name):  # noqa: N805
+    def _ask(name):
         def call(self, *args):
             self.requests += 1
             return getattr(self.shared, name)(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_a_check_lists_what_holds_and_what_is_missing_and_plans(capsys):
     assert "missing: --tokenizer-model no.model: No such file" in text
     assert "the plan assumes 32000 ids" in text
     assert "pipeline schedule 1f1b: predicted bubble" in text
+
+
+def test_the_kubernetes_manifest_asks_for_a_run_that_checks_out(capsys):
+    text = Path(pretrain_gpt.__file__).with_name("scripts").joinpath("pretrain_gpt_kubernetes.yaml").read_text()
+    pretrain_gpt.main(["--check", "--check-paths", "no", "--world-size", "16", *re.findall(r"- (--\S+)", text)])
+    assert "16 processes = 2 tensor x 4 pipeline x 2 data parallel" in capsys.readouterr().out
 
 
 def test_a_check_that_finds_a_problem_exits_with_2(capsys):
