@@ -47,8 +47,10 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
             f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; "
             "MASTER_ADDR is the machine of rank 0, and the port must be free there"
         ) from None
-    # torchrun reuses one store over restarts, where a new attempt would read the addresses of dead peers.
-    store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
+    # torchrun reuses its store over restarts, where a new attempt would read the addresses of dead peers. One that
+    # rank 0 keeps is new; a launcher that took another's place has counted fewer restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else ""
+    store = PrefixStore(f"attempt{attempt}", plain)
     try:
         problem = call_the_roll(PrefixStore("roll", store), rank, world_size, timeout_s)
     except RuntimeError as error:
