@@ -50,7 +50,7 @@ _FIELDS = {
     # What a clock of the system can count.
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
     "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
-    "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad "
+    "post_validation_after lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad "
     "num_workers ckpt_step profile_step_start",
     "at least -1": "eval_iters",
     "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more

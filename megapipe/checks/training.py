@@ -24,6 +24,7 @@ def training_problems(config: Config) -> Iterator[str]:
             "--overlap-param-gather gathers what --use-distributed-optimizer splits, beside what --overlap-grad-reduce "
             "reduces. Add both, or leave --overlap-param-gather out."
         )
+    yield from _post_validation_problems(config)
     if t.bf16 and t.fp16:
         yield "--bf16 and --fp16 are two types for the same weights. Leave one out."
     if t.grad_reduce_in_bf16 and not t.bf16:
@@ -33,6 +34,21 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--initial-loss-scale {t.initial_loss_scale:g} is below --min-loss-scale {t.min_loss_scale:g}. "
             f"Use --initial-loss-scale {t.min_loss_scale:g}."
         )
+
+
+def _post_validation_problems(config: Config) -> Iterator[str]:
+    """What must be known before a rank updates, or between two steps."""
+    flag, t = "--enable-optimizer-post-validation", config.train
+    if not config.parallel.enable_optimizer_post_validation:
+        return
+    for other, given, why in (
+        ("--calculate-per-token-loss", t.calculate_per_token_loss, "divides by the tokens of the whole batch"),
+        ("--check-for-spiky-loss", t.check_for_spiky_loss, "must know the loss of the whole batch"),
+        ("--freeze-all-layers", t.freeze_all_layers, "updates nothing"),
+        ("--reschedule-after", config.parallel.reschedule_after is not None, "times steps that end by themselves"),
+    ):
+        if given:
+            yield f"{flag} updates before other ranks are done, and {other} {why}. Leave one of them out."
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:

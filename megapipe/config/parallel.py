@@ -48,6 +48,10 @@ class ParallelConfig:
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
     overlap_param_gather: bool = False
     """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
+    enable_optimizer_post_validation: bool = False
+    """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier."""
+    post_validation_after: int = 10
+    """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
     no_overlap_p2p_communication: bool = False
     """Post messages between stages in batches instead of one by one."""
     use_ring_exchange_p2p: bool = False

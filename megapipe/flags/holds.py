@@ -192,11 +192,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "passes' costs are counted from the model, not timed",
     ),
     ("enable-exactly-numeric-match", _SWITCH, "every schedule gives the same numbers"),
-    (
-        "enable-optimizer-post-validation",
-        _SWITCH,
-        "the norm is known before the update, behind a barrier; the same numbers, a larger bubble",
-    ),
     ("allow-padding-num-layers", _SWITCH, "stages may hold different numbers of layers, none is padded"),
     ("num-seq-splits", ("1",), "a microbatch is one piece"),
 )

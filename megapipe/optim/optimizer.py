@@ -20,8 +20,9 @@ from megapipe.distributed.axis import ALONE
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.optim.buffers import ALIGN, FlatBuffers
+from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
+from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Groups, Part, usual_groups
 from megapipe.optim.rules import find_rule, split_problem
@@ -92,8 +93,6 @@ class Optimizer:
             check_trained(census)
         self._frozen = frozen(stages, census, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
-        self._index = {name: n for n, name in enumerate(owners)}
-        self._placed: dict[tuple[str, ...], Tensor] = {}
         ties_here, ties_across = ties(census, self.params, mesh)
         borrowed = {user for user, _ in ties_here}
         self.buffers: list[FlatBuffers] = []
@@ -112,6 +111,7 @@ class Optimizer:
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
+        self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
         twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
         self.reduction = Reduction(mesh, self.buffers, twice, self.params, ties_here, across, dtype)
         self.moments = {kind: [torch.zeros_like(b.main) for b in self.owned] for kind in self.rule.state}
@@ -124,7 +124,6 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Start a step."""
-        self.reduction.begin()
         for buffers in self.buffers:
             buffers.zero_grad()
 
@@ -138,24 +137,45 @@ class Optimizer:
             ends_lr: that of word embeddings and output head, `lr` if None.
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
-        self.reduction.finish()
-        grads = [b.reduced if self.distributed else b.grads for b in self.owned]
-        if grad_scale != 1:
-            for flat in grads:
-                flat.mul_(grad_scale)
-        norm = self._norm(grads)
+        norm = self.start_norm(grad_scale)()
         if not math.isfinite(norm):
             return StepInfo(norm, skipped=True)
-        zeros = self._count_zeros() if count_zeros else None
-        if self.train.clip_grad > 0 and (shrink := self.train.clip_grad / (norm + 1e-6)) < 1:
-            for flat in grads:
-                flat.mul_(shrink)
-        self._update(lr, lr if ends_lr is None else ends_lr)
+        zeros = self.count_zeros() if count_zeros else None
+        self.clip(norm)
+        self.update(lr, ends_lr)
         return StepInfo(norm, num_zeros=zeros)
 
+    def start_norm(self, grad_scale: float = 1.0) -> Callable[[], float]:
+        """Reduce what is not and scale; what is returned waits for the norm, of all ranks."""
+        self.reduction.finish()
+        if grad_scale != 1:
+            for flat in self._grads:
+                flat.mul_(grad_scale)
+        return self._norm.start(self.owned, self._grads)
+
+    def count_zeros(self) -> int:
+        """Gradient elements that are exactly zero. Collective over the mesh."""
+        zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        for b in self.owned:
+            for grad in (b.own_part(b.reduced, name) for name in self._norm.counted(b)):
+                zeros += grad.numel() - grad.count_nonzero()
+        if self.distributed:
+            self.mesh.dp_cp.all_reduce(zeros)
+        return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
+
+    def shrink(self, norm: float) -> float:
+        """The factor of --clip-grad on gradients of this norm."""
+        return min(1.0, self.train.clip_grad / (norm + 1e-6)) if self.train.clip_grad > 0 else 1.0
+
+    def clip(self, norm: float) -> None:
+        """Shrink the gradients, whose norm this is."""
+        if (shrink := self.shrink(norm)) < 1:
+            for flat in self._grads:
+                flat.mul_(shrink)
+
     def params_norm(self) -> float:
-        """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over tp and pp."""
-        trained = self._norm([b.main for b in self.owned])
+        """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over the mesh."""
+        trained = self._norm.start(self.owned, [b.main for b in self.owned])()
         if self._frozen is None:
             return trained
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -211,7 +231,9 @@ class Optimizer:
         for source, buffers in self._twins:
             self.mesh.twins.broadcast(buffers.model[buffers.share] if shares else buffers.model, source)
 
-    def _update(self, lr: float, ends_lr: float) -> None:
+    def update(self, lr: float, ends_lr: float | None = None) -> None:
+        """Let the rule update what is owned here, by gradients that are summed, scaled and clipped."""
+        ends_lr = lr if ends_lr is None else ends_lr
         parts: list[Part] = []
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
@@ -227,6 +249,10 @@ class Optimizer:
         if parts:
             self.rule.update(parts, self.steps)
         self.steps += 1
+        self.spread()
+
+    def spread(self) -> None:
+        """Make the model's weights of the main parameters, here and where else they are."""
         for buffers in self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
@@ -234,42 +260,9 @@ class Optimizer:
         if not self.gathers_later:
             self.settle()
 
-    def _counted(self, b: FlatBuffers) -> list[str]:
-        """The parameters in a buffer that count on this rank, so that each element of the model counts on one of a
-        pipeline."""
-        first = self.mesh.tp.rank == 0
-        return [n for n in b.own if n in self._index and (first or layout_of(self.params[n]).dim is not None)]
-
-    def _norm(self, flats: Sequence[Tensor]) -> float:
-        """Sum the squares of each parameter, then those sums in the global order, in float64.
-
-        On each rank zeros stand for the parameters of others, so the pipeline's all-reduce is exact. Rows of a few
-        elements are summed in the flat tensor's type first: a sum in float64 alone would copy all of it on a CPU.
-        """
-        squares = torch.zeros(len(self._index), dtype=torch.float64, device=self.mesh.device)
-        for b, flat in zip(self.owned, flats, strict=True):
-            if names := self._counted(b):
-                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square()
-                rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
-                squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
-        self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares))
-        return math.sqrt(squares.sum().item())  # .item() waits for the GPU
-
-    def _places(self, names: Sequence[str]) -> Tensor:
-        """Of parameters in the global order, on the device once: a list would be copied there in every step."""
-        key = tuple(names)
-        if key not in self._placed:
-            self._placed[key] = torch.tensor([self._index[n] for n in names], device=self.mesh.device)
-        return self._placed[key]
-
-    def _count_zeros(self) -> int:
-        zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        for b in self.owned:
-            for grad in (b.own_part(b.reduced, name) for name in self._counted(b)):
-                zeros += grad.numel() - grad.count_nonzero()
-        if self.distributed:
-            self.mesh.dp_cp.all_reduce(zeros)
-        return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
+    @property
+    def _grads(self) -> list[Tensor]:
+        return [b.reduced if self.distributed else b.grads for b in self.owned]
 
 
 def _natural(name: str) -> list[str | int]:

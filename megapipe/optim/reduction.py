@@ -34,10 +34,6 @@ class Reduction:
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
 
-    def begin(self) -> None:
-        """Begin a step: nothing is summed."""
-        self._begun.clear()
-
     def start(self, chunk: int) -> Callable[[], None]:
         """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
 
@@ -71,6 +67,7 @@ class Reduction:
             self._main_grad(owner).add_(self._main_grad(user))
         for name in self.ties_across:
             self.mesh.ends.all_reduce(self._main_grad(name))
+        self._begun.clear()
 
     def _main_grad(self, name: str) -> Tensor:
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

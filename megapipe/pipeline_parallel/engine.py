@@ -88,7 +88,7 @@ class Request:
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-        loss_scale: factor on every loss before backward, see optim.loss_scale.
+        loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
         stream: the randomness of a microbatch.
         variable_seq_lengths: for this step, as for all of an engine.
         on_last_backward: called with a stage's number before the backward pass of its last microbatch.
@@ -108,7 +108,7 @@ class Request:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     calculate_per_token_loss: bool = False
-    loss_scale: float = 1.0
+    loss_scale: Callable[[], float] = lambda: 1.0
     stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
     variable_seq_lengths: bool = False
     on_last_backward: Callable[[int], None] | None = None

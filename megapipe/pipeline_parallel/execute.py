@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, reduce
-from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,9 +15,9 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from megapipe.distributed.position import Position
-from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.messenger import Messenger, receive_ahead
 from megapipe.pipeline_parallel.transport import Ahead, InFlight
-from megapipe.schedule import Exchange, Kind, Message, Pass, Placement, Program
+from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
 from megapipe.schedule.kinds import Lane, Where
 
 
@@ -33,6 +32,9 @@ class Stage(Protocol):
 
     def weight(self, microbatch: int) -> None:
         """The weight gradients that a backward without weights left out."""
+
+    def forget(self) -> None:
+        """The forwards so far, which come again from the first one on."""
 
 
 class OverlappedStage(Protocol):
@@ -69,15 +71,16 @@ class Call(NamedTuple):
     awaits: tuple[Pass, ...]
 
 
-StartOfStage = Callable[[int], Callable[[], None]]
-"""Begins what is done to a stage as a whole, by its number; what it returns waits for the end."""
+StartOfStage = Callable[[int], Callable[[], bool | None]]
+"""Begins what is done to a stage as a whole, by its number; what it returns waits for the end. V's says True if what
+stands before it is to run again."""
 
 
 class Lanes(NamedTuple):
     """What runs beside the passes of microbatches: how each kind begins, and how to wait for those that have begun."""
 
     start: Mapping[Kind, StartOfStage]
-    under_way: dict[Pass, Callable[[], None]]
+    under_way: dict[Pass, Callable[[], bool | None]]
 
 
 _Plan = tuple[tuple[Call, ...] | Exchange, ...]
@@ -138,10 +141,16 @@ def execute(
     position = position or Position()
     plan = _plan(program, placement, comm.pp.rank, comm.receives_ahead)
     position.plan, position.hand, position.comm = plan, hand, comm
+    at = 0
     try:
-        for item in plan:
+        while at < len(plan):
+            item = plan[at]
             position.at = item, monotonic()
-            step(item, stages, hand, comm, lanes)
+            if step(item, stages, hand, comm, lanes):
+                _forget(stages, hand)
+                at = 0
+                continue
+            at += 1
             if on_stage_done is not None and not isinstance(item, Exchange):
                 for call in item:
                     if call.ends:
@@ -159,7 +168,7 @@ def execute(
 @lru_cache(maxsize=64)
 def _plan(program: Program, placement: Placement, rank: int, ahead: Ahead) -> _Plan:
     """The program with everything looked up that does not change from step to step."""
-    items = _receive_ahead(program, rank, ahead)
+    items = receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
     made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
@@ -182,42 +191,37 @@ def _awaited(item: Pass, beside: Sequence[Pass]) -> Iterator[Pass]:
         yield from (p for p in beside if need.made in p.kind.rule.makes and (p.stage == item.stage or not own))
 
 
-def _receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """The same program, each receive posted where the one `ahead` places before it stood; the rest stays where it is.
-
-    Safe where posting a receive blocks nothing: each link keeps its order, and no send waits longer.
-    """
-    if not ahead.places:
-        return program
-
-    def early(m: Message) -> bool:
-        return m.dst == rank and m.src in ahead.peers
-
-    incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if early(m))
-    items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead.places)))]
-    for item in program:
-        if isinstance(item, Exchange):
-            rest = tuple(m for m in item.messages if not early(m))
-            item = Exchange((*rest, *islice(incoming, len(item.messages) - len(rest))))
-        items.append(item)
-    return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
+def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
+    """Go back to the beginning of the program. All that other ranks have sent so far is here or awaited."""
+    for held in hand.values():
+        if isinstance(held, InFlight):
+            held.wait()
+    hand.clear()
+    hand.uses.clear()
+    for stage in stages.values():
+        stage.forget()
 
 
 def _run(
     item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, lanes: Lanes
-) -> None:
+) -> bool:
+    """Returns: is the program to begin again?"""
     if isinstance(item, Exchange):
         hand.update(comm.exchange(item.messages, hand.take))
-        return
+        return False
     for needed in (p for call in item for p in call.awaits if p in lanes.under_way):
         lanes.under_way.pop(needed)()
     kind, stage, _ = item[0].item
     if kind.rule.per_stage:
-        lanes.under_way[item[0].item] = lanes.start[kind](stage)
+        finish = lanes.start[kind](stage)
+        if kind.rule.lane is Lane.COMPUTE:
+            return bool(finish())
+        lanes.under_way[item[0].item] = finish
     elif len(item) == 2:
         _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand)
     else:
         _run_pass(item[0], stages[item[0].item.stage], hand)
+    return False
 
 
 def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
@@ -266,7 +270,7 @@ def _give(call: Call, made: Tensor | None, hand: _Hand) -> None:
 
 def _run_labelled(
     item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, lanes: Lanes
-) -> None:
+) -> bool:
     if isinstance(item, Exchange):
         names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
     else:
@@ -282,7 +286,7 @@ def _run_labelled(
     with ExitStack() as labels:
         for name in names:
             labels.enter_context(record_function(name))
-        _run(item, stages, hand, comm, lanes)
+        return _run(item, stages, hand, comm, lanes)
 
 
 def _text(item: tuple[Call, ...] | Exchange) -> str:

@@ -202,7 +202,7 @@ def _said_by(config: Any) -> dict[str, Any]:
     if (per_token := getattr(config, "calculate_per_token_loss", None)) is not None:
         said["calculate_per_token_loss"] = per_token
     if (scale := getattr(config, "grad_scale_func", None)) is not None:
-        said["loss_scale"] = float(scale(torch.ones(())))
+        said["loss_scale"] = lambda: float(scale(torch.ones(())))
     return said
 
 

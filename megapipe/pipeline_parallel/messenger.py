@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.transport import Ahead, InFlight, Op, Shape, Transport
-from megapipe.schedule import Message, Pass, Placement
+from megapipe.schedule import Exchange, Message, Pass, Placement, Program
+from megapipe.schedule.kinds import Made
 
 
 class Messenger:
@@ -136,6 +138,36 @@ class Messenger:
 
     def _buffer(self, shape: Shape) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.pp.device)
+
+
+def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
+    """The same program, each receive posted where the one `ahead` places before it stood, but none before V that stood
+    behind it; the rest stays where it is.
+
+    Safe where posting a receive blocks nothing: each link keeps its order, and no send waits longer.
+    """
+    if not ahead.places:
+        return program
+    cut = next((n for n, item in enumerate(program, 1) if _validates(item)), 0)
+    return (*_ahead(program[:cut], rank, ahead), *_ahead(program[cut:], rank, ahead))
+
+
+def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
+    def early(m: Message) -> bool:
+        return m.dst == rank and m.src in ahead.peers
+
+    incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if early(m))
+    items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead.places)))]
+    for item in program:
+        if isinstance(item, Exchange):
+            rest = tuple(m for m in item.messages if not early(m))
+            item = Exchange((*rest, *islice(incoming, len(item.messages) - len(rest))))
+        items.append(item)
+    return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
+
+
+def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
+    return not isinstance(item, Exchange) and Made.VALIDATED in item[0].kind.rule.makes
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -103,6 +103,10 @@ class PairedStage:
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
+    def forget(self) -> None:
+        """The forwards so far."""
+        self._saved.clear()
+
     def _forward(self, microbatch: int, x: Tensor | None, other: tuple[Any, ...] | None = None) -> Tensor | None:
         """The forward of a microbatch, together with a backward: `other` is module1, loss1, outputs1, grads1."""
         if x is None:

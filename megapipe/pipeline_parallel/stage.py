@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
+T = TypeVar("T")
 ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
 """Megatron's: (data_iterator, model) -> (output, loss_func); see pipeline_parallel.loss."""
 
@@ -42,6 +43,27 @@ def attribute_of(module: nn.Module, name: str) -> Any:
     while not hasattr(module, name) and isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return getattr(module, name)
+
+
+class Rewinding(Iterator[T]):
+    """An iterator that can begin again, for passes that run again.
+
+    Args:
+        at, order: its items are at(i) for each i of the order.
+    """
+
+    def __init__(self, at: Callable[[int], T], order: Sequence[int]) -> None:
+        self._at, self._order, self._taken = at, order, 0
+
+    def __next__(self) -> T:
+        if self._taken == len(self._order):
+            raise StopIteration
+        self._taken += 1
+        return self._at(self._order[self._taken - 1])
+
+    def rewind(self) -> None:
+        """The next item is the first."""
+        self._taken = 0
 
 
 class PipelineStage:
@@ -68,7 +90,7 @@ class PipelineStage:
         *,
         holds_loss: bool,
         loss_divisor: int,
-        loss_scale: float = 1.0,
+        loss_scale: Callable[[], float] = lambda: 1.0,
         per_token: bool,
         collect_non_loss_data: bool,
         stream: Callable[[int], Stream],
@@ -157,6 +179,12 @@ class PipelineStage:
         with torch.no_grad():  # as in autograd's own backward: gradients must not grow a graph
             self.weight_grads.run(microbatch)
 
+    def forget(self) -> None:
+        """The forwards so far, none of which has had a backward: they come again."""
+        self._saved.clear()
+        if isinstance(self.data_iterator, Rewinding):
+            self.data_iterator.rewind()
+
     def finish(self) -> None:
         """Nothing may be left in hand after a step."""
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
@@ -173,7 +201,7 @@ class PipelineStage:
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
-        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale, cp=cp)
+        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale(), cp=cp)
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:

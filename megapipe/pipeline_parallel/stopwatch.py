@@ -63,6 +63,9 @@ class Timed:
         self.stage.weight(microbatch)
         self._note(Kind.W, microbatch, begin)
 
+    def forget(self) -> None:
+        self.stage.forget()
+
     def overlapped_forward_backward(
         self, microbatch: int, x: Tensor | None, backward_stage: Timed, *rest: object, **named: bool
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -27,6 +27,7 @@ class Plan:
         counts: layers at each position of the chain.
         pieces: what embedding, layers and head cost.
         state: bytes of a parameter with its gradient and optimizer state; replica: without the latter.
+        kept: bytes of a parameter with optimizer state that post-validation keeps until V.
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
         before: the even split that an automatic one replaced.
@@ -43,6 +44,7 @@ class Plan:
     tp: int
     before: Plan | None = None
     given: Costs | None = None
+    kept: float = 0.0
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -96,7 +98,7 @@ class Plan:
         chain = self.schedule.placement.chain
         total = 0.0
         for stage in stages:
-            each = self.state if stage < chain else self.replica
+            each = self.state + self.kept if stage < chain else self.replica
             total += each * self.works[stage].parameters
             embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
             if self.tied and self.spans[stage].loss and embeds:  # one weight, and a gradient for each use
@@ -142,7 +144,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     counts, given = counts_of(config, schedule.placement), given_costs(config)
     words = (model.padded_vocab_size or 0) * model.hidden
     tp = par.tensor_model_parallel_size
-    plan = Plan(schedule, counts, work, state, replica, model.tied, words, tp, given=given)
+    kept = (moments + 4) / shards if par.enable_optimizer_post_validation else 0.0
+    plan = Plan(schedule, counts, work, state, replica, model.tied, words, tp, given=given, kept=kept)
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if schedule_name(config).lower() == SEARCHED:
         plan = _searched(config, plan, limit)

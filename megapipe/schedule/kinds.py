@@ -214,7 +214,10 @@ class Kind(StrEnum):
             "validate",
             "#552211",
             ("v",),
-            (Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),),
+            (
+                Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),
+                Need(Made.GATHERED, Where.RANK, optional=True),
+            ),
             (Made.VALIDATED,),
             per_stage=True,
         ),

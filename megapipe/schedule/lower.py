@@ -15,8 +15,9 @@ from megapipe.schedule.kinds import Lane, Made
 from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
-_Entry = tuple[int, int, int, int, Step | Message]
-"""A place in the global order (tick, level within the tick, message 0 before step 1, number), and what stands there."""
+_Entry = tuple[int, int, int, int, int, Step | Message]
+"""A place in the global order (which V stand before it, tick, level within the tick, message 0 before step 1,
+number), and what stands there."""
 
 
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
@@ -26,6 +27,9 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
     by the clock, before the pass that takes it. Costs move messages between steps; every choice is correct. Messages
     with no step between them form one exchange. That is safe: it only posts a message earlier, and what follows waits
     for the same set.
+
+    What is made before V is received before V, and nothing else is: where V says that what stands before it must run
+    again, no message is half way. As V stands behind a closed prefix, this too is one global order.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
@@ -38,9 +42,10 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
-    made: dict[tuple[Made, int], tuple[int, int]] = {}
+    made: dict[tuple[Made, int], tuple[int, int, int]] = {}
     latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
+    passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
@@ -51,11 +56,14 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         for item in step:
             for what, stage in place.sources(item):
                 arrived = made.get((what, stage * m + item.microbatch))
-                if arrived is not None and arrived[0] == tick:
-                    level = max(level, arrived[1])
+                if arrived is not None and arrived[1] == tick:
+                    level = max(level, arrived[2])
         latest[rank] = tick, level
-        entries[rank].append((tick, level, 1, i, step))
-        at = done, level + 1 if done == tick else 0
+        validates = Made.VALIDATED in step[0].kind.rule.makes
+        if validates:
+            passed[rank] = 2 * step[0].microbatch + 2
+        entries[rank].append((passed[rank] - validates, tick, level, 1, i, step))
+        at = passed[rank], done, level + 1 if done == tick else 0
         posted[rank] = done
         for j, item in enumerate(step):
             made[item.kind.rule.makes[0], item.stage * m + item.microbatch] = at

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megapipe.config import CheckpointConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
-from megapipe.training.checkpoint import find_checkpoint
+from megapipe.training.checkpoint import LoadedState, find_checkpoint, load_checkpoint
 from megapipe.training.log import banner
+from megapipe.training.progress import Progress
 from megapipe.training.together import on_first, share_of, together
+
+if TYPE_CHECKING:
+    from megapipe.training.pretrain import Run
 
 
 def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
@@ -66,3 +71,17 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
     for folder in damaged:
         folder.rename(commit.aside(folder, "damaged"))
     return "; the damaged ones are renamed to .damaged-..."
+
+
+def resumed(run: Run) -> Progress:
+    """Where a run begins: behind the newest sound checkpoint that it is to load, whose weights it then has."""
+    path = newest_sound(run.config.checkpoint, run.mesh)
+    progress = Progress.after(LoadedState(), run.config.train)
+    if path is not None:
+        loaded = load_checkpoint(path, run.modules, run.optimizer, run.config, run.mesh, checked=True)
+        run.lr = loaded.schedule or run.lr
+        run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
+        if loaded.other:
+            run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
+        progress = Progress.after(loaded, run.config.train)
+    return progress

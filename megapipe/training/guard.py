@@ -42,25 +42,33 @@ class Guard:
         Raises: TrainingError for a number that is not finite twice over, and after too many bad steps in a row.
         """
         train, twice = self.train, self.train.rerun_mode == "validate_results"
-        searching = train.dynamic_loss_scale and scale > train.min_loss_scale
-        skips = train.no_check_for_nan_in_loss_and_grad or train.dynamic_loss_scale
         limits = self._limits()
         first = result = run(limits if twice and train.check_for_spiky_loss else {})
-        if first.spiked or (first.skipped and twice and not skips):
+        if first.spiked or (first.skipped and twice and not self._skips):
             result = run({})
             if not (result.skipped or above(result.losses, limits)):
                 self._say(
                     f"WARNING: iteration {iteration}: {_said(first)}; run again on the same samples it is "
                     f"{_said(result)}. That was a device's or its memory's error; going on with the second result"
                 )
-        if result.skipped and not skips:
+        self.judge(result, iteration, scale, last_saved, ", twice" if first is not result else "")
+        return result
+
+    def judge(self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = "") -> None:
+        """The end of `step`, for one that cannot be run a second time; errors as there."""
+        train, limits = self.train, self._limits()
+        searching = train.dynamic_loss_scale and scale > train.min_loss_scale
+        if result.skipped and not self._skips:
             raise TrainingError(
-                f"iteration {iteration}: {_said(result)}{', twice' if first is not result else ''}. Nothing was "
-                f"updated. {_before(last_saved)}Lower --lr, or skip such iterations with "
+                f"iteration {iteration}: {_said(result)}{again}. Nothing was updated. "
+                f"{_before(last_saved)}Lower --lr, or skip such iterations with "
                 "--no-check-for-nan-in-loss-and-grad."
             )
         self._count(result, iteration, limits, searching)
-        return result
+
+    @property
+    def _skips(self) -> bool:
+        return self.train.no_check_for_nan_in_loss_and_grad or self.train.dynamic_loss_scale
 
     def _count(self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool) -> None:
         spikes = not result.skipped and above(result.losses, limits)

@@ -25,6 +25,7 @@ class IterationReport:
         losses: mean of each loss; one that is not a number is printed too.
         tflops: model TFLOP/s per device, if asked for.
         tokens_per_second: of the whole run.
+        late: updates that did not wait for the norm, and those of them that were undone.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class IterationReport:
     params_norm: float | None
     skipped: int
     nan: int
+    late: tuple[int, int] | None
     tflops: float | None
     tokens_per_second: float
 
@@ -66,6 +68,8 @@ def iteration_line(report: IterationReport, now: datetime) -> str:
         parts.append(f" params norm: {r.params_norm:.3f} |")
     parts.append(f" number of skipped iterations: {r.skipped:3d} |")
     parts.append(f" number of nan iterations: {r.nan:3d} |")
+    if r.late is not None:
+        parts.append(f" updates ahead of the norm: {r.late[0]:3d} | updates undone: {r.late[1]:3d} |")
     parts.append(f" tokens per second: {r.tokens_per_second:.0f} |")
     return "".join(parts)
 

@@ -6,12 +6,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.loader import Microbatch
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
@@ -34,20 +35,18 @@ from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary, with_batch
 from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import (
-    LoadedState,
     check_save,
     find_checkpoint,
-    load_checkpoint,
     refuse_save,
     save_checkpoint,
 )
-from megapipe.training.fallback import newest_sound
+from megapipe.training.fallback import resumed
 from megapipe.training.guard import Guard
 from megapipe.training.lock import one_run
 from megapipe.training.log import arguments, banner
 from megapipe.training.ownership import check_ownership
+from megapipe.training.post_validation import PostValidation
 from megapipe.training.profile import Profiler
-from megapipe.training.progress import Progress
 from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
@@ -57,7 +56,7 @@ from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.seams import NONE, Seams
 from megapipe.training.signals import Stopping
 from megapipe.training.stdout import stdout_may_break
-from megapipe.training.step import Pipeline, StepResult, evaluate, train_step
+from megapipe.training.step import Pipeline, Rates, StepResult, evaluate, train_step
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
@@ -165,10 +164,11 @@ class Run:
         self.seams, how = with_rescheduling(seams, config, plan), config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
+        self.late = PostValidation(self) if config.parallel.enable_optimizer_post_validation else None
         self.reading = Reading(config, mesh, place, also)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
-        self.progress = self._resume()
+        self.progress = resumed(self)
         self.guard, self.last_saved = Guard(config.train, self.say), self.progress.iteration
         self.batches_at = self.reading.training(data.train, self.progress)
         if config.checkpoint.save:
@@ -178,19 +178,19 @@ class Run:
     def train(self) -> int:
         """From where the run is to its last iteration, or until it is to stop. Returns: the process's exit code."""
         config, progress, seams = self.config, self.progress, self.seams
-        stopping = Stopping(config.train, self.mesh, self.started)
+        self.stopping = stopping = Stopping(config.train, self.mesh, self.started)
         began = progress.iteration
         self.report.pause()
         last = progress.last_iteration(config)
-        while progress.iteration < last:
-            self.profiler.before(progress.iteration)
+        while progress.iteration + self._open < last:
+            self.profiler.before(progress.iteration + self._open)
             seams.tell("before_step", self)
-            result = self.step()
-            seams.tell("after_step", self, result)
-            self.profiler.after(progress.iteration)
+            self.ended(self.step()) if self.late is None else self.late.step()
+            self.profiler.after(progress.iteration + self._open)
             if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
-            self.report.iteration(result, progress, self.rate(), self.optimizer)
+            if self._open:
+                continue
             if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
                 self.check_replicas(after=progress.iteration)
             if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
@@ -212,20 +212,24 @@ class Run:
         stopping.signal.close()
         return stopping.exit_code if progress.iteration < last else 0
 
+    @property
+    def _open(self) -> bool:
+        """Has an iteration begun that has not ended?"""
+        return self.late is not None and self.late.open
+
     def step(self) -> StepResult:
         """One iteration of training."""
-        progress, consumed = self.progress, self.progress.consumed_train_samples
-        if (size := self.config.batch_sizes.at(consumed)) != self.pipeline.config.global_batch_size:
-            self.pipeline = self._pipeline(self.config.with_batch(size))
-        self.optimizer.weight_decay = weight_decay(self.lr, progress.scheduled_samples)
+        progress, rates = self.progress, self.rates()
+        self.optimizer.weight_decay = rates.weight_decay
+        batches = self.batches(progress.consumed_train_samples)
         run = partial(
             train_step,
             self.pipeline,
             self.optimizer,
-            self.batches_at(consumed),
-            consumed,
-            self.rate(),
-            ends_lr=decoupled_rate(self.lr, progress.scheduled_samples, self.config.train),
+            batches,
+            progress.consumed_train_samples,
+            rates.lr,
+            ends_lr=rates.ends_lr,
             loss_scale=progress.loss_scale.scale,
             count_zeros=self.config.log.log_num_zeros_in_grad,
             iteration=progress.iteration + 1,
@@ -233,15 +237,28 @@ class Run:
         result = self.guard.step(
             lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.last_saved
         )
-        progress.iteration += 1
-        progress.consumed_train_samples += size
-        progress.skipped_samples += size * result.skipped
-        progress.loss_scale = progress.loss_scale.after(result.skipped, self.config.train)
+        progress.advance(result, self.config.train)
         return result
+
+    def batches(self, consumed: int) -> Sequence[Microbatch]:
+        """Of the step behind so many samples, whose batch `pipeline` then has."""
+        if (size := self.config.batch_sizes.at(consumed)) != self.pipeline.config.global_batch_size:
+            self.pipeline = self._pipeline(self.config.with_batch(size))
+        return self.batches_at(consumed)
 
     def _pipeline(self, config: Config) -> Pipeline:
         """The stages under the batch of a configuration; a table of its own where it has other microbatches."""
         return self.pipeline.under(config, with_batch(self.plan, config).schedule)
+
+    def ended(self, result: StepResult) -> None:
+        """Tell of an iteration."""
+        self.seams.tell("after_step", self, result)
+        self.report.iteration(result, self.progress, self.rate(), self.optimizer)
+
+    def rates(self) -> Rates:
+        """Of the next step."""
+        samples = self.progress.scheduled_samples
+        return Rates(self.rate(), decoupled_rate(self.lr, samples, self.config.train), weight_decay(self.lr, samples))
 
     def rate(self) -> float:
         """The learning rate of the next step."""
@@ -260,18 +277,6 @@ class Run:
             progress.consumed_valid_samples += config.data.eval_batches * config.evaluation.global_batch_size
         self.report.validation(losses, where, progress)
         self.seams.tell("on_evaluation", self, where, losses)
-
-    def _resume(self) -> Progress:
-        path = newest_sound(self.config.checkpoint, self.mesh)
-        progress = Progress.after(LoadedState(), self.config.train)
-        if path is not None:
-            loaded = load_checkpoint(path, self.modules, self.optimizer, self.config, self.mesh, checked=True)
-            self.lr = loaded.schedule or self.lr
-            self.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
-            if loaded.other:
-                self.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
-            progress = Progress.after(loaded, self.config.train)
-        return progress
 
     def _save(self, *, last: bool = False) -> None:
         directory, n = self.config.checkpoint.save, self.progress.iteration

@@ -37,6 +37,13 @@ class Progress:
             scale if scale.dynamic and train.dynamic_loss_scale else LossScale.start(train),
         )
 
+    def advance(self, result: StepResult, train: TrainConfig) -> None:
+        """An iteration has ended."""
+        self.iteration += 1
+        self.consumed_train_samples += result.batch
+        self.skipped_samples += result.batch * result.skipped
+        self.loss_scale = self.loss_scale.after(result.skipped, train)
+
     def last_iteration(self, config: Config) -> int:
         """Where the run ends. --train-samples counts samples, also those read in batches of another size before."""
         if (samples := config.train.train_samples) is None:
@@ -66,7 +73,7 @@ class Window:
 
     def clear(self) -> None:
         """Start after a line."""
-        self.skipped = self.nan = self.samples = self._iterations = 0
+        self.skipped = self.nan = self.late = self.undone = self.samples = self._iterations = 0
         self._sums: dict[str, tuple[float, int]] = {}
         self.seconds = 0.0
         self._since = time.monotonic()
@@ -79,6 +86,8 @@ class Window:
         self.samples += result.batch
         self.skipped += result.skipped
         self.nan += not result.finite
+        self.late += result.late
+        self.undone += result.undone
         for name, loss in result.losses.items() if not result.skipped else ():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + loss, count + 1

@@ -81,6 +81,7 @@ class Reporter:
             params_norm=norm,
             skipped=window.skipped,
             nan=window.nan,
+            late=(window.late, window.undone) if config.parallel.enable_optimizer_post_validation else None,
             tflops=tflops,
             tokens_per_second=tokens_per_second,
         )

@@ -25,6 +25,12 @@ class Stopping:
         self.signal = ExitSignal(train.exit_signal if train.exit_signal_handler else None)
         self.exit_code = 0
 
+    @property
+    def wanted(self) -> bool:
+        """By this rank."""
+        most, minutes = self.train.exit_duration_in_mins, (time.monotonic() - self._started) / 60
+        return self.signal.received or (most is not None and minutes > most)
+
     def reason(self, iteration: int) -> str | None:
         """Why to stop after an iteration, agreed over all ranks."""
         train = self.train

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,11 +22,11 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.execute import StartOfStage
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.transforms.optimizer import with_gather
+from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.totals import Adder, Totals
@@ -44,6 +45,7 @@ class StepResult:
         finite: every loss that was differentiated, whatever was reported.
         spiked: skipped because a loss is above its limit.
         batch: sequences of the global batch.
+        late: the update did not wait for the norm. undone: and was wrong.
     """
 
     losses: dict[str, float]
@@ -54,6 +56,16 @@ class StepResult:
     finite: bool = True
     spiked: bool = False
     batch: int = 0
+    late: bool = False
+    undone: bool = False
+
+
+class Rates(NamedTuple):
+    """Of one update; ends_lr is that of word embeddings and output head, `lr` if None."""
+
+    lr: float
+    ends_lr: float | None
+    weight_decay: float
 
 
 class Pipeline:
@@ -120,16 +132,16 @@ class Pipeline:
         consumed: int,
         *,
         evaluate: bool = False,
-        loss_scale: float = 1.0,
-        optimizer: Optimizer | None = None,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        of_chunk: Mapping[Kind, StartOfStage] = MappingProxyType({}),
         iteration: int | None = None,
-    ) -> Totals:
-        """All passes of one step, and what they reported.
+    ) -> Callable[[], Totals]:
+        """All passes of one step; what is returned waits for what they reported, of all ranks.
 
         Args:
             microbatches: of this data-parallel rank; read only where a stage needs them.
             consumed: samples trained on before this step, which name its randomness.
-            optimizer: does what the table has of a stage as a whole; an evaluation has nothing of it.
+            of_chunk: how to begin what the table has of a stage as a whole, by its number among this rank's.
             iteration: as diagnoses name it; default: by the samples.
         """
         config, dp = self.config, self.mesh.dp
@@ -141,9 +153,11 @@ class Pipeline:
         for module in self.modules:
             module.train(not evaluate)
         losses: list[Loss] = []
+        chunk = {stage: i for i, stage in enumerate(self._own)}
+        batches = [self._batches(stage, microbatches) for stage in self._own]
         self._forward_backward(
             forward_step_func=self._forward_step,
-            data_iterator=[self._batches(stage, microbatches) for stage in self._own],
+            data_iterator=batches,
             model=self.modules,
             num_microbatches=self.schedule.num_microbatches,
             seq_length=s,
@@ -153,22 +167,15 @@ class Pipeline:
             loss_scale=loss_scale,
             on_loss=losses.append,
             stopwatch=None if evaluate else self.stopwatch,
-            of_stage={} if optimizer is None else self._of_stage(optimizer),
+            of_stage={kind: lambda stage, start=start: start(chunk[stage]) for kind, start in of_chunk.items()},
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
             ),
         )
         self.mesh.position.enter("the sum of the losses")
-        totals = self._add_up(losses, consumed, evaluate=evaluate)
+        finish = self._add_up.start(losses, consumed, evaluate=evaluate)
         self.mesh.position.leave()
-        return totals
-
-    def _of_stage(self, optimizer: Optimizer) -> dict[Kind, StartOfStage]:
-        chunk = {stage: i for i, stage in enumerate(self._own)}
-        return {
-            Kind.G: lambda stage: optimizer.reduction.start(chunk[stage]),
-            Kind.A: lambda stage: optimizer.start_gather(chunk[stage]),
-        }
+        return finish
 
     def _documents(self, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
         """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
@@ -181,7 +188,7 @@ class Pipeline:
     def _own(self) -> tuple[int, ...]:
         return self.schedule.placement.stages_on(self.mesh.pp.rank)
 
-    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Iterator[Batch] | None:
+    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Rewinding[Batch] | None:
         """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
         place = self.schedule.placement
         if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read):
@@ -197,28 +204,35 @@ class Pipeline:
             usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
             return replace(usual, more=here).cut(Cut(cp.rank, cp.size))
 
-        return map(batch, order)
+        return Rewinding(batch, order)
 
 
 def with_overlap(schedule: Schedule, config: Config) -> Schedule:
-    """The table with what runs beside its passes: what a file has of it, or what flags ask for. The update is behind
-    them all, when the norm is known, so a table's own U is left out.
+    """The table with the rest of the step: what a file has of G and A, or what flags ask for. With post-validation U
+    stands behind it and V before what writes gradients; without, the update is behind all, when the norm is known.
 
-    Raises: ScheduleError for a table with V: it would follow an update that has not waited for other ranks.
+    Raises: ScheduleError for a table with V without that flag.
     """
-    if Kind.V in schedule.kinds:
-        raise ScheduleError(
-            f"{schedule.name} has V, the validation of an update that did not wait for all ranks, which can be drawn "
-            "and not yet run: leave V out of the table."
-        )
-    if Kind.U in schedule.kinds:
-        rows = (tuple(step for step in row if step[0].kind is not Kind.U) for row in schedule.ranks)
-        schedule = replace(schedule, ranks=tuple(rows))
     par = config.parallel
-    if config.weight_replicas == 1 or not par.overlap_grad_reduce:
-        return schedule
-    table = schedule if Kind.G in schedule.kinds else with_reduction(schedule)
-    return with_gather(table) if par.overlap_param_gather and Kind.A not in schedule.kinds else table
+    late = par.enable_optimizer_post_validation
+    if Kind.V in schedule.kinds and not late:
+        raise ScheduleError(
+            f"{schedule.name} has V, the validation of an update that did not wait for all ranks. Add "
+            "--enable-optimizer-post-validation, or leave V out of the table."
+        )
+    rows = (tuple(step for step in row if step[0].kind not in (Kind.U, Kind.V)) for row in schedule.ranks)
+    schedule = replace(schedule, ranks=tuple(rows))
+    gathers = par.overlap_param_gather and config.weight_replicas > 1 and Kind.A not in schedule.kinds
+    if Kind.G not in schedule.kinds and (late or (config.weight_replicas > 1 and par.overlap_grad_reduce)):
+        schedule = with_reduction(schedule)
+    if late:
+        return with_optimizer(schedule, barrier=False, gather="ahead" if gathers else "none")
+    return with_gather(schedule) if gathers else schedule
+
+
+def of_chunk(optimizer: Optimizer) -> dict[Kind, StartOfStage]:
+    """How the table's reductions and gathers begin, by a stage's number among the rank's."""
+    return {Kind.G: optimizer.reduction.start, Kind.A: optimizer.start_gather}
 
 
 def train_step(
@@ -241,8 +255,8 @@ def train_step(
         limits: nothing is updated if a loss of this name is above.
     """
     optimizer.zero_grad()
-    batch = pipeline.config.global_batch_size
-    totals = pipeline.run(microbatches, consumed, loss_scale=loss_scale, optimizer=optimizer, iteration=iteration)
+    batch, passes = pipeline.config.global_batch_size, of_chunk(optimizer)
+    totals = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, of_chunk=passes, iteration=iteration)()
     if not totals.finite:
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False, batch=batch)
     if above(totals.means, limits):
@@ -271,4 +285,4 @@ def evaluate(
     """
     size = pipeline.config.global_batch_size
     starts = range(consumed, consumed + iters * size, size)
-    return reduce(add, (pipeline.run(batches_at(start), start, evaluate=True) for start in starts)).means
+    return reduce(add, (pipeline.run(batches_at(start), start, evaluate=True)() for start in starts)).means

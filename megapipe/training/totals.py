@@ -6,13 +6,14 @@ differentiated is finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.loss import Loss
@@ -55,30 +56,44 @@ class Adder:
         self._names: dict[bool, list[str]] = {}
 
     def __call__(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Totals:
-        """Collective over the world.
+        """`start`, waited for."""
+        return self.start(losses, consumed, evaluate=evaluate)()
+
+    def start(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Callable[[], Totals]:
+        """Begin to add up; what is returned waits for it. Collective over the world, both.
 
         Args:
             losses: of this rank's microbatches; none where the loss is not.
             consumed, evaluate: where this rank is in the data and what it does there.
-        Raises: RanksDiffer if ranks are at different places: they would add up different steps unnoticed.
+        Raises: RanksDiffer, when it is waited for, if ranks are at different places: they would add up different steps
+            unnoticed.
         """
         mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
         reported = {name for loss in mine for name in loss.reported}
-        names = self._names.get(evaluate)
-        while True:
-            if names is None:
+        place = (2 * consumed + evaluate) % 2**_BITS
+
+        def begin() -> tuple[list[str], Pending]:
+            if evaluate not in self._names:
                 everyone = self.mesh.world.gather_json(sorted(reported))
-                names = self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})
-            place = (2 * consumed + evaluate) % 2**_BITS
+                self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})
+            names = self._names[evaluate]
             check = [(place, not reported <= set(names)), (place**2 % 2**_BITS, place**2 >> _BITS)]
-            rows = self.mesh.world.all_reduce(_rows(mine, names, check, self.mesh.device)).cpu()
-            *pairs, (tokens, broken), (places, changed), (low, high) = rows.tolist()
-            # Cauchy-Schwarz: equal for equal numbers alone
-            if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
-                raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
-            if not changed:
-                return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
-            names = None
+            return names, self.mesh.world.start_all_reduce(_rows(mine, names, check, self.mesh.device))
+
+        def finish() -> Totals:
+            names, rows = begun
+            while True:
+                *pairs, (tokens, broken), (places, changed), (low, high) = rows.wait().cpu().tolist()
+                # Cauchy-Schwarz: equal for equal numbers alone
+                if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
+                    raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
+                if not changed:
+                    return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
+                del self._names[evaluate]
+                names, rows = begin()
+
+        begun = begin()
+        return finish
 
 
 def _rows(

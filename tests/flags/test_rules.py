@@ -137,6 +137,8 @@ def test_every_field_but_our_own_is_a_megatron_flag():
     assert set(flags_of(Config)) - MEGATRON_FLAGS == {
         "--pipeline-costs",
         "--reschedule-after",
+        "--enable-optimizer-post-validation",  # of sail-sg/zero-bubble-pipeline-parallelism
+        "--post-validation-after",
         "--pipeline-schedule",
         "--per-layer-overrides",
         "--model-provider",

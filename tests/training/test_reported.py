@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.distributed.axis import Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, RanksDiffer
 from megapipe.optim.optimizer import Optimizer
@@ -179,7 +180,7 @@ def test_training_and_evaluation_may_report_other_names():
     def losses(mesh: ProcessMesh) -> list[dict[str, float]]:
         run = pipeline(mesh, partial(forward_step, report=report, tokens_as=int))
         batch = list(TOKENS[:M])
-        return [run.run(batch, n, evaluate=n % 2 == 1).means for n in range(4)]
+        return [run.run(batch, n, evaluate=n % 2 == 1)().means for n in range(4)]
 
     for first, second, third, fourth in run_threads(losses, dp=2):
         assert list(first) == ["lm loss", "z loss"]
@@ -252,12 +253,12 @@ class _Fabric:
         self.size, self.other = size, other
         self.gather_json = lambda value: [value]
 
-    def all_reduce(self, rows: Tensor) -> Tensor:
+    def start_all_reduce(self, rows: Tensor) -> Pending:
         changed = rows.clone()
         place = 2 * self.other
         changed[-2, 0] = place
         changed[-1] = torch.tensor((place**2 % 2**26, place**2 >> 26), dtype=rows.dtype)
-        return rows * (self.size - 1) + changed
+        return Pending(rows * (self.size - 1) + changed)
 
 
 @pytest.mark.parametrize("size", [2, 8193, 100_000])
