@@ -17,7 +17,7 @@ fi
 install_megapipe() { # install_megapipe EXTRAS: once per environment and pyproject.toml
   local stamp
   stamp="$(python -c 'import sys; print(sys.prefix)')/.megapipe-$(cksum < pyproject.toml | tr -d ' ')-$(pwd | cksum | tr -d ' ')$1"
-  [ -f "$stamp" ] && return
+  if [ -f "$stamp" ] || { [ -z "$1" ] && compgen -G "$stamp*" > /dev/null; }; then return; fi # extras bring megapipe too
   if ! python -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2> /dev/null; then
     if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
       echo "== Installing torch with CUDA (several GB)"
