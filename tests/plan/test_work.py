@@ -1,0 +1,70 @@
+"""What layers cost by formula, against built models: parameters, FLOPs that torch counts, activations kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import LAYERS, STYLES
+from torch.utils.flop_counter import FlopCounterMode
+
+from megapipe.config import ModelConfig
+from megapipe.distributed.axis import Axis
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.plan import pieces
+
+WHOLE = LayerSpan(0, LAYERS, True, True)
+MIXED = '{"0": {"no_mlp": true}, "1": {"ffn_hidden_size": 24, "qk_layernorm": true}, "3": {"no_attention": true}}'
+
+
+@pytest.mark.parametrize("overrides", [None, MIXED])
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_by_formula_are_those_of_the_built_model(style, overrides):
+    model = replace(STYLES[style], per_layer_overrides=overrides)
+    built = gpt_provider(model, WHOLE, Axis())
+    assert pieces(model, 12).stage(WHOLE).parameters == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_flops_by_formula_are_those_that_torch_counts(style):
+    seq, batch = 8, 3
+    model: ModelConfig = replace(STYLES[style], attention_backend="unfused", per_layer_overrides=MIXED)
+    whole = gpt_provider(model, WHOLE, Axis()).eval()
+    for param in whole.parameters():
+        torch.nn.init.normal_(param)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        whole(tokens, labels=tokens)
+    scores = sum(4 * seq * seq * batch * model.heads * model.head_dim for layer in (0, 1, 2))
+    # torch counts scores whole, the formula the causal half.
+    assert pieces(model, seq, batch).stage(WHOLE).f == counter.get_total_flops() - scores / 2
+
+
+@pytest.mark.parametrize("span", [LayerSpan(0, 1, False, False), LayerSpan(4, 0, False, True)], ids=["layer", "head"])
+@pytest.mark.parametrize("style", STYLES)
+def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024, "padded_vocab_size": 4096}
+    model = replace(STYLES[style], **sizes, attention_dropout=0.0)
+    stage = gpt_provider(model, span, Axis())
+    for param in stage.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    weights = {param.untyped_storage().data_ptr() for param in stage.parameters()}
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address comes twice
+        return x
+
+    stage.set_input_tensor(torch.randn(64, 2, 256, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        stage(labels=torch.zeros(2, 64, dtype=torch.long))
+    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    assert pieces(model, 64, 2).stage(span).held == pytest.approx(real, rel=0.12)
+
+
+@pytest.mark.parametrize("vocab, holds", [(1 << 16, True), (1 << 17, False)])
+def test_the_plan_counts_the_logits_that_the_fused_loss_keeps(vocab, holds):
+    model = replace(STYLES["gpt2"], padded_vocab_size=vocab)
+    plain, fused = (pieces(replace(model, cross_entropy_loss_fusion=f), 1024).head for f in (False, True))
+    assert fused.b == plain.b * (1 if holds else 2)
+    assert fused.held == (plain.held if holds else plain.held - 4 * 1024 * vocab)
