@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import flags_of, parse
 
-SOUND = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 --lr 1e-3 "
-    "--micro-batch-size 2 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
-)
-
-
-def problems(flags: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        validate(replace(parse(Config, f"{SOUND} {flags}".split()), world_size=1), has_cuda=False)
-    return list(caught.value.problems)
+from .sound import SOUND, problems
 
 
 @pytest.mark.parametrize(
@@ -43,8 +33,8 @@ def problems(flags: str) -> list[str]:
         ),
         (
             "--profile --use-pytorch-profiler --profile-step-start 100 --profile-step-end 110",
-            "--profile-step-start 100 is behind the last of 10 iterations: nothing would be recorded. "
-            "Use --profile-step-start 8 --profile-step-end 10.",
+            "--profile-step-start 100 is behind the last of 20 iterations: nothing would be recorded. "
+            "Use --profile-step-start 18 --profile-step-end 20.",
         ),
         (
             "--lr-wsd-decay-iters 5",

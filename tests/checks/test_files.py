@@ -1,0 +1,87 @@
+"""Sentences about data, tokenizer, checkpoints, the profile and the machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.checks.run import validate, validate_vocab
+from megapipe.errors import ConfigError
+
+from .sound import config, problem, problems, without
+
+
+def test_mock_data_and_files_exclude_each_other():
+    assert problem("--data-path a") == (
+        "--mock-data and --data-path each say where tokens come from. Leave all but one out."
+    )
+
+
+def test_no_data_and_missing_files():
+    def of(*data_path):
+        c = without("mock-data")
+        with pytest.raises(ConfigError) as caught:
+            validate(replace(c, data=replace(c.data, data_path=data_path)), has_cuda=False)
+        return caught.value.problems
+
+    assert of()[0].startswith("--data-path is missing.")
+    first, second = of("1", "no/where", "2", "no/such")
+    assert first.startswith("--data-path no/where: no file no/where.idx and no/where.bin.")
+    assert second.startswith("--data-path no/such: no file")
+
+
+def test_a_truncated_token_file_is_found_before_the_run(tmp_path):
+    prefix = str(tmp_path / "text")
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00")
+    (tmp_path / "text.bin").write_bytes(b"")
+    c = without("mock-data")
+    with pytest.raises(ConfigError, match="damaged or incomplete"):
+        validate(replace(c, data=replace(c.data, data_path=(prefix,))), has_cuda=False)
+
+
+def test_a_tokenizer_needs_its_file(tmp_path):
+    assert problem("--tokenizer-type SentencePieceTokenizer").startswith("--tokenizer-model is missing.")
+    (tmp_path / "t.model").write_text("this is no model")
+    assert "is not a complete SentencePiece model" in "\n".join(
+        problems(f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path / 't.model'}")
+    )
+
+
+def test_padded_vocabulary():
+    assert problem("--padded-vocab-size 999").startswith("--padded-vocab-size 999 is less than the 1000 ids")
+    assert problem("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", 2) == (
+        "a vocabulary padded to 1001 rows does not divide by --tensor-model-parallel-size 2: 1001 = 2 x 500 + 1. "
+        "Use --make-vocab-size-divisible-by 8."
+    )
+    validate_vocab(config("--tensor-model-parallel-size 8"), 50257)
+
+
+def test_save_needs_an_interval():
+    assert problem("--save a") == "--save a needs --save-interval, for example --save-interval 1000"
+    assert problem("--save a --save-interval 20 --save-retain-interval 50") == (
+        "--save-retain-interval 50 is no multiple of --save-interval 20, so checkpoints to keep would not be saved. "
+        "Use --save-retain-interval 60."
+    )
+
+
+def test_load_of_a_folder_that_is_not_there():
+    assert problem("--load no/where") == (
+        "--load no/where: no such folder. To start fresh leave --load out, or let it name the folder of --save."
+    )
+
+
+def test_profiling_nothing():
+    window = "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5 --profile-ranks 0 3"
+    assert problems(window) == [
+        "--profile-step-start 5 to --profile-step-end 5 is an empty window. Use --profile-step-end 7.",
+        "--profile-ranks 3: ranks are 0 to 0",
+    ]
+
+
+def test_what_the_machine_cannot_do():
+    assert problem("--distributed-backend nccl") == (
+        "--distributed-backend nccl needs a GPU for every rank of a machine, and torch sees fewer. Use gloo."
+    )
+    assert problem("--attention-backend fused").startswith("--attention-backend fused has no kernel for CPUs.")
+    assert problem("--attention-backend flash", has_cuda=True).endswith("--attention-backend auto, or --bf16.")
+    validate(config("--attention-backend flash --bf16"), has_cuda=True)
+    assert problem("--transformer-impl transformer_engine").endswith("Use --transformer-impl local.")
