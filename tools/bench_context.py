@@ -122,6 +122,8 @@ def rows(args: argparse.Namespace) -> Iterator[str]:
     for tokens in args.tokens:
         for c in args.ranks:
             for way in args.ways[: 1 if c == 1 else None]:
+                if way == "a2a" and (args.heads % c or args.groups % c):
+                    continue
                 model = ModelConfig(
                     num_layers=1,
                     hidden_size=args.hidden,

@@ -63,16 +63,21 @@ class Rule:
     heads: Axis = ALONE
 
     def blocks(self, q: Tensor, queries: Tokens, keys: Tokens) -> Iterator[_Block]:
-        """Cut where the whole sequence is, under any c and t, as the masks belong to the blocks."""
-        scores, most = (_SCORES, _ROWS) if q.device.type == "cpu" else (_SCORES_GPU, _ROWS_GPU)
-        size = min(most, max(16, scores // (q.shape[0] * q.shape[1] * self.heads.size * self.length)))
+        """With dropout cut where the whole sequence is, under any c and t, as the masks belong to the blocks, and with
+        all keys, as a mask is drawn at once."""
+        scores, size = (_SCORES, _ROWS) if q.device.type == "cpu" else (_SCORES_GPU, _ROWS_GPU)
+        width = max(size, scores // (q.shape[0] * q.shape[1] * size))
+        if self.p:
+            width = self.length
+            size = min(size, max(16, scores // (q.shape[0] * q.shape[1] * self.heads.size * width)))
         for begin in range(0, self.length, size):
             whole = range(begin, min(begin + size, self.length))
             first = 0 if self.window is None else max(0, begin - self.window)
             for rows, here in _within(whole, queries):
                 low = first if self.documents is None else max(first, self.documents.first_seen(rows.start))
-                for seen, there in _within(range(low, rows.stop), keys):
-                    yield _Block(rows, seen, here, there, whole, first)
+                for left in range(low, rows.stop, width):
+                    for seen, there in _within(range(left, min(left + width, rows.stop)), keys):
+                        yield _Block(rows, seen, here, there, whole, first)
 
     def scores(self, rows: Tensor, keys: Tensor, block: _Block) -> Tensor:
         """rows [n, r, d] and keys [n, m, d] of n pairs of a sequence and a group -> [n, r, m], in `_sums` type."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.tokens import Cut, Tokens
+from megapipe.errors import ConfigError
 from megapipe.models.block_attention import Rule, Sums, attend, differentiate
 
 Use = Callable[[Tensor, Tokens], None]
@@ -135,6 +136,11 @@ def whole_sequences(core: Callable[[Tensor, Tensor, Tensor], Tensor], cp: Axis) 
     trade: Callable[..., Tensor] = _Trade.apply
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[2] % cp.size or k.shape[2] % cp.size:
+            raise ConfigError(
+                f"--cp-comm-type a2a deals heads to ranks, and {q.shape[2]} query and {k.shape[2]} key heads here do "
+                f"not divide by {cp.size} context-parallel ranks. Use --cp-comm-type p2p."
+            )
         # of each rank's heads q, k, v side by side: one exchange
         mixed = torch.cat([part for n in zip(*(x.chunk(cp.size, 2) for x in (q, k, v)), strict=True) for part in n], 2)
         sizes = [x.shape[2] // cp.size for x in (q, k, v)]

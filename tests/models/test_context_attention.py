@@ -14,6 +14,7 @@ from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, share_of
 from megapipe.errors import ConfigError
+from megapipe.models import block_attention
 from megapipe.models.attention import SelfAttention
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
@@ -51,8 +52,10 @@ def unsplit(layer: SelfAttention, x: Tensor, window: int | None, documents: Docu
 
 @pytest.mark.parametrize("c", [2, 4])
 @pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
-def test_the_ranks_together_compute_attention_of_the_whole_sequence(way, c):
-    """Outputs and every gradient in float64: windows x documents x groups of keys."""
+def test_the_ranks_together_compute_attention_of_the_whole_sequence(way, c, monkeypatch):
+    """Outputs and every gradient in float64: windows x documents x groups of keys, in many blocks."""
+    monkeypatch.setattr(block_attention, "_ROWS", 16)
+    monkeypatch.setattr(block_attention, "_SCORES", 1)
     models = [
         replace(BASE, cp_comm_type=(way,), window_size=window, num_query_groups=groups)
         for window in (None, "9,0")
