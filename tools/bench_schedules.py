@@ -42,7 +42,8 @@ from megapipe.schedule import (  # noqa: E402
     unpaired,
 )
 from megapipe.schedule.measured import Ran, measured_costs  # noqa: E402
-from tools.emulated import sharpen_sleep  # noqa: E402
+from tools import bench_late  # noqa: E402
+from tools.emulated import sharpen_sleep, times  # noqa: E402
 from tools.emulated_runs import PEERS, Ours, Runner, Torchs  # noqa: E402
 
 
@@ -96,6 +97,11 @@ def main() -> int:
     except ScheduleError as error:
         print(f"bench_schedules.py: error: {error}", file=sys.stderr)
         return 2
+    if args.post_validation:
+        jobs = [Job("megapipe", x) for job in jobs if job.runtime == "megapipe" for x in bench_late.both(job.schedule)]
+        tables = [job.schedule for job in jobs]
+        print(bench_late.table(tables, _run_pool(jobs, costs, args), known, args.steps))
+        return 0
     measured = _run_pool(jobs, costs, args)
     rows = [_row(job, known, steps) for job, steps in zip(jobs, measured, strict=True)]
     rows = [_against_torch(i, jobs, rows, measured) for i in range(len(jobs))]
@@ -112,7 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules; zb-auto chooses")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, files, FILE.py:NAME, by commas")
-    parser.add_argument("--ms", type=_times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
+    parser.add_argument("--ms", type=times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
     parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
     parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each schedule")
@@ -121,20 +127,15 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="first time what a pass costs here beside its work and a message beside --link-ms; predict and search so",
     )
+    parser.add_argument("--post-validation", action="store_true", help="consecutive steps with and without a barrier")
+    parser.add_argument("--steps", type=int, default=8, help="of --post-validation, in a row")
     parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
     parser.add_argument("--json", help="write all numbers to this file")
     args = parser.parse_args()
-    for name in ("pp", "microbatches", "repeats", "message_kib"):
+    for name in ("pp", "microbatches", "repeats", "message_kib", "steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     return args
-
-
-def _times(text: str) -> tuple[float, ...]:
-    times = tuple(map(float, text.split(",")))
-    if len(times) != 3 or min(times) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not three times F,B,W from 0, such as 20,20,20")
-    return times
 
 
 def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
@@ -196,6 +197,8 @@ def _rank(
     mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=size), CPU)
     kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
     runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
+    for runner in runners if getattr(args, "post_validation", False) else ():
+        runner.steps = args.steps
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
     measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]

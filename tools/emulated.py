@@ -7,6 +7,7 @@ autograd's own work.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import sys
 import time
@@ -25,6 +26,14 @@ def sharpen_sleep() -> None:
     """Let sleeps of this thread end on time: Linux may add 50 microseconds to each to save power."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
+
+
+def times(text: str) -> tuple[float, ...]:
+    """Of F, B and W, from the command line."""
+    times = tuple(map(float, text.split(",")))
+    if len(times) != 3 or min(times) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not three times F,B,W from 0, such as 20,20,20")
+    return times
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.pipelining as peers
 from torch import Tensor
 
+from megapipe.distributed.axis import Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messenger import Messenger
@@ -38,9 +39,12 @@ class Runner(ABC):
     Args:
         costs: times in seconds.
         shape: of every message.
+    Attributes:
+        steps: how many follow each other in one call of `step`.
     """
 
     sent_bytes: int | None = None
+    steps = 1
     watch: Stopwatch | None = None
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
@@ -114,13 +118,21 @@ class Ours(Runner):
         self.program = lower(unpaired(self.schedule), self.costs)[self.mesh.pp.rank]
         self.modules = self.layers(split_by_autograd=False)
         self.x = torch.zeros(self.shape)
+        self._pending: Pending | None = None
 
     def forward(self, _: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
         """Megatron's forward step."""
         return model(self.x if model.given[0] is None else None), lambda out: (out.mean(), {})
 
     def step(self) -> None:
-        place, self.transport.sent_bytes = self.schedule.placement, 0
+        self.transport.sent_bytes = 0
+        for _ in range(self.steps):
+            self._step()
+        self._norm()
+        self.sent_bytes = self.transport.sent_bytes
+
+    def _step(self) -> None:
+        place = self.schedule.placement
         stages = {
             number: PipelineStage(
                 module,
@@ -136,8 +148,19 @@ class Ours(Runner):
         }
         watch = self.watch
         timed = stages if watch is None else {n: Timed(watch, n, stage) for n, stage in stages.items()}
-        execute(self.program, place, timed, self.comm)
-        self.sent_bytes = self.transport.sent_bytes
+        beside = {Kind.G: lambda _: lambda: None, Kind.U: self._update, Kind.V: lambda _: self._norm}
+        execute(self.program, place, timed, self.comm, of_stage=beside)
+
+    def _update(self, stage: int) -> Callable[[], None]:
+        """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""
+        if stage == max(self.modules):
+            self._pending = self.mesh.world.start_all_reduce(torch.zeros(1))
+        return self._norm if Kind.V not in self.schedule.kinds else lambda: None
+
+    def _norm(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
 
 
 class Torchs(Runner):

@@ -270,7 +270,8 @@ def main() -> int:
         late, undone = late + more, undone + wrong
         if n % 10 == 9:
             print(f"{n + 1} cases in {time.monotonic() - start:.0f} s, no difference", flush=True)
-    print(f"{options.cases} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
+    count = options.cases if options.only is None else 1
+    print(f"{count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
     print("no bit differs from the run with a barrier")
     return 0
 
