@@ -112,10 +112,10 @@ def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwar
 
 
 def test_the_quickstart_goes_from_text_to_a_sample(tmp_path):
-    """With 60 modules of the standard library for its corpus and a schedule that a visitor swaps in."""
+    """With 25 modules of the standard library for its corpus and a schedule that a visitor swaps in."""
     folder = Path(json.__file__).parents[1]
     lines = (
-        json.dumps({"text": path.read_text("utf-8"), "path": path.name}) for path in sorted(folder.glob("*.py"))[:60]
+        json.dumps({"text": path.read_text("utf-8"), "path": path.name}) for path in sorted(folder.glob("*.py"))[:25]
     )
     (tmp_path / "stdlib.jsonl").write_text("\n".join(lines))
     flags = "--eval-iters 1 --eval-interval 2 --train-iters 4 --lr-warmup-iters 1 --save-interval 4"

@@ -46,8 +46,10 @@ def whole(style: str):
     return run_step(ProcessMesh.single(), MODELS[style], build("naive", 1, MICROBATCHES))
 
 
-@pytest.mark.parametrize("style", MODELS)
-@pytest.mark.parametrize(("name", "pp", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "pp", "chunks", "style"),
+    [(*schedule, style) for n, schedule in enumerate(SCHEDULES) for style in (list(STYLES)[n % 2], "mixed")],
+)
 def test_a_random_split_computes_what_the_unsplit_model_does(name, pp, chunks, style):
     schedule = build(name, pp, MICROBATCHES, chunks=chunks)
     counts = random_counts(Random(f"{name}{pp}{style}"), schedule.placement.chain)
