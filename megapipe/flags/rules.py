@@ -13,7 +13,6 @@ from megapipe.flags.holds import HOLDS, OLD_FLAGS
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.zero_bubble import SWITCHES
 
-_SPEED = "leave it out: it asks for speed, not for other results"
 _GPT = "megapipe trains GPT models only"
 
 # The first pattern that fits gives the reason; a name that none fits is refused without one.
