@@ -146,7 +146,7 @@ class ForwardBackward:
     ) -> None:
         self.mesh, self.schedule, self.chunks, self.config, self.costs = mesh, schedule, chunks, config, costs
         self.variable_seq_lengths = variable_seq_lengths
-        self._transport = Transport(mesh.pp, p2p_mode)
+        self.transport = Transport(mesh.pp, p2p_mode)
         self._agreed: _Agreed | None = None
         self._opened: set[Placement] = set()
 
@@ -187,7 +187,7 @@ class ForwardBackward:
             shape,
             # Megatron's name for the type of messages, where it is not that of the parameters.
             getattr(config, "pipeline_dtype", None) or dtype,
-            transport=self._transport,
+            transport=self.transport,
             variable_seq_lengths=self.variable_seq_lengths
             or step.variable_seq_lengths
             or getattr(config, "variable_seq_lengths", False),

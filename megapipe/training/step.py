@@ -24,6 +24,7 @@ from megapipe.pipeline_parallel.execute import StartOfStage
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.transport import Transport
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
@@ -113,6 +114,11 @@ class Pipeline:
         """The table of the steps to come."""
         assert isinstance(self._forward_backward.schedule, Schedule)
         return self._forward_backward.schedule
+
+    @property
+    def transport(self) -> Transport:
+        """How messages between stages are posted."""
+        return self._forward_backward.transport
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
         """From the next step on, another table of the same stages. All ranks at the same step."""

@@ -1,0 +1,38 @@
+"""The comparison of real runs counts what the table says: the same loss, bytes held and sent."""
+
+from __future__ import annotations
+
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from megapipe.data.build import build_datasets
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import make_plan
+from megapipe.schedule import build, simulate
+from tools import compare_runs
+
+SMALL = "--layers 4 --hidden 32 --seq 16 --microbatches 4"
+
+
+def test_rows_of_real_runs_count_what_is_predicted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *SMALL.split()])
+    args = compare_runs._arguments()
+    configs = [compare_runs._config(name, 2, args) for name in ("gpipe", "zb-v")]
+    data = build_datasets(configs[0], build_tokenizer(configs[0].data))
+    rows = []
+    for config in configs:
+        plan = make_plan(config)
+        ranks = run_threads(lambda mesh, c=config, p=plan: compare_runs._train(mesh, c, p, data, 1), pp=2)
+        assert ranks[0].loss == ranks[1].loss
+        rows.append(ranks[0])
+    assert rows[0].loss == rows[1].loss
+    for row in rows:
+        assert row.mib == pytest.approx(row.mib_predicted, rel=0.1)
+        messages = sum(simulate(build(row.schedule, 2, 4)).sent)
+        assert row.sent_mib * 2**20 == messages * 16 * 32 * 4
+        assert 0 < row.bubble < 1
+    assert "| 2 | gpipe |" in compare_runs.to_markdown(rows)
+    assert len(list(ElementTree.fromstring(compare_runs.to_svg(rows)).iter("{http://www.w3.org/2000/svg}rect"))) == 5
