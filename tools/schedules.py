@@ -116,7 +116,7 @@ def parser() -> Parser:
     show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
-    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, about S seconds (default: 50 or 25)")
+    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
     show.add_argument("--step", type=_step_costs, metavar="G,U[,A]", help="and reduce, update, gather 1/P of the model")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
@@ -225,8 +225,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
     if name == "zb-auto":
-        effort = 50.0 if ranks * microbatches <= 512 else 25.0  # within a minute, also where a pass costs more
-        report = search(ranks, microbatches, progress=Progress(), **choice, **{"effort": effort, **options})
+        choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
+        report = search(ranks, microbatches, progress=Progress(), **choice, **options)
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
     try:
         return build(args.name, ranks, microbatches, **choice), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from time import process_time
 
 import pytest
 
@@ -169,3 +170,10 @@ def test_an_overhead_per_pass_makes_four_chunks_cost_what_they_cost() -> None:
     ]
     assert chunks[0] == 4
     assert chunks[1] < 4
+
+
+def test_a_search_ends_when_its_seconds_of_cpu_are_over() -> None:
+    began = process_time()
+    found = search(4, 8, placement="v", costs=Costs(10, 14, 7), memory=3, effort=1000, seconds=0.2)
+    assert process_time() - began < 10  # patterns and checks come beside
+    assert found.makespan <= 298  # the best pattern

@@ -11,8 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from random import Random
+from time import process_time
 
 from megapipe.schedule.generators.fit import fill_weights
 from megapipe.schedule.orders import (
@@ -47,12 +48,14 @@ class Cooling:
         steps: moves to try.
         hot, cold: first and last temperature, in units of the longest pass.
         spread: weight of the mean over ranks beside the objective, which is a maximum over ranks.
+        until: when to stop at the latest, by this process's CPU time.
     """
 
     steps: int
     hot: float
     cold: float
     spread: float
+    until: float = inf
 
 
 def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goal: float) -> Found:
@@ -62,7 +65,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goa
     cost = length(problem, orders, end, cooling.spread)
     path: list[tuple[int, int]] = []
     for step in range(cooling.steps):
-        if best.length <= goal:
+        if best.length <= goal or process_time() > cooling.until:
             break
         if random.random() < SHIFTS:
             moved = _shift(problem, orders, end, random)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from random import Random
+from time import process_time
 from typing import Any
 
 from megapipe.errors import ScheduleError
@@ -90,6 +92,7 @@ def search(
     memory: float | tuple[float, ...] | None = None,
     objective: str = "makespan",
     effort: float = 4.0,
+    seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Search schedules with a split backward. The same arguments give the same schedule.
@@ -101,12 +104,15 @@ def search(
         memory: most activation a rank may hold, in the unit of the costs, for all ranks or for each; None: as 1F1B, p.
         objective: "makespan" (a barrier ends the iteration) or "period" (longest span of a rank; no barrier).
         effort: about the seconds to spend on one core; 40 finds what 4 may miss.
+        seconds: CPU seconds of this process after which it makes do with what it has; the result is then the machine's.
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
     """
     places = _placements(ranks, microbatches, placement, chunks, costs, objective)
     candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
-    return search_among(candidates, microbatches, objective=objective, effort=effort, progress=progress)
+    return search_among(
+        candidates, microbatches, objective=objective, effort=effort, seconds=seconds, progress=progress
+    )
 
 
 def search_among(
@@ -115,6 +121,7 @@ def search_among(
     *,
     objective: str = "makespan",
     effort: float = 4.0,
+    seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The same where each placement has its own costs, in the same units: the splits of one model.
@@ -123,7 +130,7 @@ def search_among(
     """
     period = objective == "period"
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
-    best = _contest(_possible(problems), effort, progress or (lambda share: None))
+    best = _contest(_possible(problems), effort, process_time() + seconds, progress or (lambda share: None))
     schedule, costs = decode(best.problem, best.found.orders, "zb-auto"), best.problem.costs
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
         for made in _fitting(x):
@@ -163,23 +170,23 @@ class _Entrant:
     found: Found
     spreads: tuple[float, ...]
 
-    def improved(self, seconds: float, hot: float, random: Random) -> _Entrant:
+    def improved(self, seconds: float, until: float, hot: float, random: Random) -> _Entrant:
         """Annealed, and reheated from the best if there is time."""
         steps = int(seconds * _PASSES_PER_SECOND / (self.problem.num_passes + _PER_MOVE))
         rounds = max(1, steps // _LONG)
         found = self.found
         for i in range(rounds):
             heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
-            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)])
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], until)
             found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
         return replace(self, found=found)
 
 
-def _contest(problems: list[Problem], seconds: float, progress: Callable[[float], None]) -> _Entrant:
+def _contest(problems: list[Problem], seconds: float, until: float, progress: Callable[[float], None]) -> _Entrant:
     """Anneal many starts for a short time, the best of them longer, the very best longest."""
     random = Random(0)
     spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
-    entrants = _entrants(problems, starts * seconds, random)
+    entrants = _entrants(problems, starts * seconds, until, random)
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
@@ -187,14 +194,14 @@ def _contest(problems: list[Problem], seconds: float, progress: Callable[[float]
         entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
         each = part * (1.0 - starts) / len(entrants)
         for i, x in enumerate(entrants):
-            entrants[i] = x.improved(each * seconds, hot, random)
+            entrants[i] = x.improved(each * seconds, until, hot, random)
             spent += each
             progress(spent)
     progress(1.0)
     return min(entrants, key=lambda x: x.found.length)
 
 
-def _entrants(problems: list[Problem], seconds: float, random: Random) -> list[_Entrant]:
+def _entrants(problems: list[Problem], seconds: float, until: float, random: Random) -> list[_Entrant]:
     """Of each placement the best pattern and, if that is not optimal, other starts."""
     result = []
     for x in problems:
@@ -202,23 +209,23 @@ def _entrants(problems: list[Problem], seconds: float, random: Random) -> list[_
         bound = lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
         starts = patterns(x)[:1]
         if starts[0].length > bound * (1 + 1e-9):
-            starts += _starts(x, seconds / len(problems), random)
+            starts += _starts(x, seconds / len(problems), until, random)
         spreads = _LOOP_SPREADS if _is_dealt(x.placement) else _SPREADS
         turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
         result += [_Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
     return result
 
 
-def _starts(full: Problem, seconds: float, random: Random) -> list[Found]:
+def _starts(full: Problem, seconds: float, until: float, random: Random) -> list[Found]:
     """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
     few = _few(full)
     if full.microbatches >= 2 * few:
         small = problem(full.placement, few, full.costs, full.memory, full.period)
-        return unroll(full, small, _contest([small], seconds, lambda share: None).found)[:2]
+        return unroll(full, small, _contest([small], seconds, until, lambda share: None).found)[:2]
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
-    dealt = deals(full, tries // 6, random) if _is_dealt(full.placement) else []
+    dealt = deals(full, tries // 6, until, random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
-    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, random)[:1]]
+    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, until, random)[:1]]
 
 
 def _is_dealt(place: Placement) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import exp
 from random import Random
+from time import process_time
 
 from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.generators.fit import fill_weights
@@ -59,10 +60,12 @@ class Block:
     patience: float
 
 
-def blocks(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[Found]:
+def blocks(problem: Problem, tries: int, until: float, random: Random, keep: int = 8) -> list[Found]:
     """The best of a random and then narrowing search over building blocks, best first."""
     pool: list[tuple[float, Block, Found]] = []
     for step in range(tries):
+        if process_time() > until:
+            break
         fresh = step < 0.4 * tries or not pool or random.random() < 0.05
         block = _random(problem, random) if fresh else _vary(random.choice(pool)[1], problem, random)
         found = _unrolled(problem, block)
@@ -71,7 +74,7 @@ def blocks(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[
     return [x[2] for x in pool]
 
 
-def deals(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[Found]:
+def deals(problem: Problem, tries: int, until: float, random: Random, keep: int = 8) -> list[Found]:
     """Interleaved zero-bubble with random sizes of the groups, not the same forward and backward; best first.
 
     Backward groups that get smaller end the schedule with less waiting for the ring to come round.
@@ -79,6 +82,8 @@ def deals(problem: Problem, tries: int, random: Random, keep: int = 8) -> list[F
     p, m = problem.placement.num_ranks, problem.microbatches
     pool: list[Found] = []
     for _ in range(tries):
+        if process_time() > until:
+            break
         forward = _split(m, p, random) if random.random() < 0.5 else [p] * (m // p) + [m % p] * (m % p > 0)
         found = _dealt(problem, forward, _split(m, p, random), random.choice((0, 0, 1, -1, 2)))
         if found and all(found.length != x.length for x in pool):
