@@ -131,8 +131,9 @@ class _Case:
         with tempfile.TemporaryDirectory() as root:
             counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
             folder = save_checkpoint(root, 1, whole, None, counters, config, single)
+            assert folder is not None, "written while one waits"
             try:
-                wrong = [name for names in run_threads(lambda mesh: load(mesh, folder), pp=RANKS) for name in names]
+                wrong = [name for names in run_threads(partial(load, folder=folder), pp=RANKS) for name in names]
             except CheckpointError as error:
                 return [f"checkpoint: {problem}" for problem in error.problems]
         return [f"checkpoint: {name} is not what was saved" for name in wrong]

@@ -31,10 +31,10 @@ class Toy:
         for flat in (self.optimizer.buffers[0].main, *(x for flats in self.optimizer.moments.values() for x in flats)):
             flat.fill_(iteration)
 
-    def save(self, root):
+    def save(self, root, background=None):
         state = {"consumed_train_samples": self.optimizer.steps, "consumed_valid_samples": 0}
         args = ([self.stage], self.optimizer, state, CONFIG, ProcessMesh.single())
-        return save_checkpoint(root, self.optimizer.steps, *args)
+        return save_checkpoint(root, self.optimizer.steps, *args, background=background)
 
     def load(self, folder):
         """The iteration, if all that was loaded is of one."""

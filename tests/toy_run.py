@@ -12,6 +12,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
+from megapipe.training.background import Background
 from megapipe.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 
 LAYERS = 11
@@ -115,6 +116,17 @@ def reshard(before, after, root, dtype, sharded):
 
 def save(mesh, root):
     return Run(mesh).train(1, 2).save(root, 2)
+
+
+def save_behind(mesh, root):
+    """The second of two saves, which a process beside each rank writes."""
+    background, run = Background(mesh), Run(mesh).train(1, 2)
+    assert run.save(root, 2, background=background) is not None
+    assert run.train(3, 4).save(root, 4, background=background) is None
+    run.train(5, 6)
+    finished = background.finish()
+    background.close()
+    return finished
 
 
 def load(mesh, folder):

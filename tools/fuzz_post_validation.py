@@ -167,13 +167,13 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
     def save(**_: Any) -> None:  # ranks that are threads cannot
         run.optimizer.settle()
         state = run.optimizer.state() | {"weights": run.optimizer.params}
-        run.last_saved = n = run.progress.iteration
+        run.saving.last = run.saving.begun = n = run.progress.iteration
         tensors.update(
             {f"{kind} {name} at {n}": x.detach().clone() for kind, of in state.items() for name, x in of.items()}
         )
 
     tensors: dict[str, Tensor] = {}
-    run.pipeline.run, run.ended, run._save = numbered, ended, save  # type: ignore[method-assign, assignment]
+    run.pipeline.run, run.ended, run.saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
     run.train()
     save()
     return Outcome(results, scales, tensors)

@@ -23,7 +23,8 @@ _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FIXED = "the schedule's table orders messages and passes; there is nothing to set"
 _REDUCED = "a stage's flat gradients are one bucket"
-_SAVED = "every rank writes what it owns, and a save blocks the step until it is on disk"
+_SAVED = "every rank writes a share of what it holds, and reads what it needs"
+_WRITER = "a process beside each rank writes for --async-save, from shared memory, as long as the run lives"
 _STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
 _READ = "files are mapped and read ahead by --num-workers threads"
 _COLLECTED = "Python collects garbage when it wants to"
@@ -138,8 +139,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("use-dist-ckpt", _SWITCH, "checkpoints are always distributed"),
     ("dist-ckpt-format", ("torch_dist",), "checkpoints are always distributed"),
     ("auto-detect-ckpt-format", _SWITCH, "a checkpoint's format is read off its folder"),
-    ("async-save async-ckpt-use-cpu-shm use-persistent-ckpt-worker", _SWITCH, _SAVED),
-    ("async-strategy async-ckpt-cpu-priority async-ckpt-io-priority dist-ckpt-workers", _ANY, _SAVED),
+    ("async-ckpt-use-cpu-shm use-persistent-ckpt-worker", _SWITCH, _WRITER),
+    ("async-strategy async-ckpt-cpu-priority async-ckpt-io-priority dist-ckpt-workers", _ANY, _WRITER),
     (
         "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
         "ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create",

@@ -53,6 +53,7 @@ IDLE: tuple[Idle, ...] = (
         Idle("checkpoint", name, "--save", lambda c: not c.checkpoint.save, "nothing is saved")
         for name in ("save_interval", "save_retain_interval", "save_keep_last", "save_failure")
     ),
+    Idle("checkpoint", "async_save", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
     Idle("checkpoint", "no_load_optim", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),

@@ -28,6 +28,7 @@ from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule, WeightDecay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
+from megapipe.training.background import Background
 from megapipe.training.resume import other_settings, resume_problems, settings
 from megapipe.training.retention import retain
 from megapipe.training.shards import ShardWriter, all_there, compare, facts_of, tensors_of
@@ -93,29 +94,28 @@ def save_checkpoint(
     config: Config,
     mesh: ProcessMesh,
     schedule: LRSchedule | None = None,
-) -> Path:
+    background: Background | None = None,
+) -> Path | None:
     """Write DIRECTORY/iter_NNNNNNN and point to it. Collective over the mesh; the folder must be shared by all ranks.
 
     Args:
         state: what else the run needs, as JSON: at least consumed_train_samples and consumed_valid_samples.
         schedule: the learning-rate curve in use; default: that of the flags.
-    Returns: the checkpoint's folder.
+        background: writes it from the second one on; its last one must be finished.
+    Returns: the checkpoint's folder; None while it is being written.
     Raises: CheckpointError on all ranks if any cannot write; previous checkpoints are as they were.
     """
     kept = None if config.checkpoint.no_save_optim else optimizer
-    content = {
-        "iteration": iteration,
-        "state": dict(state),
-        "optimizer_steps": None if kept is None else kept.steps,
-        "opt_param_scheduler": None if optimizer is None else settings(config, schedule),
-        "config": dataclasses.asdict(config),
-        "torch": torch.__version__,
-    }
-    text = json.dumps(content, indent=1) + "\n"
+    text = _content(iteration, state, config, optimizer, schedule)
+    flags = config.checkpoint
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
         tensors = tensors_of(stages, {} if kept is None else kept.state(), mesh)
+        if background is not None and background.fits(tensors):
+            keep = flags.save_retain_interval, flags.save_keep_last
+            background.start(folder, iteration, tensors, {STATE: text}, keep)
+            return None
         writer = ShardWriter(str(folder), save_distributed=True)
         together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None), folder)
         on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
@@ -125,11 +125,12 @@ def save_checkpoint(
         files = {name: entry for part in parts for name, entry in part.items()}
         on_first(mesh, lambda: all_there(folder, writer.everyones, files))
         saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        if background is not None:
+            background.learn(saved, writer.mine)
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    flags = config.checkpoint
     on_first(mesh, lambda: retain(saved, flags.save_retain_interval, flags.save_keep_last))
     return saved
 
@@ -217,6 +218,26 @@ def load_checkpoint(
         schedule,
         other_settings(content["config"], config),
     )
+
+
+def _content(
+    iteration: int,
+    state: Mapping[str, Any],
+    config: Config,
+    optimizer: Optimizer | None,
+    schedule: LRSchedule | None,
+) -> str:
+    """All that is no tensor, as JSON."""
+    kept = None if config.checkpoint.no_save_optim else optimizer
+    content = {
+        "iteration": iteration,
+        "state": dict(state),
+        "optimizer_steps": None if kept is None else kept.steps,
+        "opt_param_scheduler": None if optimizer is None else settings(config, schedule),
+        "config": dataclasses.asdict(config),
+        "torch": torch.__version__,
+    }
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _see(folder: Path, mesh: ProcessMesh) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TypedDict
 
 from megapipe.errors import CheckpointError
-from megapipe.training import lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -112,6 +111,8 @@ def begin(root: Path, iteration: int) -> Path:
     """A fresh folder to write into. A complete checkpoint of the same iteration is set aside, never removed: a save
     that was cut off before its pointer left it, or the pointer was moved back by hand.
     """
+    from megapipe.training import lock  # it loads torch, which a writer's process has no use for
+
     root.mkdir(parents=True, exist_ok=True)
     lock.refuse_others(root)
     refuse_to_overwrite(root, iteration - 1)
@@ -142,6 +143,8 @@ def clear(root: Path) -> None:
     """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there."""
     for left in root.glob("iter_*.tmp-*"):
         shutil.rmtree(left, ignore_errors=True)
+        if left.suffix == ".failed":
+            left.unlink(missing_ok=True)
 
 
 def aside(final: Path, why: str) -> Path:

@@ -137,7 +137,7 @@ class PostValidation:
             undone=wrong,
         )
         progress = run.progress
-        run.guard.judge(result, progress.iteration + 1, progress.loss_scale.scale, run.last_saved)
+        run.guard.judge(result, progress.iteration + 1, progress.loss_scale.scale, run.saving.last)
         progress.advance(result, run.config.train)
         run.ended(result)
         return wrong

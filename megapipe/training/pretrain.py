@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 from megapipe.checks.run import validate
@@ -23,7 +24,6 @@ from megapipe.distributed.device import (
     versions,
 )
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import CheckpointError
 from megapipe.models.build import stage_module
 from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, find_provider, stage_provider
@@ -38,12 +38,11 @@ from megapipe.training.checkpoint import (
     check_save,
     find_checkpoint,
     refuse_save,
-    save_checkpoint,
 )
 from megapipe.training.fallback import resumed
 from megapipe.training.guard import Guard
 from megapipe.training.lock import one_run
-from megapipe.training.log import arguments, banner
+from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.post_validation import PostValidation
 from megapipe.training.profile import Profiler
@@ -53,6 +52,7 @@ from megapipe.training.report import Reporter
 from megapipe.training.reschedule import with_rescheduling
 from megapipe.training.same import facts
 from megapipe.training.saved_config import with_checkpoint_args
+from megapipe.training.saving import Saving
 from megapipe.training.seams import NONE, Seams
 from megapipe.training.signals import Stopping
 from megapipe.training.stdout import stdout_may_break
@@ -169,7 +169,7 @@ class Run:
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
         self.progress = resumed(self)
-        self.guard, self.last_saved = Guard(config.train, self.say), self.progress.iteration
+        self.guard, self.saving = Guard(config.train, self.say), Saving(self)
         self.batches_at = self.reading.training(data.train, self.progress)
         if config.checkpoint.save:
             size = plan.saved_bytes(parameters, optimizer=not config.checkpoint.no_save_optim)
@@ -177,6 +177,10 @@ class Run:
 
     def train(self) -> int:
         """From where the run is to its last iteration, or until it is to stop. Returns: the process's exit code."""
+        with closing(self.saving):
+            return self._train()
+
+    def _train(self) -> int:
         config, progress, seams = self.config, self.progress, self.seams
         self.stopping = stopping = Stopping(config.train, self.mesh, self.started)
         began = progress.iteration
@@ -189,6 +193,7 @@ class Run:
             self.profiler.after(progress.iteration + self._open)
             if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
+            self.saving.look()
             if self._open:
                 continue
             if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
@@ -197,14 +202,15 @@ class Run:
                 self._evaluate(self.valid, f"iteration {progress.iteration}")
                 self.report.pause()
             if (every := config.checkpoint.save_interval) and progress.iteration % every == 0:
-                self._save()
+                self.saving.save()
                 self.report.pause()
             if reason := stopping.reason(progress.iteration):
                 self.say(reason)
                 break
         self.profiler.close()
-        if config.checkpoint.save and self.last_saved != progress.iteration:
-            self._save(last=True)
+        if config.checkpoint.save and self.saving.begun != progress.iteration:
+            self.saving.save(last=True)
+        self.saving.finish(last=True)
         if progress.iteration >= last and config.data.eval_interval:
             self._evaluate(self.valid, f"iteration {progress.iteration} on validation set")
             self._evaluate(self.test, f"iteration {progress.iteration} on test set", consumed=0)
@@ -235,7 +241,7 @@ class Run:
             iteration=progress.iteration + 1,
         )
         result = self.guard.step(
-            lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.last_saved
+            lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.saving.last
         )
         progress.advance(result, self.config.train)
         return result
@@ -277,21 +283,3 @@ class Run:
             progress.consumed_valid_samples += config.data.eval_batches * config.evaluation.global_batch_size
         self.report.validation(losses, where, progress)
         self.seams.tell("on_evaluation", self, where, losses)
-
-    def _save(self, *, last: bool = False) -> None:
-        directory, n = self.config.checkpoint.save, self.progress.iteration
-        assert directory is not None
-        self.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
-        state = dataclasses.asdict(self.progress)
-        self.optimizer.settle()
-        try:
-            save_checkpoint(directory, n, self.modules, self.optimizer, state, self.config, self.mesh, self.lr)
-        except CheckpointError as error:
-            if last or self.config.checkpoint.save_failure == "stop":
-                raise
-            going_on = f"going on from iteration {self.last_saved}'s checkpoint alone until the next save"
-            self.say(banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, f"{going_on} (--save-failure continue)"))
-            return
-        self.say(f"  successfully saved checkpoint from iteration {n:7d} to {directory}")
-        self.last_saved = n
-        self.seams.tell("on_save", self, n)

@@ -94,7 +94,7 @@ def run(config: Config, mesh: ProcessMesh | None = None) -> list[tuple[str, ...]
         progress = done.progress
         told.append((progress.iteration, progress.consumed_train_samples, result.batch, result.losses["lm loss"].hex()))
     if config.checkpoint.save:
-        done._save()
+        done.saving.save()
     return told
 
 

@@ -43,6 +43,14 @@ def test_one_process_goes_on_from_many(pool, tmp_path):
     assert run.train(3, 4).differing(Run(SINGLE).train(1, 4)) == []
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 4, 1)])
+def test_what_processes_beside_the_ranks_have_written_is_gone_on_from(pool, tmp_path, mesh):
+    assert pool.run(toy_run.save_behind, [mesh], tmp_path) == [4] * WORLD
+    run = Run(SINGLE)
+    run.load(tmp_path / "iter_0000004")
+    assert run.differing(Run(SINGLE).train(1, 4)) == []
+
+
 def test_many_processes_go_on_from_one(pool, tmp_path):
     folder = Run(SINGLE).train(1, 2).save(tmp_path, 2)
     assert pool.run(toy_run.load, [(2, 1, 2)], folder) == [[]] * WORLD

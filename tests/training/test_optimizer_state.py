@@ -19,7 +19,7 @@ def weights(mesh, settings, steps):
     for _ in range(steps):
         run.step()
     if settings.checkpoint.save:
-        run._save()
+        run.saving.save()
     state = {f"{kind} {name}": x for kind, of in run.optimizer.state().items() for name, x in of.items()}
     return {**state, **{name: p.detach().clone() for name, p in run.optimizer.params.items()}}
 

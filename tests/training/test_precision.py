@@ -60,7 +60,7 @@ def test_a_resumed_run_goes_on_with_its_loss_scale_bit_for_bit(tmp_path):
     run = run_of(ProcessMesh.single(), flags)
     for _ in range(6):
         run.step()
-    run._save()
+    run.saving.save()
     again = run_of(ProcessMesh.single(), flags)
     assert again.progress == run.progress
     assert (

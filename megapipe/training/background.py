@@ -1,0 +1,186 @@
+"""--async-save: a rank copies its part of a checkpoint into memory that it shares with its writer, and trains on.
+
+A later checkpoint is the first one with other numbers: the same files, the same headers, the same places of tensors. So
+the first save of a run is written as without this flag; from its files a rank learns what the following ones look like.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import CheckpointError
+from megapipe.training.together import on_first, together
+from megapipe.training.writer import Job, marker
+
+_PAGE = 4096
+
+
+class Background:
+    """The saves of one rank that its writer makes, one at a time."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self._mesh = mesh
+        self._files: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._buffer: Tensor | None = None
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._job: Job | None = None
+        self._answer: str | None = None
+        self._news: tuple[int, str] | None = None
+
+    @property
+    def under_way(self) -> int | None:
+        """The iteration that is being saved."""
+        return None if self._job is None else self._job["iteration"]
+
+    def learn(self, folder: Path, names: Iterable[str]) -> None:
+        """Take over the form of the first checkpoint, just written; names: of this rank's files of tensors."""
+        if self._buffer is not None:
+            return
+        at, headers = 0, []
+        for name in names:
+            with (folder / name).open("rb") as file:
+                length = file.read(8)
+                header = file.read(*struct.unpack("<Q", length))
+            size = (folder / name).stat().st_size
+            self._files[name] = at, size
+            begin = at + 8 + len(header)
+            for key, entry in json.loads(header).items():
+                if key != "__metadata__":
+                    first, last = entry["data_offsets"]
+                    self._places[key] = begin + first, last - first
+            headers.append((at, length + header))
+            at += -(-size // _PAGE) * _PAGE
+        memory = os.memfd_create("checkpoint")
+        os.ftruncate(memory, max(at, 1))
+        self._buffer = torch.frombuffer(mmap.mmap(memory, max(at, 1)), dtype=torch.uint8)
+        self._buffer.zero_()  # pages are made now, not while the next save blocks a step
+        for at, text in headers:
+            self._buffer[at : at + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._writer = subprocess.Popen(
+            [sys.executable, "-m", "megapipe.training.writer", str(memory), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(memory,),
+        )
+        os.close(memory)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Do all ranks know the form of this checkpoint? Collective."""
+        mine = self._buffer is not None and all(
+            key in tensors and _local(tensors[key]).nbytes == size for key, (_, size) in self._places.items()
+        )
+        return all(self._mesh.world.gather_json(mine))
+
+    def start(
+        self,
+        folder: Path,
+        iteration: int,
+        tensors: Mapping[str, Tensor],
+        texts: Mapping[str, str],
+        keep: tuple[int | None, int | None],
+    ) -> None:
+        """Copy and let write. Tensors may change after it.
+
+        Args:
+            folder: as `commit.begin` has made it.
+            texts: what the first rank writes beside tensors.
+        """
+        assert self._buffer is not None, "a save has been learned from"
+        assert self._writer is not None, "a save has been learned from"
+        assert self._writer.stdin is not None, "a pipe"
+        for key, (at, size) in self._places.items():
+            flat = _local(tensors[key]).detach().contiguous().view(-1)
+            self._buffer[at : at + size].copy_(flat.view(torch.uint8))
+        world = self._mesh.world
+        self._job = Job(
+            folder=str(folder),
+            iteration=iteration,
+            rank=world.rank,
+            ranks=world.size,
+            files=self._files,
+            texts=dict(texts) if world.rank == 0 else {},
+            keep=keep,
+        )
+        self._answer = None
+        try:
+            self._writer.stdin.write(json.dumps(self._job).encode() + b"\n")
+            self._writer.stdin.flush()
+        except OSError:
+            pass  # it is gone: `poll` says so
+
+    def poll(self, *, wait: bool = False) -> str | None:
+        """What became of the save under way, on this rank: empty if it is complete, a problem, None if it goes on."""
+        if self._job is None or self._answer is not None:
+            return self._answer
+        assert self._writer is not None, "a job has a writer"
+        assert self._writer.stdout is not None, "a pipe"
+        if not wait and not select.select([self._writer.stdout], [], [], 0)[0]:
+            return None
+        line = self._writer.stdout.readline()
+        if line:
+            self._answer = str(json.loads(line))
+        else:
+            self._answer = f"the process that writes rank {self._mesh.world.rank}'s part has ended"
+            marker(Path(self._job["folder"])).touch()
+        self._news = self._job["iteration"], self._answer
+        return self._answer
+
+    def news(self) -> tuple[int, str] | None:
+        """(iteration, problem) of a save that has come to its end on this rank; told once."""
+        self.poll()
+        news, self._news = self._news, None
+        return news
+
+    def finish(self) -> int | None:
+        """Wait for the save under way; its iteration. Collective.
+
+        Raises: CheckpointError on all ranks if any could not write; previous checkpoints are as they were.
+        """
+        if (job := self._job) is None:
+            return None
+        problem, folder = self.poll(wait=True), Path(job["folder"])
+        self._job = None
+
+        def told() -> None:
+            if problem:
+                raise CheckpointError(f"iteration {job['iteration']}: {problem}")
+
+        try:
+            together(self._mesh, told)
+        except CheckpointError:
+            on_first(self._mesh, lambda: _remove(folder))
+            raise
+        return job["iteration"]
+
+    def close(self) -> None:
+        """Wait for this rank's part and end the writer."""
+        if self._writer is not None:
+            self.poll(wait=True)
+            assert self._writer.stdin is not None, "a pipe"
+            self._writer.stdin.close()
+            self._writer.wait()
+            self._writer = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    marker(folder).unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""When a run saves, and what it says of it; with --async-save the steps go on while a checkpoint is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megapipe.errors import CheckpointError
+from megapipe.training.background import Background
+from megapipe.training.checkpoint import save_checkpoint
+from megapipe.training.log import banner
+
+if TYPE_CHECKING:
+    from megapipe.training.pretrain import Run
+
+
+class Saving:
+    """The checkpoints of a run.
+
+    Attributes:
+        last: iteration of the newest that is complete, or of the one that the run goes on from; 0 for none.
+        begun: that of the newest, complete or under way.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.last = self.begun = run.progress.iteration
+        wanted = run.config.checkpoint.async_save and hasattr(os, "memfd_create")  # Linux
+        self._background = Background(run.mesh) if wanted else None
+
+    def save(self, *, last: bool = False) -> None:
+        """Save, or begin to, once the one before is complete. Collective. last: the run ends with it.
+
+        Raises: CheckpointError on all ranks if one of the two fails, unless --save-failure continue and not last.
+        """
+        self.finish(last=last)
+        run, n = self._run, self._run.progress.iteration
+        directory = run.config.checkpoint.save
+        assert directory is not None
+        run.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
+        run.optimizer.settle()
+        state, what = dataclasses.asdict(run.progress), (run.modules, run.optimizer)
+        write = lambda: save_checkpoint(  # noqa: E731
+            directory, n, *what, state, run.config, run.mesh, run.lr, self._background
+        )
+        if self._tried(write, last):
+            self.begun = n
+            if self._background is None or self._background.under_way is None:
+                self._say(n)
+                self._complete(n)
+        if last:
+            self.finish(last=True)
+
+    def look(self) -> None:
+        """Say that the save under way is complete or has failed, once this rank knows."""
+        if self._background is not None and (news := self._background.news()) is not None:
+            n, problem = news
+            if problem:
+                self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", f"iteration {n}: {problem}"))
+            else:
+                self._say(n)
+
+    def finish(self, *, last: bool = False) -> None:
+        """Wait for the save under way. Collective, and raises as `save`."""
+        if self._background is None or (n := self._background.under_way) is None:
+            return
+        done = self._tried(self._background.finish, last)
+        self.look()
+        if done:
+            self._complete(n)
+
+    def close(self) -> None:
+        """Wait for this rank's part of a save under way, also where an error ends the run."""
+        if self._background is not None:
+            self._background.close()
+            self.look()
+
+    def _tried(self, save: Callable[[], object], last: bool) -> bool:
+        try:
+            save()
+        except CheckpointError as error:
+            if last or self._run.config.checkpoint.save_failure == "stop":
+                raise
+            going_on = f"going on from iteration {self.last}'s checkpoint alone until the next save"
+            text = f"{going_on} (--save-failure continue)"
+            self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, text))
+            return False
+        return True
+
+    def _say(self, n: int) -> None:
+        self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {self._run.config.checkpoint.save}")
+
+    def _complete(self, n: int) -> None:
+        self.last = n
+        self._run.seams.tell("on_save", self._run, n)
