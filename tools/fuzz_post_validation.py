@@ -105,6 +105,7 @@ class Case:
                 loss_scale_window=4,
                 hysteresis=1,
                 no_check_for_nan_in_loss_and_grad=True,
+                max_bad_iterations_in_a_row=STEPS + 1,
                 optimizer=self.optimizer,
             ),
             data=DataConfig(
