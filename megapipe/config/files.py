@@ -111,6 +111,8 @@ class CheckpointConfig:
     """Stop if --load holds no checkpoint."""
     ckpt_step: int | None = None
     """Load this iteration instead of the newest."""
+    override_on_load: tuple[str, ...] = ()
+    """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path."""
     use_checkpoint_args: bool = False
     """Take the architecture from the checkpoint, if there is one, instead of the flags."""
     finetune: bool = False

@@ -58,6 +58,7 @@ IDLE: tuple[Idle, ...] = (
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "exit_on_missing_checkpoint", "--load", _no_load, _NOTHING_LOADED),
+    Idle("checkpoint", "override_on_load", "--load", _no_load, _NOTHING_LOADED),
     Idle(
         "model",
         "sequence_parallel",

@@ -29,7 +29,7 @@ from megapipe.optim.lr import LRSchedule, WeightDecay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.background import Background
-from megapipe.training.resume import other_settings, resume_problems, settings
+from megapipe.training.resume import changed_settings, resume_problems, settings, unnamed
 from megapipe.training.retention import retain
 from megapipe.training.shards import ShardWriter, all_there, compare, facts_of, tensors_of
 from megapipe.training.together import on_first, share_of, together
@@ -43,7 +43,7 @@ class LoadedState:
 
     Attributes:
         state: what was given to `save_checkpoint`.
-        other: settings of the checkpoint's run that this one does not share, see `resume.other_settings`.
+        other: settings of the checkpoint's run that this one has changed, see `resume.changed_settings`.
         schedule: the checkpoint's learning-rate curve if the flags ask for it, else None: use that of the flags.
     """
 
@@ -171,12 +171,14 @@ def load_checkpoint(
     mesh: ProcessMesh,
     *,
     checked: bool = False,
+    contents: Mapping[str, str] | None = None,
 ) -> LoadedState:
     """Read a checkpoint into the stages and the optimizer, after every file has been checked. Collective.
 
     Args:
         optimizer: None to load the weights alone, as --finetune and --no-load-optim do.
         checked: its files have been compared with the manifest.
+        contents: of this run's data and tokenizer, see `same.contents`, to be compared with state["contents"].
     Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
     """
     flags = config.checkpoint
@@ -185,7 +187,7 @@ def load_checkpoint(
     if not checked:
         files = together(mesh, lambda: commit.read_manifest(folder))
         together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
-    content = together(mesh, lambda: _read_state(folder, with_optimizer, config))
+    content, other = together(mesh, lambda: _read_state(folder, with_optimizer, config, contents))
     held = {} if with_optimizer is None else with_optimizer.state()
     tensors = tensors_of(stages, held, mesh)
     needed = {key: fact for row in mesh.pp.gather_json(facts_of(tensors)) for key, fact in row.items()}
@@ -216,7 +218,7 @@ def load_checkpoint(
         state["consumed_valid_samples"],
         state,
         schedule,
-        other_settings(content["config"], config),
+        other,
     )
 
 
@@ -254,15 +256,22 @@ def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
 
 
-def _read_state(folder: Path, optimizer: Optimizer | None, config: Config) -> dict[str, Any]:
+def _read_state(
+    folder: Path, optimizer: Optimizer | None, config: Config, contents: Mapping[str, str] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What the file has, and what of it this run changes."""
+    changed: dict[str, str] = {}
     try:
         content = json.loads((folder / STATE).read_text())
         model, scheduler = content["config"]["model"], content["opt_param_scheduler"]
         content["iteration"], content["state"]["consumed_train_samples"], content["state"]["consumed_valid_samples"]
         if content["state"].get("iteration", content["iteration"]) != content["iteration"]:
             raise ValueError
+        if not config.checkpoint.finetune:
+            changed = changed_settings(content["config"], content["state"].get("contents"), config, contents)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
-    if problems := resume_problems(model, None if optimizer is None else scheduler, config, folder.name):
+    problems = resume_problems(model, None if optimizer is None else scheduler, config, folder.name)
+    if problems := problems + unnamed(changed, config, folder.name):
         raise CheckpointError(problems)
-    return content  # type: ignore[no-any-return]
+    return content, list(changed.values())

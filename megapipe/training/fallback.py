@@ -78,7 +78,8 @@ def resumed(run: Run) -> Progress:
     path = newest_sound(run.config.checkpoint, run.mesh)
     progress = Progress.after(LoadedState(), run.config.train)
     if path is not None:
-        loaded = load_checkpoint(path, run.modules, run.optimizer, run.config, run.mesh, checked=True)
+        parts = (run.modules, run.optimizer, run.config, run.mesh)
+        loaded = load_checkpoint(path, *parts, checked=True, contents=run.contents)
         run.lr = loaded.schedule or run.lr
         run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
         if loaded.other:

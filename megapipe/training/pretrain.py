@@ -50,13 +50,14 @@ from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
 from megapipe.training.reschedule import with_rescheduling
-from megapipe.training.same import facts
+from megapipe.training.same import contents, facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.saving import Saving
 from megapipe.training.seams import NONE, Seams
 from megapipe.training.signals import Stopping
 from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, Rates, StepResult, evaluate, train_step
+from megapipe.training.together import on_first
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
@@ -168,6 +169,8 @@ class Run:
         self.reading = Reading(config, mesh, place, also)
         self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
         self.profiler = Profiler(config.log, mesh.world.rank)
+        flags = config.checkpoint
+        self.contents = on_first(mesh, lambda: contents(config)) if flags.save or flags.load else {}
         self.progress = resumed(self)
         self.guard, self.saving = Guard(config.train, self.say), Saving(self)
         self.batches_at = self.reading.training(data.train, self.progress)

@@ -3,34 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config import Config, ModelConfig
 from megapipe.optim.lr import LRSchedule
 
-# These may differ: they say how the model is computed, trained or begun, not what its weights mean.
-FREE = {
-    "attention_backend",
-    "attention_dropout",
-    "cp_comm_type",
-    "cross_entropy_loss_fusion",
-    "embedding_init_method_std",
-    "hidden_dropout",
-    "init_method_std",
-    "init_method_xavier_uniform",
-    "make_vocab_size_divisible_by",
-    "num_microbatches_with_partial_activation_checkpoints",
-    "model_provider",  # the names and shapes of the parameters say it
-    "recompute_activations",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_modules",
-    "recompute_num_layers",
-    "padded_vocab_size",  # the embedding's shape says it
-    "sequence_parallel",
-    "transformer_impl",
+_MUST, _CURVE, _CONTENTS, _NAMED, _FREE = "must match", "curve", "contents", "when named", "free"
+
+_TABLE = {
+    "model": {
+        _MUST: "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
+        "num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent "
+        "rotary_interleaved use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon "
+        "apply_layernorm_1p swiglu quick_geglu squared_relu no_bias_gelu_fusion disable_bias_linear add_qkv_bias "
+        "qk_layernorm untie_embeddings_and_output_weights per_layer_overrides no_attention no_mlp",
+        _NAMED: "attention_dropout hidden_dropout",
+        # How the model is computed or was begun; the embedding's shape and the parameters' names say the rest.
+        _FREE: "attention_backend cp_comm_type cross_entropy_loss_fusion embedding_init_method_std init_method_std "
+        "init_method_xavier_uniform make_vocab_size_divisible_by model_provider padded_vocab_size "
+        "num_microbatches_with_partial_activation_checkpoints recompute_activations recompute_granularity "
+        "recompute_method recompute_modules recompute_num_layers sequence_parallel transformer_impl",
+    },
+    "train": {
+        _CURVE: "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters "
+        "lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay "
+        "weight_decay_incr_style start_weight_decay end_weight_decay",
+        _NAMED: "global_batch_size rampup_batch_size step_batch_size_schedule seq_length seed "
+        "calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
+        "muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
+        "decoupled_lr decoupled_min_lr grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window "
+        "hysteresis",
+        # The tensors' types say bf16 and fp16; the length is the curve's where the curve has none of its own.
+        _FREE: "micro_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "
+        "exit_signal bf16 fp16 initial_loss_scale compile deterministic_mode freeze_all_layers "
+        "check_weight_hash_across_dp_replicas_interval no_check_for_nan_in_loss_and_grad rerun_mode "
+        "check_for_spiky_loss max_bad_iterations_in_a_row override_opt_param_scheduler "
+        "use_checkpoint_opt_param_scheduler",
+    },
+    "data": {
+        _CONTENTS: "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path "
+        "tokenizer_model vocab_file merge_file",
+        _NAMED: "mock_data split dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
+        "reset_attention_mask tokenizer_type vocab_size null_tokenizer_eod_id tokenizer_hf_no_include_special_tokens "
+        "tiktoken_pattern tiktoken_num_special_tokens",
+        _FREE: "data_cache_path num_workers eval_iters eval_interval eval_global_batch_size eval_micro_batch_size",
+    },
 }
+RULES = {
+    section: {name: rule for rule, names in rows.items() for name in names.split()} for section, rows in _TABLE.items()
+}
+"""What becomes of a setting that is not the checkpoint's, by section of Config. `must match`: refused, the weights mean
+something else. `curve`: refused without --override-opt_param-scheduler or its like. `contents`: those of the files are
+compared, as `when named`: refused unless --override-on-load has the name. `free`: decides no number, or its rounding
+alone. All other sections are free: layout, schedule, files, logs."""
+
+_CONTENTS_NAMES = ("data_path", "tokenizer_model")
+
+FREE = {name for name, rule in RULES["model"].items() if rule in (_FREE, _NAMED)}
+"""What weights do not depend on."""
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
@@ -39,35 +71,61 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
     return {**dataclasses.asdict(schedule), "weight_decay": schedule.weight_decay.saved()}
 
 
-# Settings that a run may change on its way, but seldom means to: what it reads, and how it follows the gradient.
-_WATCHED = {
-    "train": "seq_length seed calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps",
-    "data": "mock_data data_path data_args_path train_data_path valid_data_path test_data_path "
-    "per_split_data_args_path split "
-    "dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
-    "reset_attention_mask tokenizer_type tokenizer_model vocab_size",
-    "model": "attention_dropout hidden_dropout",
-}
-
-
-def other_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Flags of what is trained on and how that are not those of the run that saved; Megatron-LM goes on without a word.
+def changed_settings(
+    saved: Mapping[str, Any], contents: Mapping[str, str] | None, config: Config, here: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What decides the numbers and is not what it was in the run that saved: name -> what is here and there.
 
     Args:
-        saved: the configuration as it was saved.
+        saved: the configuration as it was saved; fields that it lacks, and one that has never trained, pass.
+        contents, here: `same.contents` as saved and now; None passes.
     """
-    return [
-        f"--{name.replace('_', '-')} {_shown(here)}, there {_shown(there)}"
-        for section, names in _WATCHED.items()
-        for name in names.split()
-        if isinstance(saved.get(section), Mapping) and name in saved[section]
-        for here, there in [(getattr(getattr(config, section), name), saved[section][name])]
-        if (list(here) if isinstance(here, tuple) else here) != there
+    changed = {}
+    trained = saved["train"].get("seq_length") is not None
+    for section, rules in RULES.items() if trained else ():
+        for name in (n for n, rule in rules.items() if rule == _NAMED and n in saved[section]):
+            mine, its = getattr(getattr(config, section), name), saved[section][name]
+            if name == "global_batch_size":
+                mine, its = config.global_batch_size, _batch(saved)
+            if isinstance(mine, tuple):
+                mine, its = list(mine), list(its)
+            if mine != its:
+                changed[name] = f"{_flag(name)} is {mine}, and was {its}"
+    if trained and contents is not None and here is not None:
+        for name in sorted(here.keys() | contents.keys()):
+            if here.get(name) != contents.get(name):
+                changed[name] = f"{_flag(name)} is another file or has other contents than what was trained with"
+    return changed
+
+
+def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
+    """What forbids to go on of it: all that --override-on-load does not name."""
+    names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
+    known = {*_CONTENTS_NAMES, *(name for rules in RULES.values() for name, rule in rules.items() if rule == _NAMED)}
+    problems = [
+        f"--override-on-load {name}: no setting that may be overridden so. There are {' '.join(sorted(known))}"
+        for name in names
+        if name not in known
     ]
+    if config.train.override_opt_param_scheduler:
+        names += ["decoupled_lr", "decoupled_min_lr"]
+    if left := [name for name in changed if name not in names]:
+        problems.append(
+            f"this would not be the training of {folder} any more: {'; '.join(changed[name] for name in left)}. Give "
+            f"its settings, or to go on with yours add --override-on-load {' '.join(sorted({*names, *left} & known))}"
+        )
+    return problems
 
 
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def _batch(saved: Mapping[str, Any]) -> int:
+    train, layout = saved["train"], saved["parallel"]
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    replicas = saved["world_size"] // math.prod(layout.get(axis, 1) for axis in axes)
+    return int(train["global_batch_size"] or train["micro_batch_size"] * replicas)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def resume_problems(

@@ -43,6 +43,20 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
     }
 
 
+def contents(config: Config) -> dict[str, str]:
+    """Of the data and the tokenizer: what a run that goes on must find again, wherever it lies."""
+    data, found = config.data, {}
+    if files := tokenizer_files(data):
+        found["tokenizer_model"] = " ".join(_digest(path) for path in files)
+    if not data.mock_data and (data.data_path or data.train_data_path or in_a_file(data)):
+        read = [
+            blend and (blend.weights, [[value for _, value in _pair(prefix)] for prefix in blend.prefixes])
+            for blend in blends(data)
+        ]
+        found["data_path"] = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
+    return found
+
+
 def _files(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
     if costs := config.parallel.pipeline_costs:
@@ -53,8 +67,12 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         yield f"{listed} (SHA-256)", _digest(listed)
     read = () if data.mock_data else blends(data)
     for prefix in sorted({prefix for blend in read if blend for prefix in blend.prefixes}):
-        yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
-        yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))
+        yield from _pair(prefix)
+
+
+def _pair(prefix: str) -> Iterator[tuple[str, str]]:
+    yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
+    yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))
 
 
 def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ class Saving:
         assert directory is not None
         run.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
         run.optimizer.settle()
-        state, what = dataclasses.asdict(run.progress), (run.modules, run.optimizer)
+        state, what = dataclasses.asdict(run.progress) | {"contents": run.contents}, (run.modules, run.optimizer)
         write = lambda: save_checkpoint(  # noqa: E731
             directory, n, *what, state, run.config, run.mesh, run.lr, self._background
         )

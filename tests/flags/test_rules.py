@@ -147,6 +147,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--compile",
         "--save-keep-last",
         "--save-failure",
+        "--override-on-load",
         "--max-bad-iterations-in-a-row",
         "--check",
         "--check-paths",

@@ -1,0 +1,96 @@
+"""Days of training in fast motion: does anything grow? A tiny model with saves, evaluations, retention and restarts.
+
+    python tools/soak.py --steps 20000
+
+Each restart is a new `pretrain` in the same process, so that what a run leaves behind is seen too. Prints a table of
+memory, open files, threads and bytes on disk, and ends with 1 if any of them has grown after the first restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
+
+from megapipe.config import Config
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse, stop
+from megapipe.models.provider import gpt_provider
+from megapipe.training.pretrain import Run, pretrain
+from megapipe.training.seams import Callback, Seams
+from megapipe.training.step import StepResult
+from pretrain_gpt import forward_step
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 "
+    "--num-workers 1 --eval-interval 100 --eval-iters 2 --save-interval 50 --save-keep-last 3 --log-interval 100 "
+    "--check-weight-hash-across-dp-replicas-interval 200 --check-for-spiky-loss"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long."""
+
+    steps: int = 20000
+    """Of training in all."""
+    restarts: int = 20
+    """How often it begins again from its last checkpoint."""
+    flags: str = ""
+    """More flags of pretrain_gpt.py, in quotes."""
+
+
+@dataclass
+class Sampler(Callback):
+    """What the process holds, every so many steps."""
+
+    folder: Path
+    every: int
+    rows: list[tuple[int, float, int, int, float]] = field(default_factory=list)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Note it down."""
+        if run.progress.iteration % self.every == self.every // 2:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            disk = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            held = (
+                pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+                len(os.listdir("/proc/self/fd")),
+                threading.active_count(),
+            )
+            self.rows.append((run.progress.iteration, *held, disk / 2**10))
+            print("{:9,}  {:10.1f}  {:5}  {:7}  {:8.0f}".format(*self.rows[-1]), file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if nothing grows."""
+    try:
+        options = parse(Options, argv)
+        print("    steps  memory MiB  files  threads  disk KiB", file=sys.stderr)
+        with TemporaryDirectory() as name, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+            each = options.steps // options.restarts
+            sampler = Sampler(Path(name, "run"), each)
+            flags = f"{FLAGS} --train-iters {options.steps} --exit-interval {each} {options.flags}".split()
+            folders = ["--save", f"{name}/run", "--load", f"{name}/run", "--tensorboard-dir", f"{name}/board"]
+            for _ in range(options.restarts):
+                pretrain(parse(Config, flags + folders), gpt_provider, forward_step, seams=Seams(callbacks=(sampler,)))
+    except (UserError, KeyboardInterrupt) as error:
+        stop(error)
+    settled = sampler.rows[len(sampler.rows) // 4 :]
+    (_, memory, files, threads, _), last = settled[0], settled[-1]
+    grown = last[1] > 1.05 * memory + 2 or last[2] > files or last[3] > threads
+    rows = zip(("MiB", "open files", "threads"), settled[0][1:4], last[1:4], strict=True)
+    print("grows:" if grown else "flat:", ", ".join(f"{a:.0f} to {b:.0f} {what}" for what, a, b in rows))
+    return int(grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
