@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import ALIGN, FlatBuffers
@@ -28,7 +30,7 @@ class Norm:
     params: Mapping[str, nn.Parameter]
     _placed: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
-    def start(self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor]) -> Callable[[], float]:
+    def start(self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor]) -> Late[float]:
         """Sum the squares of each parameter, then those sums in the global order, in float64.
 
         On each rank zeros stand for the parameters of others, so the all-reduce is exact; one pipeline speaks for its
@@ -37,7 +39,6 @@ class Norm:
 
         Args:
             flats: one for each of `owned`, tensors of its share's size.
-        Returns: what waits for the norm.
         """
         squares = torch.zeros(len(self.index), dtype=torch.float64, device=self.mesh.device)
         for b, flat in zip(owned, flats, strict=True):
@@ -49,7 +50,7 @@ class Norm:
         if 0 not in self.mesh.pp.ranks:
             squares.zero_()
         pending = self.mesh.world.start_all_reduce(squares)
-        return lambda: math.sqrt(pending.wait().sum().item())  # .item() waits for the GPU
+        return Late(cache(lambda: pending.wait().sum()), lambda values: math.sqrt(values[0]))
 
     def counted(self, b: FlatBuffers) -> list[str]:
         """The parameters in a buffer that count on this rank."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.axis import ALONE
+from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -137,7 +138,10 @@ class Optimizer:
             ends_lr: that of word embeddings and output head, `lr` if None.
             grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
         """
-        norm = self.start_norm(grad_scale)()
+        return self.update_by(self.start_norm(grad_scale)(), lr, count_zeros, ends_lr)
+
+    def update_by(self, norm: float, lr: float, count_zeros: bool = False, ends_lr: float | None = None) -> StepInfo:
+        """`step` from the norm on."""
         if not math.isfinite(norm):
             return StepInfo(norm, skipped=True)
         zeros = self.count_zeros() if count_zeros else None
@@ -145,10 +149,10 @@ class Optimizer:
         self.update(lr, ends_lr)
         return StepInfo(norm, num_zeros=zeros)
 
-    def start_norm(self, grad_scale: float = 1.0) -> Callable[[], float]:
-        """Reduce what is not and scale; what is returned waits for the norm, of all ranks."""
+    def start_norm(self, grad_scale: float | Tensor = 1.0) -> Late[float]:
+        """Reduce what is not, scale, and begin to take the norm, of all ranks. A scale on the device is not read."""
         self.reduction.finish()
-        if grad_scale != 1:
+        if isinstance(grad_scale, Tensor) or grad_scale != 1:
             for flat in self._grads:
                 flat.mul_(grad_scale)
         return self._norm.start(self.owned, self._grads)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megapipe.config import Config
 from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
+from megapipe.distributed.late import Late, read_together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.errors import ScheduleError
@@ -30,7 +31,7 @@ from megapipe.schedule.costs import UNIT
 from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
-from megapipe.training.totals import Adder, Totals
+from megapipe.training.totals import Adder, Totals, counted_tokens
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Pipeline:
         loss_scale: Callable[[], float] = lambda: 1.0,
         of_chunk: Mapping[Kind, StartOfStage] = MappingProxyType({}),
         iteration: int | None = None,
-    ) -> Callable[[], Totals]:
+    ) -> Late[Totals]:
         """All passes of one step; what is returned waits for what they reported, of all ranks.
 
         Args:
@@ -262,17 +263,17 @@ def train_step(
     """
     optimizer.zero_grad()
     batch, passes = pipeline.config.global_batch_size, of_chunk(optimizer)
-    totals = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, of_chunk=passes, iteration=iteration)()
+    late = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, of_chunk=passes, iteration=iteration)
+    per_token, position = pipeline.config.train.calculate_per_token_loss, pipeline.mesh.position
+    scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / pipeline.mesh.dp.size
+    position.enter("the optimizer step")
+    totals, norm = read_together(late, optimizer.start_norm(scale / loss_scale))
+    position.leave()
     if not totals.finite:
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False, batch=batch)
     if above(totals.means, limits):
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True, batch=batch)
-    per_token = pipeline.config.train.calculate_per_token_loss
-    scale = 1 / max(totals.tokens, 1) if per_token else 1 / pipeline.mesh.dp.size
-    position = pipeline.mesh.position
-    position.enter("the optimizer step")
-    info = optimizer.step(lr, scale / loss_scale, count_zeros, ends_lr)
-    position.leave()
+    info = optimizer.update_by(norm, lr, count_zeros, ends_lr)
     return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros, batch=batch)
 
 

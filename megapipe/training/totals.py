@@ -6,14 +6,16 @@ differentiated is finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Pending
+from megapipe.distributed.late import Late
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.loss import Loss
@@ -59,13 +61,13 @@ class Adder:
         """`start`, waited for."""
         return self.start(losses, consumed, evaluate=evaluate)()
 
-    def start(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Callable[[], Totals]:
-        """Begin to add up; what is returned waits for it. Collective over the world, both.
+    def start(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Late[Totals]:
+        """Begin to add up. Collective over the world.
 
         Args:
             losses: of this rank's microbatches; none where the loss is not.
             consumed, evaluate: where this rank is in the data and what it does there.
-        Raises: RanksDiffer, when it is waited for, if ranks are at different places: they would add up different steps
+        Raises: RanksDiffer, when it is read, if ranks are at different places: they would add up different steps
             unnoticed.
         """
         mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
@@ -80,10 +82,10 @@ class Adder:
             check = [(place, not reported <= set(names)), (place**2 % 2**_BITS, place**2 >> _BITS)]
             return names, self.mesh.world.start_all_reduce(_rows(mine, names, check, self.mesh.device))
 
-        def finish() -> Totals:
-            names, rows = begun
+        def read(values: Sequence[float]) -> Totals:
+            names = begun[0]
             while True:
-                *pairs, (tokens, broken), (places, changed), (low, high) = rows.wait().cpu().tolist()
+                *pairs, (tokens, broken), (places, changed), (low, high) = zip(values[::2], values[1::2], strict=True)
                 # Cauchy-Schwarz: equal for equal numbers alone
                 if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
                     raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
@@ -91,9 +93,15 @@ class Adder:
                     return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
                 del self._names[evaluate]
                 names, rows = begin()
+                values = rows.wait().flatten().tolist()
 
         begun = begin()
-        return finish
+        return Late(cache(begun[1].wait), read)
+
+
+def counted_tokens(totals: Late[Totals]) -> Tensor:
+    """Totals.tokens, on the device."""
+    return totals.tensor()[-3, 0]
 
 
 def _rows(

@@ -29,7 +29,7 @@ class Shaped(TorchDispatchMode):
 
 @pytest.mark.parametrize("train", [{}, {"bf16": True}, {"fp16": True}, {"calculate_per_token_loss": True}], ids=str)
 @pytest.mark.parametrize("style, schedule", [("gpt2", "1f1b"), ("llama", "zb-h1")])
-def test_a_step_waits_twice_for_its_losses_and_its_norm_whatever_the_number_of_microbatches(
+def test_a_step_waits_once_for_its_losses_and_its_norm_whatever_the_number_of_microbatches(
     monkeypatch, style, schedule, train
 ):
     run = run_of(ProcessMesh.single(), config(STYLES[style], schedule=schedule, **train))
@@ -47,5 +47,4 @@ def test_a_step_waits_twice_for_its_losses_and_its_norm_whatever_the_number_of_m
         monkeypatch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
     with Shaped(found):
         run.step()
-    # tolist is of what cpu has brought
-    assert found == ["cpu", "tolist", "item"]
+    assert found == ["tolist"]
