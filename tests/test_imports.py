@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "checks": "config data errors models.overrides models.transformer_engine optim plan schedule",
     "training": "checks config data distributed errors flags models optim pipeline_parallel plan schedule "
     "tensor_parallel",
-    "convert": "config data distributed errors models pipeline_parallel.partition training",
+    "convert": "config data distributed errors models optim pipeline_parallel.partition schedule training",
     "testing": "config data distributed errors models pipeline_parallel schedule tensor_parallel training",
 }
 

@@ -1,7 +1,9 @@
-"""Hugging Face models to our checkpoints and back: GPT-2, Llama 2 and 3, Qwen2, Qwen3, one tensor at a time.
+"""Hugging Face models and checkpoints of Megatron-LM to ours and back, one tensor at a time.
 
 python tools/convert_checkpoint.py --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
 python tools/convert_checkpoint.py --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
+python tools/convert_checkpoint.py --from-megatron /data/run --save checkpoints/run
+python tools/convert_checkpoint.py --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from typing import Literal
 import torch
 
 from megapipe.config import CheckpointConfig
-from megapipe.convert import Converted, compare_logits, export_checkpoint, import_checkpoint
+from megapipe.convert import (
+    Converted,
+    compare_logits,
+    export_checkpoint,
+    export_megatron,
+    import_checkpoint,
+    import_megatron,
+)
 from megapipe.errors import CheckpointError, ConfigError, UserError
 from megapipe.flags.parse import parse, stop, to_flags
 from megapipe.training.checkpoint import find_checkpoint
@@ -32,14 +41,22 @@ class Flags:
 
     from_huggingface: str | None = None
     """Folder of a Hugging Face model to import: config.json and safetensors."""
+    from_megatron: str | None = None
+    """Folder of checkpoints of Megatron-LM to import, of --ckpt-format torch_dist or torch."""
     save: str | None = None
     """New folder of checkpoints to import into, for pretrain_gpt.py --load."""
     load: str | None = None
     """Folder of checkpoints to export from."""
     ckpt_step: int | None = None
-    """Iteration to export. Default: the newest."""
+    """Iteration to export, or to import from Megatron-LM. Default: the newest."""
     to_huggingface: str | None = None
     """New folder to export to, for AutoModelForCausalLM.from_pretrained."""
+    to_megatron: str | None = None
+    """New folder to export to, for Megatron-LM's --load."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of an export to Megatron-LM."""
+    no_load_optim: bool = False
+    """Leave the optimizer's state of a checkpoint of or for Megatron-LM."""
     huggingface_config: str | None = None
     """Folder whose config.json and tokenizer go with an export. Default: what the import has left beside --load."""
     vocab_size: int | None = None
@@ -57,18 +74,21 @@ def main(argv: Sequence[str]) -> None:
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
     dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
-    if flags.from_huggingface and flags.save:
+    keep = not flags.no_load_optim
+    if flags.from_megatron and flags.save:
+        theirs = Path(flags.from_megatron)
+        done = import_megatron(theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=bar)
+    elif flags.from_huggingface and flags.save:
         theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
         done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=bar)
-        ours = done.folder
+    elif flags.to_megatron:
+        theirs = Path(flags.to_megatron)
+        done = export_megatron(_found(flags), theirs, optimizer=keep, progress=bar)
     else:
         assert flags.to_huggingface
-        found = find_checkpoint(CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step))
-        if found is None:
-            raise CheckpointError(f"--load {flags.load} holds no checkpoint")
-        ours, theirs = found, Path(flags.to_huggingface)
+        theirs = Path(flags.to_huggingface)
         done = export_checkpoint(
-            ours,
+            _found(flags),
             theirs,
             vocab_size=flags.vocab_size,
             beside=Path(flags.huggingface_config) if flags.huggingface_config else None,
@@ -79,10 +99,18 @@ def main(argv: Sequence[str]) -> None:
     for note in done.notes:
         print(f"  note: {note}")
     if flags.save:
-        run = replace(done.config, checkpoint=CheckpointConfig(load=flags.save, finetune=True))
-        print(f"flags of a run that takes it:\n  {shlex.join(to_flags(run))}")
-    if not flags.no_check:
-        check(theirs, ours, done)
+        checkpoint = CheckpointConfig(load=flags.save, finetune=done.steps is None)
+        print(f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}")
+    if not flags.no_check and (flags.from_huggingface or flags.to_huggingface):
+        check(theirs, done.folder if flags.save else _found(flags), done)
+
+
+def _found(flags: Flags) -> Path:
+    """The checkpoint to export."""
+    found = find_checkpoint(CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step))
+    if found is None:
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint")
+    return found
 
 
 def check(theirs: Path, ours: Path, done: Converted) -> None:
@@ -108,18 +136,28 @@ def bar(done: int, total: int) -> None:
 
 
 def _problems(flags: Flags) -> Iterator[str]:
-    inward = {"--from-huggingface": flags.from_huggingface, "--save": flags.save}
-    outward = {"--load": flags.load, "--to-huggingface": flags.to_huggingface}
-    if not any(inward.values()) and not any(outward.values()):
-        yield "give --from-huggingface DIR --save DIR to import, or --load DIR --to-huggingface DIR to export"
-    elif any(inward.values()) and any(outward.values()):
-        yield "--from-huggingface and --save import, --load and --to-huggingface export: one of the two at a time"
+    inward = {"--from-huggingface": flags.from_huggingface, "--from-megatron": flags.from_megatron}
+    outward = {"--to-huggingface": flags.to_huggingface, "--to-megatron": flags.to_megatron}
+    given = [name for name, value in (inward | outward).items() if value]
+    if len(given) != 1:
+        yield (
+            "give one of --from-huggingface DIR --save DIR, --from-megatron DIR --save DIR, "
+            "--load DIR --to-huggingface DIR and --load DIR --to-megatron DIR"
+            + f", not {' and '.join(given)}"
+            * bool(given)
+        )
     else:
-        pair = inward if any(inward.values()) else outward
-        yield from (f"{name} is missing" for name, value in pair.items() if not value)
-    for name, folder in (("--from-huggingface", flags.from_huggingface), ("--load", flags.load)):
-        if folder and not Path(folder).is_dir():
-            yield f"{name} {folder}: no such folder"
+        into = given[0] in inward
+        needed, other = ("--save", "--load") if into else ("--load", "--save")
+        values = {"--save": flags.save, "--load": flags.load}
+        if not values[needed]:
+            yield f"{needed} is missing: {given[0]} needs it"
+        if values[other]:
+            yield f"{other} has no meaning with {given[0]}"
+    folders = inward | {"--load": flags.load}
+    yield from (
+        f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
+    )
     if flags.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"
 

@@ -1,7 +1,18 @@
-"""Checkpoints of the Hugging Face hub to ours and back: GPT-2, Llama, Qwen2 and Qwen3 of any size."""
+"""Hugging Face models and checkpoints of Megatron-LM to ours and back, of any size."""
 
 from megapipe.convert.checks import compare_logits
 from megapipe.convert.convert import Converted, export_checkpoint, import_checkpoint
+from megapipe.convert.megatron import import_megatron
+from megapipe.convert.megatron_write import export_megatron
 from megapipe.convert.tensors import SavedTensors, load_full
 
-__all__ = ["Converted", "SavedTensors", "compare_logits", "export_checkpoint", "import_checkpoint", "load_full"]
+__all__ = [
+    "Converted",
+    "SavedTensors",
+    "compare_logits",
+    "export_checkpoint",
+    "export_megatron",
+    "import_checkpoint",
+    "import_megatron",
+    "load_full",
+]

@@ -46,9 +46,10 @@ def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig)
         raise CheckpointError(problems)
 
 
-def check_ours(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig, name: str) -> None:
-    shapes, needed = _our_shapes(model), {rule.ours for rule in table}
-    there = {key for key in saved.shapes if not key.startswith("optimizer.")}
+def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
+    """Raises: CheckpointError unless a checkpoint has the tensors of its model, all of them and no other."""
+    shapes = _our_shapes(model)
+    needed, there = shapes.keys(), {key for key in saved.shapes if not key.startswith("optimizer.")}
     problems = _listing(f"{name} lacks tensors", sorted(needed - there))
     problems += _listing(f"{name} has tensors that have no place there", sorted(there - needed))
     problems += [
@@ -109,9 +110,9 @@ def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int
     return (got - want).abs().max().item(), want.abs().max().item()
 
 
-def whole_model(model: ModelConfig) -> GPTModel:
-    """The model in one piece, its parameters not yet filled."""
-    return GPTModel(model, LayerSpan(0, model.layers, True, True), Axis())
+def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
+    """The model in one piece, or a span of it, its parameters not yet filled."""
+    return GPTModel(model, span or LayerSpan(0, model.layers, True, True), Axis())
 
 
 def _equal(saved: SavedTensors, first: str, second: str) -> bool:

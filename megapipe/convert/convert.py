@@ -6,13 +6,14 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.checks import check_ours, check_theirs, notes
@@ -25,6 +26,7 @@ from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.training import commit
 from megapipe.training.checkpoint import STATE
+from megapipe.training.resume import settings
 from megapipe.training.saved_config import saved_config, saved_provider
 
 BESIDE = "huggingface"
@@ -41,13 +43,15 @@ class Converted:
         folder: the checkpoint's own folder, or the Hugging Face model's.
         config: model, data and precision as flags of a run that takes it.
         notes: what means something else on the other side, a line each.
-        vocab_size: rows of the embedding without padding.
+        vocab_size: rows of the embedding without padding; of Megatron-LM's, with it.
+        steps: of the optimizer, if its state is there.
     """
 
     folder: Path
     config: Config
     notes: tuple[str, ...]
     vocab_size: int
+    steps: int | None = None
 
 
 def import_checkpoint(
@@ -78,20 +82,53 @@ def import_checkpoint(
     if dtype is None:
         dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
 
-    with _scratch(commit.begin(target, 0)) as folder:
-        writer = ShardWriter(folder)
+    def tensors() -> Iterator[tuple[str, Tensor]]:
         for done, rule in enumerate(table):
             progress(done, len(table))
-            writer.add(rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype))
-        names = writer.close()
+            yield rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype)
         progress(len(table), len(table))
-        _copy_others(source, target / BESIDE)
-        commit.write_durably(target / BESIDE / "config.json", json.dumps(content, indent=2) + "\n")
-        train = TrainConfig(bf16=dtype == torch.bfloat16)
-        config = Config(model=model, train=train, data=_data(target / BESIDE, vocab_size))
-        commit.write_durably(folder / STATE, _state(config))
-        final = commit.commit(folder, 0, commit.digest(folder, [*names, STATE]))
+
+    beside = target / BESIDE
+    _copy_others(source, beside)
+    commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
+    config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=_data(beside, vocab_size))
+    final = write_checkpoint(target, config, tensors())
     return Converted(final, config, tuple(notes(content, model, vocab_size)), vocab_size)
+
+
+def write_checkpoint(
+    target: Path,
+    config: Config,
+    tensors: Iterable[tuple[str, Tensor]],
+    state: Mapping[str, Any] | None = None,
+    steps: int | None = None,
+) -> Path:
+    """TARGET/iter_NNNNNNN, complete or not there.
+
+    Args:
+        tensors: by our names, each whole and in its saved shape, made when its turn comes.
+        state: where the run is. Default: at its begin.
+        steps: of the optimizer whose state is among the tensors.
+    Returns: its folder.
+    """
+    start = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
+    state = start | dict(state or {})
+    iteration = state["iteration"]
+    content = {
+        "iteration": iteration,
+        "state": state,
+        "optimizer_steps": steps,
+        "opt_param_scheduler": None if steps is None else settings(config),
+        "config": dataclasses.asdict(config),
+        "torch": torch.__version__,
+    }
+    with _scratch(commit.begin(target, iteration)) as folder:
+        writer = ShardWriter(folder)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        names = writer.close()
+        commit.write_durably(folder / STATE, json.dumps(content, indent=1) + "\n")
+        return commit.commit(folder, iteration, commit.digest(folder, [*names, STATE]))
 
 
 def export_checkpoint(
@@ -113,7 +150,7 @@ def export_checkpoint(
         dtype: of the weights; default as in the checkpoint.
     Raises: CheckpointError for damage, a model that no family can express, or a config.json of another model.
     """
-    config = _exportable(folder, target)
+    config = exportable(folder, target)
     model, saved = config.model, SavedTensors(folder)
     if beside is None and (folder.parent / BESIDE / "config.json").exists():
         beside = folder.parent / BESIDE
@@ -129,12 +166,9 @@ def export_checkpoint(
     content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     content.pop("dtype", None)  # the newer name of torch_dtype; all versions of transformers read the older
     table = rules(model, content["model_type"], vocab_size)
-    check_ours(table, saved, model, folder.name)
+    check_ours(saved, model, folder.name)
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    fresh.mkdir()
-    with _scratch(fresh) as out:
+    with fresh_folder(target) as out:
         writer = ShardWriter(out)
         for done, rule in enumerate(table):
             progress(done, len(table))
@@ -150,12 +184,11 @@ def export_checkpoint(
             commit.write_durably(out / "generation_config.json", json.dumps(settings, indent=2) + "\n")
             missing = write_tokenizer(config, out)
         commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
-        out.replace(target)  # an empty folder gives way
     without = [f"no tokenizer is written: {missing}"] if missing else []
     return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size)
 
 
-def _exportable(folder: Path, target: Path) -> Config:
+def exportable(folder: Path, target: Path) -> Config:
     """The configuration of a checkpoint that is sound, of our own GPT, and has an empty place to go to."""
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; give another folder")
@@ -184,18 +217,6 @@ def _vocab_size(config: Config) -> int:
         raise CheckpointError(f"give the number of ids without padding with --vocab-size ({error})") from None
 
 
-def _state(config: Config) -> str:
-    content = {
-        "iteration": 0,
-        "state": {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0},
-        "optimizer_steps": None,
-        "opt_param_scheduler": None,
-        "config": dataclasses.asdict(config),
-        "torch": torch.__version__,
-    }
-    return json.dumps(content, indent=1) + "\n"
-
-
 def _copy_others(source: Path, target: Path) -> None:
     """Tokenizer, generation settings: small text files of the folder but config.json and the index of the weights."""
     target.mkdir(parents=True, exist_ok=True)
@@ -203,6 +224,17 @@ def _copy_others(source: Path, target: Path) -> None:
         named = path.suffix in (".json", ".txt", ".model", ".jinja")
         if named and path.is_file() and not path.name.endswith(".index.json") and path.name != "config.json":
             shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def fresh_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the target's place when all went well; an empty one gives way."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    fresh.mkdir()
+    with _scratch(fresh):
+        yield fresh
+        fresh.replace(target)
 
 
 @contextmanager

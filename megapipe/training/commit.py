@@ -231,8 +231,8 @@ def is_megatrons(folder: Path) -> bool:
 
 def _megatrons(folder: Path) -> str:
     return (
-        f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it to Hugging Face's "
-        "format with Megatron's tools, import that with tools/convert_checkpoint.py, and load that with --finetune"
+        f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it: "
+        f"python tools/convert_checkpoint.py --from-megatron {folder.parent} --save {folder.parent}-megapipe"
     )
 
 

@@ -1,0 +1,53 @@
+"""What Megatron-LM calls a parameter, under its own layers and under Transformer Engine's, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+_FUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Transformer Engine keeps a norm in the linear layer that follows it."""
+
+# The order in which a layer's modules were made: Megatron-LM's own, Transformer Engine's, and with its norms last.
+_ORDERS = (
+    "input_layernorm self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
+    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2",
+    "self_attention.linear_proj input_layernorm self_attention.linear_qkv self_attention.q_layernorm "
+    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2",
+    "self_attention.linear_proj self_attention.linear_qkv input_layernorm self_attention.q_layernorm "
+    "self_attention.k_layernorm mlp.linear_fc1 pre_mlp_layernorm mlp.linear_fc2",
+)
+
+
+def common_name(name: str) -> str:
+    """The name under Megatron-LM's own layers, which is ours."""
+    name = name.removeprefix("module.")
+    for fused, apart in _FUSED.items():
+        name = name.replace(fused, apart)
+    return name
+
+
+def fused_name(name: str) -> str:
+    """The other way round, as in `torch_dist` checkpoints of either kind of layers."""
+    for fused, apart in _FUSED.items():
+        name = name.replace(apart, fused)
+    return name
+
+
+def orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """The ways in which these parameters of one model chunk may follow each other in its modules."""
+    for order in _ORDERS:
+        places = {module: n for n, module in enumerate(order.split())}
+
+        def place(name: str, places: dict[str, int] = places) -> tuple[int, int, int, str]:
+            module, kind = name.rsplit(".", 1)
+            if name.startswith("decoder.layers."):
+                _, _, layer, module = module.split(".", 3)
+                return 1, int(layer), places[module], "01"[kind == "bias"]
+            ends = ("embedding.word_embeddings", "embedding.position_embeddings", "decoder.final_layernorm")
+            at = ends.index(module) if module in ends else len(ends)
+            return (0 if at < 2 else 2), at, 0, "01"[kind == "bias"]
+
+        yield sorted(names, key=place)

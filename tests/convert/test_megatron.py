@@ -1,0 +1,233 @@
+"""Checkpoints in Megatron-LM's layouts, laid out here by hand as its own code writes them, and ours in its layout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import refused
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.convert import SavedTensors, export_megatron, import_megatron
+from megapipe.convert.checks import whole_model
+from megapipe.convert.convert import write_checkpoint
+from megapipe.convert.megatron_args import args_of
+from megapipe.convert.plain import Named, read_pickle, read_torch
+from megapipe.distributed.layout import layout_of
+from megapipe.training import commit
+
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=8,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    ffn_hidden_size=6,
+    max_position_embeddings=8,
+    padded_vocab_size=16,
+    swiglu=True,
+)
+TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+KINDS = ("", "exp_avg", "exp_avg_sq", "master")
+
+
+def whole(bf16: bool) -> dict[str, Tensor]:
+    """A run's tensors under our keys."""
+    torch.manual_seed(1)
+    params = dict(whole_model(MODEL).named_parameters())
+    found = {}
+    for name, param in params.items():
+        if layout_of(param).tied_to is None:
+            main = torch.randn(layout_of(param).full)
+            found[name] = main.bfloat16() if bf16 else main
+            found |= {f"optimizer.{kind}.{name}": torch.randn_like(main) for kind in ("exp_avg", "exp_avg_sq")}
+            if bf16:
+                found[f"optimizer.master.{name}"] = main
+    return found
+
+
+def run(bf16: bool) -> Config:
+    return Config(model=MODEL, train=TrainConfig(**vars(TRAIN) | {"bf16": bf16}))
+
+
+def ours(root: Path, bf16: bool) -> Path:
+    state = {"iteration": 5, "consumed_train_samples": 10, "skipped_samples": 2}
+    return write_checkpoint(root, run(bf16), whole(bf16).items(), state, 4)
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    saved = SavedTensors(folder)
+    return {key: saved.read(key) for key in saved.shapes}
+
+
+def rank_slice(name: str, x: Tensor, t: int, layer: int) -> Tensor:
+    """Of tensor-parallel rank t of 2: [gate_r; up_r], rows of whole groups, columns."""
+    if "linear_fc1" in name:
+        return torch.cat([x[0].chunk(2)[t], x[1].chunk(2)[t]])
+    if any(word in name for word in ("word_embeddings", "output_layer", "linear_qkv")):
+        return x.chunk(2)[t].clone()
+    rows = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    return x.chunk(2, dim=1)[t].clone() if rows else x
+
+
+def megatrons(root: Path, *, bf16: bool = False, te: bool = False, flat: bool = False, **other: object) -> Path:
+    """Format `torch`, tp 2 x pp 2 with 2 and 1 layers, after 4 steps of the optimizer."""
+    tensors = whole(bf16)
+    args = args_of(run(bf16)) | {"consumed_train_samples": 10, "consumed_valid_samples": 0} | other
+    for t in range(2):
+        for p, (first, last) in enumerate([(0, 2), (2, 3)]):
+            kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+            for kind in KINDS:
+                for name in [key for key in tensors if not key.startswith("optimizer.")]:
+                    key = f"optimizer.{kind}.{name}" if kind else name
+                    parts = name.split(".")
+                    layer = int(parts[2]) if "layers" in parts else -1
+                    here = first <= layer < last if layer >= 0 else (p == 0) == name.startswith("embedding")
+                    if key not in tensors or not (here or (name.startswith("embedding.word") and p == 1)):
+                        continue
+                    local = f"decoder.layers.{layer - first}.{'.'.join(parts[3:])}" if layer >= 0 else name
+                    if te:
+                        local = local.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+                        local = local.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+                    tied = p == 1 and name.startswith("embedding")
+                    place = kinds[kind]
+                    place["output_layer.weight" if tied else local] = rank_slice(name, tensors[key], t, layer)
+            model = kinds[""]
+            model = {name: model[name] for name in sorted(model, key=lambda name: name == "output_layer.weight")}
+            ordered = [[n for n in model if (model[n].ndim > 1) == wide] for wide in (True, False)]
+            numbers = iter(range(len(model)))
+            groups = [
+                {"wd_mult": wd, "step": 4, "params": [next(numbers) for _ in names]}
+                for wd, names in zip((1.0, 0.0), ordered, strict=True)
+            ]
+            names = [name for group in ordered for name in group]
+            state = {n: {kind: kinds[kind][name] for kind in KINDS[1:3]} for n, name in enumerate(names)}
+            optimizer: dict[str, object] = {"state": state, "param_groups": groups}
+            if bf16:
+                mains = [[kinds["master"][name] for name in group] for group in ordered]
+                optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": mains}
+            folder = root / "iter_0000005" / f"mp_rank_{t:02d}_{p:03d}"
+            folder.mkdir(parents=True)
+            if flat:
+                optimizer = {"optimizer": {"param_groups": groups}}
+                rows = {"param": kinds["master"] if bf16 else model, "exp_avg": kinds["exp_avg"]}
+                rows["exp_avg_sq"] = kinds["exp_avg_sq"]
+                flats = {kind: row([its[name] for name in reversed(model)]) for kind, its in rows.items()}
+                torch.save({"buckets_coalesced": True, 0: {"float": flats}}, folder / "distrib_optim.pt")
+            content = {
+                "args": argparse.Namespace(**args),
+                "iteration": 5,
+                "model": model | {"decoder.layers.0.mlp.linear_fc1._extra_state": None},
+                "optimizer": optimizer,
+                "opt_param_scheduler": {"num_steps": 8},
+            }
+            torch.save(content, folder / "model_optim_rng.pt")
+    (root / commit.POINTER).write_text("5")
+    return root
+
+
+def row(parts: list[Tensor]) -> Tensor:
+    """A bucket of four and one of the others: each part begins at a multiple of 64 from the begin of its bucket."""
+
+    def bucket(its: list[Tensor]) -> Tensor:
+        at, pieces = 0, []
+        for x in its:
+            pieces += [torch.full((-at % 64,), 9.0), x.flatten().float()]
+            at += -at % 64 + x.numel()
+        return torch.cat(pieces)
+
+    return torch.cat([bucket(parts[:4]), bucket(parts[4:])])
+
+
+@pytest.mark.parametrize("bf16, te, flat", [(False, False, False), (True, True, False), (True, False, True)])
+def test_ranks_files_become_one_checkpoint_with_the_optimizer_to_the_bit(tmp_path, bf16, te, flat):
+    done = import_megatron(megatrons(tmp_path / "theirs", bf16=bf16, te=te, flat=flat), tmp_path / "ours")
+    want = whole(bf16)
+    got = read_all(done.folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    content = (done.folder / "state.json").read_text()
+    assert done.folder.name == "iter_0000005"
+    assert done.steps == 4
+    assert '"consumed_train_samples": 10' in content
+    assert '"skipped_samples": 2' in content
+    assert done.config.model.query_groups == 2
+    assert done.config.train.lr == 0.1
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16):
+    folder = ours(tmp_path / "ours", bf16)
+    export_megatron(folder, tmp_path / "theirs")
+    again = import_megatron(tmp_path / "theirs", tmp_path / "again").folder
+    got, want = read_all(again), read_all(folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_path):
+    theirs = export_megatron(ours(tmp_path / "ours", False), tmp_path / "theirs").folder
+    want = whole(False)
+    fc1 = torch.stack([want[f"decoder.layers.{n}.mlp.linear_fc1.weight"].flatten(0, 1) for n in range(3)])
+    norm = torch.stack([want[f"optimizer.exp_avg.decoder.layers.{n}.input_layernorm.bias"] for n in range(3)])
+    asked = {
+        "decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 12, 8),
+        "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 12, 8),
+        "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.layer_norm_bias": torch.empty(3, 8),
+    }
+    load(asked, storage_reader=FileSystemReader(theirs), no_dist=True)
+    for got, value in zip(asked.values(), (fc1, fc1, norm), strict=True):
+        assert torch.equal(got, value)
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_a_file_names_is_called(tmp_path):
+    trap = Trap()
+    trap.path = tmp_path / "made"
+    with (tmp_path / "pickle").open("wb") as file:
+        pickle.dump({"a": trap}, file)
+    torch.save({"a": trap}, tmp_path / "torch")
+    (value,) = read_pickle(tmp_path / "pickle").values()
+    assert isinstance(value, Named)
+    assert value.args == (str(trap.path),)
+    # torch refuses some modules whatever stands for them.
+    assert refused(lambda: read_torch(tmp_path / "torch"))[0].startswith(f"{tmp_path}/torch cannot be read: ")
+    assert not trap.path.exists()
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        ({"num_experts": 8}, "iter_0000005: --num-experts 8 is not supported"),
+        ({"fp8": "hybrid"}, "iter_0000005: --fp8 hybrid is not supported"),
+        ({"num_layers": 4}, "iter_0000005: lacks decoder.layers.3.input_layernorm.weight, "),
+        ({"ffn_hidden_size": 8}, "mlp.linear_fc1.weight is [6, 8], but its arguments mean [2, 4, 8]"),
+        ({"optimizer": "sgd"}, "--optimizer sgd is not supported; convert the weights alone with --no-load-optim"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_named_and_nothing_is_written(tmp_path, other, text):
+    theirs = megatrons(tmp_path / "theirs", **other)
+    assert any(text in line for line in refused(lambda: import_megatron(theirs, tmp_path / "ours")))
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_missing_rank_and_a_file_that_is_cut_off_are_named(tmp_path):
+    theirs = megatrons(tmp_path / "theirs")
+    path = theirs / "iter_0000005" / "mp_rank_01_000" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:500])
+    assert str(path) in refused(lambda: import_megatron(theirs, tmp_path / "ours"))[0]
+    path.unlink()
+    path.parent.rmdir()
+    text = f"{theirs}/iter_0000005 lacks mp_rank_01_000"
+    assert refused(lambda: import_megatron(theirs, tmp_path / "ours")) == (text,)
