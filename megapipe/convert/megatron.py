@@ -1,6 +1,6 @@
 """A run of Megatron-LM taken over: its checkpoint as ours, weights, optimizer and where the run was.
 
-Tensors are read and written one at a time; of a file of the `torch` format only what is read comes into memory.
+Tensors are read one at a time; of a file of the `torch` format only what is read comes into memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
 from megapipe.pipeline_parallel.partition import LayerSpan, partition
 from megapipe.schedule import loop
-from megapipe.training.commit import POINTER
+from megapipe.training import commit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS_ALONE = "; convert the weights alone with --no-load-optim"
@@ -61,11 +61,13 @@ def import_megatron(
 
     Args:
         source: the folder that it saves in, or one checkpoint.
-        step: iteration. Default: the one that its latest_checkpointed_iteration.txt names.
+        step: iteration. Default: the one that its latest_checkpointed_iteration.txt names, or the only one.
         optimizer: with its state, if that was saved.
     Raises: CheckpointError naming file and tensor or argument that is missing, damaged or not supported. Nothing is
         written then.
     """
+    if commit.iterations_in(target):
+        raise CheckpointError(f"{target} holds checkpoints already; give another folder")
     folder = find_folder(source, step)
     opened: Source = DistributedTensors(folder) if (folder / ".metadata").exists() else LegacyTensors(folder)
     common = opened.common
@@ -103,20 +105,22 @@ def find_folder(source: Path, step: int | None = None) -> Path:
 
     Raises: CheckpointError if there is none.
     """
+    there = sorted(path.name for path in source.glob("iter_*"))
     if step is not None:
         folder = source / f"iter_{step:07d}"
-    elif (source / POINTER).exists():
-        text = (source / POINTER).read_text(errors="replace").strip()
+    elif (source / commit.POINTER).exists():
+        text = (source / commit.POINTER).read_text(errors="replace").strip()
         if not re.fullmatch(r"release|\d{1,18}", text):
-            raise CheckpointError(f"{source / POINTER} holds {text[:40]!r}, neither an iteration nor release")
+            raise CheckpointError(f"{source / commit.POINTER} holds {text[:40]!r}, neither an iteration nor release")
         folder = source / (text if text == "release" else f"iter_{int(text):07d}")
+    elif len(there) > 1:
+        raise CheckpointError(f"{source} has no {commit.POINTER}; choose one of {', '.join(there)} with --ckpt-step N")
     else:
-        folder = source
+        folder = source / there[0] if there else source
     if not (folder / ".metadata").exists() and not any(folder.glob("mp_rank_*")):
-        there = ", ".join(sorted(path.name for path in source.glob("iter_*"))) or "nothing"
         raise CheckpointError(
             f"{folder} is no checkpoint of Megatron-LM: it has neither a .metadata (torch_dist) nor mp_rank_ folders "
-            f"(torch). {source} holds of iterations: {there}"
+            "(torch)" + f"; {source} holds {', '.join(there)}" * bool(there)
         )
     return folder
 

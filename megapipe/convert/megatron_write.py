@@ -1,4 +1,4 @@
-"""Our checkpoint as Megatron-LM's `torch_dist`: what its own loader reads at any tp and pp, a tensor at a time.
+"""Our checkpoint as Megatron-LM's `torch_dist`, whose loader cuts it anew; a tensor at a time.
 
 The optimizer's state has the names that each of its optimizers asks for: FP32, with 16-bit weights, and distributed
 (the form fully_reshardable). Where two of them mean one tensor, its bytes are there once.
