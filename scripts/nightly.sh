@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What draws many cases: schedules under every cost, and trainings compared with one process. Half an hour; MINUTES and
-# SEED change it. A case that differs is printed as a command.
+# What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies, faults
+# at random moments. MINUTES (of the comparison, 30) and SEED change it. A case that differs is printed as a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh

@@ -35,7 +35,7 @@ from tools.broken_run import Fault, Launched, difference, newest_sound, numbers
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
 """Launches in a row that end without a fault of ours and without an iteration."""
-HANGS_S, ORPHANED_S = 1800.0, 120.0
+HANGS_S, ORPHANED_S = 900.0, 30.0
 """When a run that says nothing, and processes whose launcher is gone, count as a failure of the run."""
 
 
