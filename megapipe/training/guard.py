@@ -1,7 +1,8 @@
 """Numbers that cannot be right: losses and gradients that are not finite, losses that spike.
 
 A step has no state but weights and samples, so it can be run a second time before anything is updated: what does not
-come again was an error of a device, or a model's that is not deterministic (Megatron-LM's rerun_state_machine); what does is the training's own.
+come again was an error of a device, or of a model that is not deterministic (Megatron-LM's rerun_state_machine); what
+does is the training's own.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Guard:
             if not (result.skipped or above(result.losses, limits)):
                 self._say(
                     f"WARNING: iteration {iteration}: {_said(first)}; run again on the same samples it is "
-                    f"{_said(result)}. Unless the model draws numbers of its own, a device or its memory erred; going on "
-                    "with the second result"
+                    f"{_said(result)}. A device or its memory erred, or the model is not deterministic; going on with "
+                    "the second result"
                 )
         self.judge(result, iteration, scale, last_saved, ", twice" if first is not result else "")
         return result
