@@ -85,7 +85,7 @@ def changed_settings(
     for section, rules in RULES.items() if trained else ():
         for name in (n for n, rule in rules.items() if rule == _NAMED and n in saved[section]):
             mine, its = getattr(getattr(config, section), name), saved[section][name]
-            if name == "global_batch_size":
+            if name == "global_batch_size" and not config.train.step_batch_size_schedule:
                 mine, its = config.global_batch_size, _batch(saved)
             if isinstance(mine, tuple):
                 mine, its = list(mine), list(its)

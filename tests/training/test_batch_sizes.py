@@ -113,6 +113,7 @@ def test_a_growing_batch_has_the_bits_of_runs_by_hand_one_size_after_the_other(t
             save=str(tmp_path / f"{number}"),
             save_interval=100,
             load=str(tmp_path / f"{number - 1}") if number else None,
+            override_on_load=("global_batch_size",),
         )
         constant = {"step_batch_size_schedule": None, "global_batch_size": batch, "train_samples": until}
         part = config(**constant, lr_decay_samples=60, override_opt_param_scheduler=True)
