@@ -157,9 +157,8 @@ def _forms(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _has_state(opened: Source, common: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    if not args.get("no_save_optim") and (common.get("optimizer") or _objects(opened)):
-        return True
-    return bool(opened.shapes("exp_avg"))
+    named = not args.get("no_save_optim") and (common.get("optimizer") or _objects(opened))
+    return bool(named or opened.shapes("exp_avg"))
 
 
 def _objects(opened: Source) -> list[str]:

@@ -111,20 +111,18 @@ class LegacyTensors:
                 and (apart and name in _ENDS) == bool(group.get("is_decoupled_lr"))
             ]
             numbers = group["params"]
-            states = [inner["state"].get(n, {}) | ({"master": main[i]} if main else {}) for i, n in enumerate(numbers)]
-            shapes = [
-                {value.shape for value in state.values() if isinstance(value, Tensor) and value.ndim}
-                for state in states
-            ]
-            if len(its) != len(numbers) or any(given - {x.shape} for (_, x), given in zip(its, shapes, strict=True)):
+            given = [inner["state"].get(n, {}) | ({"master": main[i]} if main else {}) for i, n in enumerate(numbers)]
+            states = [{k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim} for state in given]
+            if len(its) != len(numbers) or any(
+                value.shape != x.shape for (_, x), state in zip(its, states, strict=True) for value in state.values()
+            ):
                 raise CheckpointError(
                     f"{self.paths[t, p]}: the optimizer's parameters cannot be told apart; convert the weights alone "
                     "with --no-load-optim"
                 )
             for (name, _), state in zip(its, states, strict=True):
                 for kind, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:
-                        found.setdefault(kind, {})[name] = value
+                    found.setdefault(kind, {})[name] = value
         return found
 
     def _rows(self, t: int, p: int) -> Iterator[Row]:
