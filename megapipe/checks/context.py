@@ -8,7 +8,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.models.overrides import layer_config
 
-WAYS = ("p2p", "all_gather", "a2a")
+WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def context_problems(config: Config) -> Iterator[str]:

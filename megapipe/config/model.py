@@ -88,7 +88,7 @@ class ModelConfig:
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which scaled-dot-product kernel torch may use."""
     cp_comm_type: tuple[str, ...] = ("p2p",)
-    """Keys and values under --context-parallel-size: a ring (p2p), all_gather, or heads for tokens (a2a)."""
+    """Keys and values under --context-parallel-size: ring (p2p, a2a+p2p), all_gather, heads for tokens (a2a)."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm"], ...] = ("core_attn",)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Holds(NamedTuple):
-    """Why a flag may be given. values: those it may have; none for a switch, `*` for any."""
+    """Why a flag may be given. values: those it may have; none for a switch, `*` for any, SEVERAL for any number."""
 
     values: tuple[str, ...]
     because: str
@@ -18,6 +18,7 @@ class Holds(NamedTuple):
 
 _SWITCH: tuple[str, ...] = ()
 _ANY = ("*",)
+SEVERAL = ("*", "...")
 _UNFUSED = "names a fused kernel that we do not have"
 _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
@@ -32,6 +33,7 @@ _TP_OVERLAP = "collectives over tensor-parallel ranks do not overlap with produc
 _LAUNCHED = "kernels are launched one by one, without CUDA graphs"
 _WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir writes the same scalars to files"
 _NOT_LOGGED = "not logged"
+_NOT_MOVED = "acts beside --cpu-offload, which is refused"
 _ONE_ENGINE = "one executor runs every schedule"
 
 _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -104,6 +106,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("tp-comm-overlap-cfg tp-comm-bootstrap-backend", _ANY, _TP_OVERLAP),
     ("pipeline-model-parallel-comm-backend", ("nccl",), "what --distributed-backend says"),
+    (
+        "hierarchical-context-parallel-sizes",
+        SEVERAL,
+        "keys travel in one ring; --cp-comm-type a2a+p2p is p2p",
+    ),
     ("nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group", _ANY, "NCCL has its defaults"),
     (
         "disable-gloo-process-groups use-sharp create-all-gather-group",
@@ -118,7 +125,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("empty-unused-memory-level", ("0", "1", "2"), "torch's allocator keeps freed memory for the next step"),
     ("manual-gc no-manual-gc-eval disable-manual-gc-eval", _SWITCH, _COLLECTED),
     ("manual-gc-interval", _ANY, _COLLECTED),
-    ("cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps", _ANY, _LAUNCHED),
+    ("cuda-graph-impl cuda-graph-warmup-steps", _ANY, _LAUNCHED),
+    ("cuda-graph-scope cuda-graph-modules", SEVERAL, _LAUNCHED),
     ("enable-cuda-graph external-cuda-graph", _SWITCH, _LAUNCHED),
     ("local-rank", _ANY, "the launcher passes the rank in the environment"),
     ("expert-model-parallel-size", ("1",), "there are no experts"),
@@ -192,6 +200,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         _ANY,
         "passes' costs are counted from the model, not timed",
     ),
+    ("offload-time offload-chunk-num", _ANY, _NOT_MOVED),
+    ("offload-continuous-buffers auto-offload-time offload-overlap-sr", _SWITCH, _NOT_MOVED),
     ("enable-exactly-numeric-match", _SWITCH, "every schedule gives the same numbers"),
     ("allow-padding-num-layers", _SWITCH, "stages may hold different numbers of layers, none is padded"),
     ("num-seq-splits", ("1",), "a microbatch is one piece"),

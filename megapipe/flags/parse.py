@@ -28,10 +28,14 @@ from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.zero_bubble import SWITCHES, chosen
 
 T = TypeVar("T")
-OLD_NAMES = {"--use-rotary-position-embeddings": ("--position-embedding-type", "rope")}
-"""A switch -> the flag and value that it means."""
+OLD_NAMES = {
+    "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
+    "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
+}
+"""A switch -> the flags and values that it means; the second, of the zero-bubble fork: norms, GELU and dropout."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
+_SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
 _NUMBERS = ("-inf", "-infinity", "-nan")
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
@@ -219,14 +223,16 @@ def _split(
 
 def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]]) -> Iterator[str]:
     """Names that mean a value of another flag. A line for what contradicts it."""
-    for old, (name, value) in OLD_NAMES.items():
+    for old, means in OLD_NAMES.items():
         said = [values for other, values in others if other == old]
         if not said:
             continue
         others[:] = [(other, values) for other, values in others if other != old]
         if said[-1]:
             yield f"{old} is a switch and takes no value, got {' '.join(said[-1])}"
-        given[name] = [value]  # as upstream, where it wins over the other flag
+        if old == "--recompute-lgd" and (also := given.keys() & means):
+            yield f"{old} is {text_of(means)} here, but {' and '.join(sorted(also))} is given. Leave one out."
+        given |= means  # rotary positions as upstream, where they win over the other flag
     rope = given.get("--position-embedding-type", [""])[-1:] == ["rope"]
     if not rope and any(name == "--no-position-embedding" for name, _ in others):
         yield (
@@ -243,15 +249,24 @@ def _schedule_switches(
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]
     size = given.get("--pipeline-model-parallel-size", ["1"])
-    name, problems = chosen(switches, int(size[0]) if size and size[0].isdecimal() else 1)
+    ranks = int(size[0]) if size and size[0].isdecimal() else 1
+    name, problems = chosen(switches, ranks, several=bool(given.keys() & _SEVERAL))
     yield from problems
-    text = " ".join(token for switch, values in switches.items() for token in (switch, *values))
+    text = text_of(switches)
     if name is not None and (also := given.get("--pipeline-schedule")):
         yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."
     elif name is not None:
         given["--pipeline-schedule"] = [name]
+    if name == "group-interleaved":
+        group = min(ranks, int(switches["--interleave-group-size"][0]))  # as the fork
+        given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
     if text:
-        holding[text] = f"--pipeline-schedule {name}" if name else "without effect, as there is no --enable-zero-bubble"
+        holding[text] = f"--pipeline-schedule {name}" if name else "without effect: nothing turns such a schedule on"
+
+
+def text_of(flags: Mapping[str, Sequence[str]]) -> str:
+    """Flags and their values as typed."""
+    return " ".join(token for name, values in flags.items() for token in (name, *values))
 
 
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:

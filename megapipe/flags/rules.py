@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megapipe.flags.holds import HOLDS, OLD_FLAGS
+from megapipe.flags.holds import HOLDS, OLD_FLAGS, SEVERAL
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.zero_bubble import SWITCHES
 
@@ -66,7 +66,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("use-precision-aware-optimizer *optimizer-*offload* qk-clip*", "optimizer state is float32 and on the device"),
     ("*fsdp*", "parameters are not sharded over data-parallel ranks"),
     (
-        "hierarchical-context-* hybrid-context-parallel",
+        "hybrid-context-parallel",
         "context-parallel ranks exchange keys in one way, --cp-comm-type",
     ),
     ("iter-per-epoch data-per-class-fraction decoder-seq-length", _GPT),
@@ -80,14 +80,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
 
 _FORK = "sail-sg/zero-bubble-pipeline-parallelism"
 _FORK_FLAGS = {
-    "--interleave-group-size": "its interleaving by groups is another schedule",
     "--zero-bubble-adaptive-memory-limit-percentile": "zb-auto searches under the limit of --memory-limit-gib",
-    "--offload-chunk-num": "nothing is moved to the host",
-    "--offload-time": "nothing is moved to the host",
-    "--auto-offload-time": "nothing is moved to the host",
-    "--offload-continuous-buffers": "nothing is moved to the host",
     "--cpu-offload": "nothing is moved to the host",
-    "--recompute-lgd": "use --recompute-granularity selective --recompute-modules layernorm mlp",
 }
 
 KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS
@@ -96,9 +90,9 @@ KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLA
 def value_problem(name: str, values: Sequence[str]) -> str | None:
     """What is wrong with the values of a flag in HOLDS, in one line, or None."""
     allowed, because = HOLDS[name]
-    if len(values) != (1 if allowed else 0):
+    if len(values) != (1 if allowed else 0) and not (values and allowed == SEVERAL):
         return f"{name} takes {'one value' if allowed else 'no value'}, got {' '.join(values) or 'none'}"
-    if not allowed or allowed == ("*",) or values[0] in allowed:
+    if not allowed or "*" in allowed or values[0] in allowed:
         return None
     return f"{name} {values[0]}: only {', '.join(allowed)} is implemented ({because})"
 

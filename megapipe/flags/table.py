@@ -12,7 +12,7 @@ from megapipe.config import Config
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.idle import IDLE
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import OLD_NAMES, Flag, flags_of
+from megapipe.flags.parse import OLD_NAMES, Flag, flags_of, text_of
 from megapipe.flags.rules import reason
 from megapipe.flags.zero_bubble import SWITCHES
 
@@ -25,7 +25,7 @@ def table() -> str:
     ours = flags_of(Config)
     spelled = {spelling for name in ours for spelling in (name, name.replace("_", "-"))}
     acts = [(f"`{flag.name}`", _default(flag), _help(flag)) for _, flag in sorted(ours.items())]
-    means = {old: f"{flag} {value}" for old, (flag, value) in OLD_NAMES.items()}
+    means = {old: text_of(flags) for old, flags in OLD_NAMES.items()}
     means |= {name: f"--pipeline-schedule {schedule}" for name, schedule in SWITCHES.items()}
     holds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, rule in sorted(HOLDS.items()):
@@ -68,7 +68,7 @@ def _default(flag: Flag) -> str:
 
 
 def _values(values: tuple[str, ...]) -> str:
-    return ", ".join("any" if value == "*" else f"`{value}`" for value in values)
+    return "any" if "*" in values else ", ".join(f"`{value}`" for value in values)
 
 
 def _help(flag: Flag) -> str:

@@ -13,7 +13,10 @@ from megapipe.schedule import SCHEDULES
 
 _ENABLE, _V, _ONE_F_ONE_B_V = "--enable-zero-bubble", "--zero-bubble-v-schedule", "--enable-1f1b-v"
 _SETUP, _PENDING = "--zero-bubble-v-schedule-mem-setup", "--zero-bubble-max-pending-backward"
+_GROUP = "--interleave-group-size"
 _V_SETUPS = {"zb": "zb-v", "half": "v-half", "min": "v-min"}
+
+_VALUED = (_SETUP, _PENDING, _GROUP)
 
 SWITCHES = {
     _ENABLE: "zb-h1, zb-h2 or zb-auto",
@@ -21,21 +24,23 @@ SWITCHES = {
     _V: "zb-v",
     _SETUP: "which V: zb is zb-v, half v-half, min v-min",
     _ONE_F_ONE_B_V: "1f1b-v",
+    _GROUP: "group-interleaved, in groups of so many microbatches, where a rank has several stages",
 }
 """Switch -> the --pipeline-schedule it means."""
 
 
-def chosen(given: Mapping[str, Sequence[str]], ranks: int) -> tuple[str | None, list[str]]:
+def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> tuple[str | None, list[str]]:
     """The schedule that the switches mean, None without one, and a line for each that cannot be met.
 
     Args:
         given: the switches and their values.
         ranks: pipeline ranks.
+        several: does a rank hold several stages by another flag?
     """
     problems = [
-        f"{name} takes {'one value' if name in (_SETUP, _PENDING) else 'no value'}, got {' '.join(values) or 'none'}"
+        f"{name} takes {'one value' if name in _VALUED else 'no value'}, got {' '.join(values) or 'none'}"
         for name, values in given.items()
-        if len(values) != (name in (_SETUP, _PENDING))
+        if len(values) != (name in _VALUED)
     ]
     if problems:
         return None, problems
@@ -49,7 +54,7 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int) -> tuple[str | None, 
             return None, [f"{_SETUP} {setup}: expected zb, half or min"]
         return _V_SETUPS[setup], []
     if _ENABLE not in given:
-        return None, []
+        return _by_groups(given.get(_GROUP, ["0"])[0], ranks) if several else (None, [])
     pending = given.get(_PENDING, ["auto"])[0]
     if pending == "auto":
         return "zb-auto", []
@@ -59,3 +64,13 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int) -> tuple[str | None, 
             f"Use {ranks} (zb-h1), {2 * ranks} (zb-h2) or auto."
         ]
     return "zb-h2" if int(pending) >= 2 * ranks else "zb-h1", []
+
+
+def _by_groups(size: str, ranks: int) -> tuple[str | None, list[str]]:
+    """Interleaved by groups of so many microbatches, 0 for none."""
+    if size == "0":
+        return None, []
+    least = (ranks + 1) // 2
+    if size.isdecimal() and int(size) >= least:
+        return "group-interleaved", []
+    return None, [f"{_GROUP} {size}: a group has at least half of {ranks} pipeline ranks. Use {least} to {ranks}."]

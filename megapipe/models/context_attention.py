@@ -33,7 +33,7 @@ class _Attention(torch.autograd.Function):
         def use(kv: Tensor, held: Tokens) -> None:
             attend(rule, q, mine, kv, held, sums)
 
-        (_ring if way == "p2p" else _all_at_once)(rule, torch.stack((k, v)), use)
+        (_ring if "p2p" in way else _all_at_once)(rule, torch.stack((k, v)), use)
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
         ctx.save_for_backward(q, k, v, out, sums.lse)
         ctx.rule, ctx.way = rule, way
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
         def use(kv: Tensor, held: Tokens) -> Tensor:
             return differentiate(rule, q, mine, kv, held, grad, lse, delta, dq)
 
-        back = _ring_back if ctx.way == "p2p" else _all_back
+        back = _ring_back if "p2p" in ctx.way else _all_back
         dk, dv = back(rule, torch.stack((k, v)), use).to(k.dtype)
         return None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
 
@@ -64,7 +64,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule, way: str = "p
     Args:
         q: [b, heads/t, s/c, d], the tokens that the rule's stream has here.
         k, v: [b, groups/t, s/c, d], each group for heads/groups successive heads.
-        way: p2p or all_gather; without effect where c is 1.
+        way: p2p (a2a+p2p is the same here) or all_gather; without effect where c is 1.
     Returns: [b, heads/t, s/c, d]. Scores have q's type (float32 for fp16), softmax and sums over blocks are float32.
         Memory: some tensors of one block's scores, output and logarithms in float32, and the keys of two ranks (p2p)
         or of all.

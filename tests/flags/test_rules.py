@@ -69,7 +69,7 @@ def test_a_typo_of_a_flag_we_lack_is_still_a_typo():
 def test_the_zero_bubble_forks_switches_choose_the_schedule(switches, schedule):
     config = parse(Config, ["--pipeline-model-parallel-size", "4", *switches.split()])
     assert config.parallel.pipeline_schedule == schedule
-    instead = f"--pipeline-schedule {schedule}" if schedule else "without effect, as there is no --enable-zero-bubble"
+    instead = f"--pipeline-schedule {schedule}" if schedule else "without effect: nothing turns such a schedule on"
     assert config.holding == ((switches, instead),)
 
 
@@ -80,7 +80,32 @@ def test_zero_bubble_switches_that_cannot_be_met():
     pending = ("--enable-zero-bubble", "--zero-bubble-max-pending-backward", "3")
     assert problem("--pipeline-model-parallel-size", "4", *pending).endswith("Use 4 (zb-h1), 8 (zb-h2) or auto.")
     assert problem("--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "max").endswith("zb, half or min")
-    assert problem("--interleave-group-size", "4").startswith("--interleave-group-size is a switch of sail-sg/")
+
+
+def test_the_zero_bubble_forks_groups_are_group_interleaved():
+    flags = ["--pipeline-model-parallel-size", "8", "--interleave-group-size"]
+    chunks = ["--num-layers-per-virtual-pipeline-stage", "1"]
+    for said, group in (("5", 5), ("9", 8)):  # the fork takes more than pp for pp
+        parallel = parse(Config, [*flags, said, *chunks]).parallel
+        assert parallel.pipeline_schedule == "group-interleaved"
+        assert parallel.microbatch_group_size_per_virtual_pipeline_stage == group
+    assert parse(Config, [*flags, "4"]).parallel.pipeline_schedule is None
+    assert parse(Config, [*flags, "4", *chunks, "--zero-bubble-v-schedule"]).parallel.pipeline_schedule == "zb-v"
+    assert problem(*flags, "3", *chunks).endswith("a group has at least half of 8 pipeline ranks. Use 4 to 8.")
+
+
+def test_the_zero_bubble_forks_recompute_lgd_is_norms_and_mlp():
+    model = parse(Config, ["--recompute-lgd", "--offload-continuous-buffers"]).model
+    assert (model.recompute_norms, model.recompute_mlp, model.recompute_attention) == (True, True, False)
+    assert problem("--recompute-lgd", "--recompute-granularity", "full").endswith(
+        "but --recompute-granularity is given. Leave one out."
+    )
+
+
+def test_a_flag_that_holds_already_may_take_several_values():
+    flags = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
+    assert [name for name, _ in parse(Config, flags).holding] == [" ".join(flags[2:])]
+    assert problem("--hierarchical-context-parallel-sizes").endswith("takes one value, got none")
 
 
 def test_no_position_embedding_never_takes_rotary_positions_away():

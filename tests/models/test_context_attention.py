@@ -126,8 +126,8 @@ def config(c: int = 2, seq_length: int = 48, **model) -> Config:
             "--cp-comm-type p2p a2a: a way for each layer is not implemented. Use --cp-comm-type p2p.",
         ),
         (
-            config(cp_comm_type=("a2a+p2p",)),
-            "--cp-comm-type a2a+p2p is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p.",
+            config(cp_comm_type=("ring",)),
+            "--cp-comm-type ring is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p.",
         ),
         (
             config(attention_backend="flash"),
@@ -145,7 +145,9 @@ def test_a_microbatch_of_another_length_is_refused_too():
         Cut(0, 2).spans(10)
 
 
-@pytest.mark.parametrize(("way", "c", "groups"), [("p2p", 4, 4), ("p2p", 2, 2), ("all_gather", 2, 4), ("a2a", 4, 4)])
+@pytest.mark.parametrize(
+    ("way", "c", "groups"), [("p2p", 4, 4), ("a2a+p2p", 2, 2), ("all_gather", 2, 4), ("a2a", 4, 4)]
+)
 def test_a_rank_holds_and_sends_what_the_plan_says(way, c, groups):
     """Blocks of keys and values by kv head: 2 (c - 1) forward, twice that backward; heads for tokens: (c - 1) / c."""
     model = replace(BASE, hidden_size=128, num_query_groups=groups, cp_comm_type=(way,), hidden_dropout=0.0)
