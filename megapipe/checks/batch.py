@@ -8,6 +8,7 @@ from megapipe.checks.inputs import ask
 from megapipe.checks.numbers import division, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.config import Config
+from megapipe.schedule import SCHEDULES
 
 
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
@@ -22,7 +23,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 def batch_problems(config: Config) -> Iterator[str]:
     """Of every size that the run comes to, and of its evaluations."""
     wrong: dict[str, None] = {}
-    for size in config.batch_sizes.distinct:
+    for size in {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}.values():
         wrong |= dict.fromkeys(_of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size"))
     whole, micro = config.data.eval_global_batch_size, config.data.eval_micro_batch_size
     if (whole or micro) and not wrong:
@@ -34,6 +35,18 @@ def batch_problems(config: Config) -> Iterator[str]:
     samples, first = config.train.train_samples, config.batch_sizes.at(0)
     if samples is not None and samples < first:
         yield f"--train-samples {samples} is less than one batch of {first} (--global-batch-size)."
+
+
+def _kind(config: Config, size: int) -> tuple[int, int]:
+    """Equal for sizes that a named schedule takes or refuses alike: of a growing batch the least of each is asked.
+
+    It may ask for a least number of microbatches, at most 2p, and for one that divides by p or by 2.
+    """
+    count, rest = divmod(size, config.train.micro_batch * config.data_parallel_size)
+    twice, name = 2 * config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule or "1f1b"
+    if rest or name.lower() not in SCHEDULES or count < 2 * twice:
+        return count, rest
+    return twice + count % twice, 0
 
 
 def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:

@@ -10,16 +10,35 @@ import pytest
 import short_run
 from tiny import STYLES
 
+from megapipe.checks.batch import _kind
 from megapipe.checks.run import flag_problems
-from megapipe.config import CheckpointConfig, Config, LogConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, LogConfig, ParallelConfig, TrainConfig
 from megapipe.config.batch import BatchSizes
 from megapipe.data.build import Datasets
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import ScheduleError, build
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "group-interleaved", "hanayo", "v-half", "dualpipe"])
+def test_a_schedule_takes_all_sizes_of_a_kind_or_none(name):
+    def takes(count):
+        try:
+            return bool(build(name, 4, count))
+        except ScheduleError:
+            return False
+
+    config = Config(
+        parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule=name),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=4),
+        world_size=4,
+    )
+    for count in range(1, 25):
+        assert takes(count) == takes(_kind(config, count)[0])
 
 
 @pytest.mark.parametrize(
