@@ -13,7 +13,7 @@ WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 def context_problems(config: Config) -> Iterator[str]:
     """Sequences that do not divide, a way that there is not, or not for this attention."""
-    model, c, ways = config.model, config.parallel.context_parallel_size, config.model.cp_comm_type
+    c, ways = config.parallel.context_parallel_size, config.model.cp_comm_type
     if len(ways) != 1:
         yield f"--cp-comm-type {' '.join(ways)}: a way for each layer is not implemented. Use --cp-comm-type {ways[0]}."
     elif ways[0] not in WAYS:
@@ -30,11 +30,6 @@ def context_problems(config: Config) -> Iterator[str]:
         )
     if "a2a" in ways:
         yield from dict.fromkeys(_heads(config))
-    elif model.attention_backend != "auto":
-        yield (
-            f"--attention-backend {model.attention_backend} names a kernel of whole sequences, which "
-            f"--context-parallel-size {c} has with --cp-comm-type a2a alone. Add that, or leave the backend out."
-        )
 
 
 def _heads(config: Config) -> Iterator[str]:

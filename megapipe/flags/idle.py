@@ -89,6 +89,13 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.model.gated or c.model.squared_relu,
         "the MLP has another activation",
     ),
+    Idle(
+        "model",
+        "attention_backend",
+        "--cp-comm-type a2a",
+        lambda c: c.parallel.context_parallel_size > 1 and "a2a" not in c.model.cp_comm_type,
+        "context-parallel ranks compute attention in blocks of plain torch",
+    ),
     Idle("log", "profile", "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded"),
     Idle(
         "data",

@@ -14,6 +14,7 @@ from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, share_of
 from megapipe.errors import ConfigError
+from megapipe.flags.idle import idle
 from megapipe.models import block_attention
 from megapipe.models.attention import SelfAttention
 from megapipe.pipeline_parallel.threads import run_threads
@@ -129,15 +130,16 @@ def config(c: int = 2, seq_length: int = 48, **model) -> Config:
             config(cp_comm_type=("ring",)),
             "--cp-comm-type ring is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p.",
         ),
-        (
-            config(attention_backend="flash"),
-            "--attention-backend flash names a kernel of whole sequences, which --context-parallel-size 2 has with "
-            "--cp-comm-type a2a alone. Add that, or leave the backend out.",
-        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(given, sentence):
     assert list(context_problems(given)) == [sentence]
+
+
+def test_a_kernel_of_whole_sequences_has_nothing_to_do_in_a_ring():
+    said = "context-parallel ranks compute attention in blocks of plain torch, without --cp-comm-type a2a"
+    assert idle(config(attention_backend="flash")) == [("--attention-backend flash", said)]
+    assert idle(config(attention_backend="flash", cp_comm_type=("a2a",))) == []
 
 
 def test_a_microbatch_of_another_length_is_refused_too():
