@@ -9,13 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.distributed.layout import layout_of
+from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.models.layer import compile_layers
@@ -33,10 +34,11 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1
 
 
 class Part(NamedTuple):
-    """A rank's part of a parameter or its gradient, as saved: split in dimension `dim` over tp."""
+    """A rank's part of a parameter or its gradient, as saved: piece i of n in dimension `dim`."""
 
     tensor: Tensor
     dim: int | None
+    piece: tuple[int, int]
 
 
 class Outcome(NamedTuple):
@@ -102,7 +104,8 @@ class Training:
 
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])
-        return Part(tensor.detach().clone().view(layout.local(self.mesh.tp.size)), layout.dim)
+        tp = self.mesh.tp
+        return Part(tensor.detach().clone().view(layout.local(tp.size)), layout.dim, layout.piece(tp.rank, tp.size))
 
 
 def train(mesh: ProcessMesh, case: Case) -> Outcome:
@@ -124,13 +127,15 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
             if not _numbers_agree(case, kind, mine, whole):
                 found.append(f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}")
         for kind in ("gradients", "weights"):
-            for name, (tensor, dim) in getattr(mine, kind).items():
+            for name, (tensor, dim, (i, n)) in getattr(mine, kind).items():
                 # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
-                wanted = (getattr(whole, kind).get(name) or getattr(whole, kind)[WORD_EMBEDDINGS]).tensor
-                wanted = wanted if dim is None else wanted.chunk(case.tp, dim)[rank % case.tp]
+                wanted = (getattr(whole, kind).get(whole_name(name)) or getattr(whole, kind)[WORD_EMBEDDINGS]).tensor
+                wanted = wanted if dim is None else wanted.chunk(n, dim)[i]
                 if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(case, tensor, wanted):
                     found.append(f"rank {rank}: {kind} of {name} differ by {(tensor - wanted).abs().max():.3g}")
-    owners = Counter(name for mine in ranks for name in mine.gradients)
+    owners = Counter[str]()
+    for name, part in (pair for mine in ranks for pair in mine.gradients.items()):
+        owners[whole_name(name)] += 1 if part.dim is None else Fraction(case.tp, part.piece[1])  # type: ignore[assignment]
     found += [
         f"{owners[name]} ranks own {name}, not {case.tp * case.cp * case.dp}"
         for name in whole.gradients

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.schedule import Schedule, build, from_csv, from_json, to_csv, to_json
+from megapipe.schedule import Costs, Schedule, build, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -75,6 +76,7 @@ class Case:
         overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
+        vocabulary: the ranks of the pipeline share it.
         documents: none, "attention", "positions" or "both" restart at an end of document.
     """
 
@@ -109,6 +111,7 @@ class Case:
     overrides: str = "none"
     loss_scale: float = 1.0
     compile: bool = False
+    vocabulary: bool = False
 
     @property
     def whole(self) -> Case:
@@ -132,12 +135,14 @@ class Case:
             overlap=False,
             metrics="none",
             compile=False,
+            vocabulary=False,
         )
 
     @property
     def same_bits(self) -> bool:
         """Is every number the sum of the same terms in the same order as in one process?"""
-        return self.tp == self.cp == self.dp == 1 and entry_of(self.schedule).copies == 1 and not self.compile
+        one = self.tp == self.cp == self.dp == 1 and not (self.compile or self.vocabulary)
+        return one and entry_of(self.schedule).copies == 1
 
     @property
     def config(self) -> Config:
@@ -222,13 +227,14 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    return _table(case.schedule, case.pp, case.microbatches, case.chunks, case.file)
+    return _table(case.schedule, case.pp, case.microbatches, case.chunks, case.file, case.vocabulary)
 
 
 @lru_cache(maxsize=256)
-def _table(name: str, pp: int, microbatches: int, chunks: int | None, file: str | None) -> Schedule:
+def _table(name: str, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool) -> Schedule:
     options: dict[str, Any] = {"effort": 0.1} if name == "zb-auto" else {}
     schedule = build(name, pp, microbatches, chunks=chunks, **options)
+    schedule = with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule
     if file is None:
         return schedule
     return from_json(to_json(schedule)) if file == "json" else from_csv(to_csv(schedule))

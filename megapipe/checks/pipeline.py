@@ -35,6 +35,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         placement = schedule_of(config, microbatches or usual).placement
         yield from _twin_problems(name, placement)
         yield from _reschedule_problems(config, name, placement)
+        yield from _vocabulary_problems(config, name, placement)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
@@ -66,6 +67,37 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
     if made.placement.num_ranks != par.pipeline_model_parallel_size:
         return f"{told}.\n      Use --pipeline-model-parallel-size {made.placement.num_ranks}, or make the file for it."
     return f"{told}.\n      Use --global-batch-size {made.num_microbatches * share}, or make the file for it."
+
+
+def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
+    """What --vocab-parallel-pipeline does not go with."""
+    par, model, flag = config.parallel, config.model, "--vocab-parallel-pipeline"
+    if place.vocabulary:
+        yield f"--pipeline-schedule {name} has passes of a shared vocabulary, which {flag} makes. Leave them out."
+    if not par.vocab_parallel_pipeline:
+        return
+    pieces = par.pipeline_model_parallel_size * par.tensor_model_parallel_size
+    rows = "--make-vocab-size-divisible-by" if model.padded_vocab_size is None else "--padded-vocab-size"
+    if (words := model.padded_vocab_size or model.make_vocab_size_divisible_by) % pieces:
+        yield (
+            f"{flag} deals rows of {rows} {words} to {pieces} ranks (--pipeline-model-parallel-size "
+            f"{par.pipeline_model_parallel_size} x --tensor-model-parallel-size {par.tensor_model_parallel_size}), "
+            f"which do not divide it. Use {rows} {-(-words // pieces) * pieces}."
+        )
+    without = {
+        "--pipeline-model-parallel-size 1": par.pipeline_model_parallel_size == 1,
+        f"--pipeline-schedule {name}, which has two copies of the model": place.num_chains > 1,
+        f"--context-parallel-size {par.context_parallel_size}": par.context_parallel_size > 1,
+        f"--model-provider {model.model_provider}": model.model_provider is not None,
+        f"--pipeline-costs {par.pipeline_costs}": par.pipeline_costs is not None,
+        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
+        "--async-save": config.checkpoint.async_save,
+        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
+        "--pipeline-model-parallel-layout auto": par.pipeline_model_parallel_layout == "auto",
+        "--account-for-embedding-in-pipeline-split": par.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": par.account_for_loss_in_pipeline_split,
+    }
+    yield from (f"{flag} does not go with {other}. Leave one of them out." for other, given in without.items() if given)
 
 
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:

@@ -40,6 +40,8 @@ class ParallelConfig:
     """The output head and loss count as a layer where stages are made even."""
     pipeline_model_parallel_layout: str | None = None
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
+    vocab_parallel_pipeline: bool = False
+    """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
     memory_limit_gib: float | None = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     use_distributed_optimizer: bool = False

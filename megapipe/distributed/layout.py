@@ -20,6 +20,8 @@ class Layout:
             the mean (Glorot and Bengio 2010), where the last dimension of `full` is the inputs, the others outputs.
         sum_over_tp: whole on every rank, but each sees a part of what it is used on (its heads, or its share of a
             sequence-parallel sequence), so that the gradients must be summed over tp.
+        part: (k, n): this is the k-th of n equal parts in `dim`, which ranks of the pipeline share, and tp splits it
+            further. Such a parameter's name ends in [k/n].
     """
 
     full: tuple[int, ...]
@@ -28,10 +30,21 @@ class Layout:
     mean: float = 0.0
     std: float | None = 0.0
     sum_over_tp: bool = False
+    part: tuple[int, int] = (0, 1)
 
     def local(self, tp_size: int) -> tuple[int, ...]:
-        """`full` with this layout's dimension divided over tp."""
-        return tuple(n // tp_size if d == self.dim else n for d, n in enumerate(self.full))
+        """`full` with this layout's dimension divided over its parts and tp."""
+        pieces = tp_size * self.part[1]
+        return tuple(n // pieces if d == self.dim else n for d, n in enumerate(self.full))
+
+    def piece(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
+        """(i, n): the local tensor is the i-th of n equal pieces of `full` in `dim`."""
+        return self.part[0] * tp_size + tp_rank, self.part[1] * tp_size
+
+
+def whole_name(name: str) -> str:
+    """What a parameter of which there may be a part here is called in the whole model."""
+    return name.partition("[")[0]
 
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:

@@ -28,11 +28,13 @@ from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.zero_bubble import SWITCHES, chosen
 
 T = TypeVar("T")
-OLD_NAMES = {
+OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
     "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
+    "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
 }
-"""A switch -> the flags and values that it means; the second, of the zero-bubble fork: norms, GELU and dropout."""
+"""A switch -> the flags and values that it means. The fork for zero bubble computes norms, GELU and dropout again; the
+last is the vocabulary-parallel fork's."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}

@@ -20,43 +20,51 @@ from megapipe.models.layer import TransformerLayer
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
 from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.tensor_parallel.collectives import across, closing
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
+from megapipe.tensor_parallel.vocabulary import VocabularyRows
 
 LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 class Embedding(nn.Module):
-    """Word embedding plus learned positions, if the model has them."""
+    """Word embedding plus learned positions, if the model has them; of a span that only has a share of the vocabulary,
+    its rows."""
 
-    def __init__(self, config: ModelConfig, tp: Axis) -> None:
+    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
         super().__init__()
         assert config.padded_vocab_size is not None
         self.hidden_dropout = config.hidden_dropout
         self.shares_sequence = tp if config.sequence_parallel else None
-        self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size,
-            config.hidden,
-            tp=tp,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.embedding_std,
-        )
+        full = config.padded_vocab_size, config.hidden
+        self.word_embeddings: VocabParallelEmbedding | VocabularyRows
+        if span.share is None:
+            self.word_embeddings = VocabParallelEmbedding(
+                *full, tp=tp, sequence_parallel=config.sequence_parallel, init_std=config.embedding_std
+            )
+        else:
+            self.word_embeddings = VocabularyRows(full, (span.share, span.shares), tp, config.embedding_std)
+        self._closes = closing(tp, config.sequence_parallel)
         self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
+        if config.position_embedding_type == "learned_absolute" and span.embedding:
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
             self.position_embeddings = nn.Embedding(*shape, _weight=torch.empty(shape))
             layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
             self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """tokens and position_ids [b, s/c] -> [s/c, b, h]; under sequence parallelism [s/(c t), b, h]."""
+    def forward(self, tokens: Tensor, position_ids: Tensor, looked_up: Tensor | None = None) -> Tensor:
+        """tokens and position_ids [b, s/c] -> [s/c, b, h]; under sequence parallelism [s/(c t), b, h].
+
+        looked_up: [s, b, h], what the shares of the vocabulary have of the tokens; to be summed over tp.
+        """
         tp = self.shares_sequence
-        x = self.word_embeddings(tokens.t())
+        x = self.word_embeddings(tokens.t()) if looked_up is None else across(looked_up, self._closes)
         if self.position_embeddings is not None:
             ids = position_ids.t()
             x = x + self.position_embeddings(ids if tp is None else ids.chunk(tp.size)[tp.rank])
@@ -101,10 +109,15 @@ class GPTModel(nn.Module):
         super().__init__()
         assert config.padded_vocab_size is not None
         self.config, self.span, self.tp = config, span, tp
-        self.embedding = Embedding(config, tp) if span.embedding else None
+        self.embedding = Embedding(config, span, tp) if span.embedding or span.share is not None else None
         self.decoder = Decoder(config, span, tp, layer)
-        self.output_layer = None
-        if span.loss:
+        self.output_layer: ColumnParallelLinear | VocabularyRows | None = None
+        if span.share is not None:
+            part, full = (span.share, span.shares), (config.padded_vocab_size, config.hidden)
+            std = config.embedding_std if config.tied else config.linear_std
+            tied_to = f"{WORD_EMBEDDINGS}[{span.share}/{span.shares}]" if config.tied else None
+            self.output_layer = VocabularyRows(full, part, tp, std, tied_to)
+        elif span.loss and span.shares == 1:
             self.output_layer = ColumnParallelLinear(
                 config.hidden,
                 config.padded_vocab_size,
@@ -144,19 +157,20 @@ class GPTModel(nn.Module):
                 those of undivided documents.
             labels: [b, s]; with the loss.
         Returns: hidden states [s, b, h]; with the loss, token losses [b, s] if there are labels, else logits
-            [b, s, v/t].
+            [b, s, v/t]. Where the pipeline shares the vocabulary always hidden states, the last ones at the end.
         """
-        if self.embedding is not None:
+        if self.embedding is not None and self.span.embedding:
             assert tokens is not None, "the stage with the embedding needs tokens"
             if position_ids is None:
                 cut = current_stream().cut
                 position_ids = positions(tokens.shape[1] * cut.size, cut, None, tokens.device).expand_as(tokens)
-            x = self.embedding(tokens, position_ids)
+            x = self.embedding(tokens, position_ids, self._input)
+            self._input = None
         else:
             assert self._input is not None, "a stage without embedding needs set_input_tensor first"
             x, self._input = self._input, None
         x = self.decoder(x)
-        if self.output_layer is None:
+        if self.output_layer is None or isinstance(self.output_layer, VocabularyRows):
             return x  # type: ignore[no-any-return]
         if labels is not None and self.config.cross_entropy_loss_fusion:
             return vocab_parallel_linear_cross_entropy(

@@ -17,7 +17,8 @@ from megapipe.pipeline_parallel.execute import StartOfStage, execute
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.overlap import Layered
-from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, attribute_of
+from megapipe.pipeline_parallel.share import VocabularyShare, check_shares, data_of_shares, shape_of
+from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
 from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
@@ -182,15 +183,20 @@ class ForwardBackward:
     def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
         shared = self.mesh.cp.size * (self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
         shape = ((step.decoder_seq_length or step.seq_length) // shared, step.micro_batch_size, config.hidden_size)
+        variable = self.variable_seq_lengths or step.variable_seq_lengths
+        variable = variable or getattr(config, "variable_seq_lengths", False)
+        dtype = getattr(config, "pipeline_dtype", None) or dtype
+        place = self.table(step.num_microbatches).placement
+        if place.vocabulary:
+            check_shares(variable, self.mesh.cp.size, step.stopwatch is not None)
         return Messenger(
             self.mesh.pp,
             shape,
             # Megatron's name for the type of messages, where it is not that of the parameters.
-            getattr(config, "pipeline_dtype", None) or dtype,
+            dtype,
             transport=self.transport,
-            variable_seq_lengths=self.variable_seq_lengths
-            or step.variable_seq_lengths
-            or getattr(config, "variable_seq_lengths", False),
+            shape_of=partial(shape_of, place, (shape[0] * shared, *shape[1:]), dtype),
+            variable_seq_lengths=variable,
             sends_in_flight=in_flight,
         )
 
@@ -238,11 +244,12 @@ def _stages(
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     share, last = step.num_microbatches // table.placement.num_chains, step.on_last_backward
     paired = {p.stage for row in table.ranks for item in row if len(item) > 1 for p in item}
+    shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
     return {
         number: PipelineStage(
             module,
             step.forward_step_func,
-            iterator,
+            own[number],
             holds_loss=table.placement.is_last(number),
             loss_divisor=step.num_microbatches,
             loss_scale=step.loss_scale,
@@ -250,21 +257,12 @@ def _stages(
             collect_non_loss_data=step.collect_non_loss_data,
             stream=partial(_drawn, step.stream, cp, kept[number]),
             overlaps=overlap and number in paired,
+            share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
+            combines=table.placement.vocabulary and table.placement.is_last(number),
             on_last_backward=None if last is None else (share, partial(last, number)),
         )
-        for number, (module, iterator) in chunks.items()
+        for number, (module, _) in chunks.items()
     }
-
-
-def config_of(module: nn.Module) -> Any:
-    """Megatron's way to say the size of messages. Raises: ConfigError if the module has none."""
-    try:
-        return attribute_of(module, "config")
-    except AttributeError:
-        raise ConfigError(
-            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
-            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
-        ) from None
 
 
 def _drawn(stream: Callable[[int], Stream], cp: Axis, kept: frozenset[int], microbatch: int) -> Stream:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.engine import ForwardBackward, config_of
+from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.grad_sync import GradSync, check_config
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.p2p import P2PCommunicator, axis_of
-from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.stage import ForwardStep, config_of
 from megapipe.pipeline_parallel.transport import P2PMode
 from megapipe.schedule import Schedule
 from megapipe.tensor_parallel.rng import Stream

@@ -26,6 +26,7 @@ class Messenger:
         pp: the pipeline axis.
         shape, dtype: of every message, hidden states [s, b, h] and their gradients.
         transport: how they are posted; plain by default.
+        shape_of: the shape of a message that is none of these, by the pass that makes it.
         variable_seq_lengths: the shape of each message is sent before it; `shape` then says only its dimensions.
         sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
             Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
@@ -38,10 +39,11 @@ class Messenger:
         dtype: torch.dtype,
         *,
         transport: Transport | None = None,
+        shape_of: Callable[[Pass], Shape | None] = lambda made_by: None,
         variable_seq_lengths: bool = False,
         sends_in_flight: int = 16,
     ) -> None:
-        self.pp, self.shape, self.dtype = pp, tuple(shape), dtype
+        self.pp, self.shape, self.dtype, self.shape_of = pp, tuple(shape), dtype, shape_of
         self.transport = transport or Transport(pp)
         self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
         self.sends: deque[tuple[Message, InFlight]] = deque()
@@ -59,7 +61,11 @@ class Messenger:
         """
         self.pp.barrier()
         rank_of = placement.rank_of
-        pairs = {(rank_of[s], rank_of[s + 1]) for s in range(placement.num_stages - 1) if not placement.is_last(s)}
+        stages = range(placement.num_stages)
+        linked = [(s, s + 1) for s in stages if not placement.is_last(s)]
+        ends = [s for s in stages if placement.is_first(s) or placement.is_last(s)]
+        linked += [(s, end) for end in ends for s in placement.shares(end)]
+        pairs = {(rank_of[a], rank_of[b]) for a, b in linked}
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             for src, dst in ((low, high), (high, low)):
                 if self.pp.rank in (src, dst):
@@ -80,18 +86,19 @@ class Messenger:
         ops = [
             Op(True, dst, self._checked(made_by, payload(made_by)), _tag(made_by))
             if src == rank
-            else Op(False, src, self._buffer(self.shape), _tag(made_by))
+            else Op(False, src, self._buffer(self.shape_of(made_by) or self.shape), _tag(made_by))
             for made_by, src, dst in messages
         ]
         return self._track(messages, ops)
 
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
         """What leaves here; another form than the receiver's buffer would end there, in gloo's or NCCL's words."""
-        same = x.ndim == len(self.shape) if self.variable_seq_lengths else x.shape == self.shape
+        shape = tuple(self.shape_of(made_by) or self.shape)
+        same = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
         if not (same and x.dtype == self.dtype):
             raise ConfigError(
                 f"stage {made_by.stage} of the model gives {list(x.shape)} of {_name(x.dtype)} in pass {made_by}, and "
-                f"stages pass on [s, b, h] = {list(self.shape)} of {_name(self.dtype)}, the parameters' type. "
+                f"stages pass on [s, b, h] = {list(shape)} of {_name(self.dtype)}, the parameters' type. "
                 "Let the forward of the stage return that."
             )
         return x.contiguous()
@@ -176,4 +183,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _tag(made_by: Pass) -> int:
     """A number for each message of a step."""
-    return made_by.microbatch << 13 | made_by.stage << 1 | (not made_by.kind.is_forward)
+    return made_by.microbatch << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.rule.makes[0])
+
+
+_MADE = tuple(Made)

@@ -26,12 +26,16 @@ class LayerSpan:
         first, count: global number of its first layer, and how many there are; there may be none.
         embedding: does it embed the tokens?
         loss: does it hold the final norm, the output head and the loss?
+        shares: of how many parts of the vocabulary embedding and head consist; 1 if the ends of the model have them.
+        share: which part this stage has, None for none.
     """
 
     first: int
     count: int
     embedding: bool
     loss: bool
+    shares: int = 1
+    share: int | None = None
 
     @property
     def layers(self) -> range:
@@ -68,7 +72,18 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
     assert len(counts) == placement.chain, f"{len(counts)} positions for a chain of {placement.chain}"
     starts = list(accumulate(counts, initial=0))
     places = [placement.position(stage) for stage in range(placement.num_stages)]
-    return tuple(LayerSpan(starts[p], counts[p], p == 0, p == placement.chain - 1) for p in places)
+    own = [placement.shares(stage) for stage in range(placement.num_stages)]
+    return tuple(
+        LayerSpan(
+            starts[p],
+            counts[p],
+            p == 0,
+            p == placement.chain - 1,
+            len(shares) or 1,
+            shares.index(stage) if stage in shares else None,
+        )
+        for stage, (p, shares) in enumerate(zip(places, own, strict=True))
+    )
 
 
 def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:

@@ -15,8 +15,11 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
+from megapipe.pipeline_parallel.share import VocabularyShare
+from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.vocabulary import combine, packed_loss
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 T = TypeVar("T")
@@ -66,6 +69,17 @@ class Rewinding(Iterator[T]):
         self._taken = 0
 
 
+def config_of(module: nn.Module) -> Any:
+    """Megatron's way to say the size of messages. Raises: ConfigError if the module has none."""
+    try:
+        return attribute_of(module, "config")
+    except AttributeError:
+        raise ConfigError(
+            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
+            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
+        ) from None
+
+
 class PipelineStage:
     """Runs Megatron's forward_step_func for one stage and differentiates it.
 
@@ -76,6 +90,8 @@ class PipelineStage:
             nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
         overlaps: it takes part in pairs of a forward and a backward.
+        share: of the vocabulary, if this stage has one.
+        combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
         on_last_backward: (n, what to call before the n-th backward).
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
@@ -95,6 +111,8 @@ class PipelineStage:
         collect_non_loss_data: bool,
         stream: Callable[[int], Stream],
         overlaps: bool = False,
+        share: VocabularyShare | None = None,
+        combines: bool = False,
         on_last_backward: tuple[int, Callable[[], None]] | None = None,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
@@ -116,6 +134,8 @@ class PipelineStage:
         self._context.run(self.weight_grads.capture)
         self._layered = module if overlaps and isinstance(module, Layered) else None
         self._saved: dict[int, _Saved] = {}
+        self.share, self.combines = share, combines
+        self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
@@ -156,12 +176,33 @@ class PipelineStage:
         with self._layered.between_layers(cuts) if self._layered else nullcontext():
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
-        if self.holds_loss:
+        if self.combines:
+            self._ends[microbatch] = output.detach(), loss_func, stream.cp
+        elif self.holds_loss:
             output, grad = self._loss(microbatch, output, loss_func, stream.cp)
         if torch.is_grad_enabled():
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad, cuts)
-        return None if self.holds_loss else output.detach()
+        return None if self.holds_loss and not self.combines else output.detach()
+
+    def combine(self, microbatch: int, shares: list[Tensor]) -> Tensor | None:
+        """What all shares of the vocabulary say of a microbatch -> what their weight gradients need; the stage then has
+        the gradient of its output."""
+        x, loss_func, cp = self._ends.pop(microbatch)
+        tp = attribute_of(self.module, "tp")
+        of_loss = combine(shares, x.shape[-1], tp)
+        losses = of_loss.losses.view(-1, x.shape[1]).requires_grad_(torch.is_grad_enabled())
+        value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
+        if not torch.is_grad_enabled():
+            return None
+        (scale,) = torch.autograd.grad(value, losses, grad)
+        scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
+        grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
+        shares_sequence = grad_x.shape != x.shape
+        self._saved[microbatch] = self._saved[microbatch]._replace(
+            grad=opening(tp, shares_sequence).backward(grad_x).wait()
+        )
+        return packed_loss(of_loss.log_sum, scale, x.dtype)
 
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
         saved = self._saved.pop(microbatch)
@@ -181,6 +222,7 @@ class PipelineStage:
 
     def forget(self) -> None:
         """The forwards so far, none of which has had a backward: they come again."""
+        assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
         if isinstance(self.data_iterator, Rewinding):
             self.data_iterator.rewind()

@@ -15,6 +15,7 @@ from megapipe.plan.auto import Judge, balanced, search
 from megapipe.plan.split import SEARCHED, counts_of, given_costs, placements, schedule_name, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Costs, Schedule, Timeline, share_of_window, simulate, unpaired
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 GIB = 2**30
 
@@ -83,7 +84,7 @@ class Plan:
         """Which ranks hold the same weights: `ends` for a tie between the ends of a chain, DualPipe's `twins`."""
         place = self.schedule.placement
         first, last = place.rank_of[0], place.rank_of[place.chain - 1]
-        there = {"ends": self.tied and first != last, "twins": place.num_chains > 1}
+        there = {"ends": self.tied and first != last and not place.vocabulary, "twins": place.num_chains > 1}
         return frozenset(name for name, needed in there.items() if needed)
 
     def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
@@ -101,8 +102,9 @@ class Plan:
             each = self.state + self.kept if stage < chain else self.replica
             total += each * self.works[stage].parameters
             embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
-            if self.tied and self.spans[stage].loss and embeds:  # one weight, and a gradient for each use
-                total -= (each - 4) * self.vocab_weights
+            shares, span = self.pieces.shares, self.spans[stage]
+            if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
+                total -= (each - 4) * self.vocab_weights / shares  # one weight, and a gradient for each use
         return total / self.tp
 
 
@@ -136,6 +138,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     """
     model, train, par = config.model, config.train, config.parallel
     schedule = schedule_of(config, config.num_microbatches)
+    if par.vocab_parallel_pipeline:
+        work = replace(work, shares=par.pipeline_model_parallel_size)
     element = 2 if train.half else 4
     # Gradient, two moments (SGD: one) in float32, and a rounded weight's master; ZeRO-1 splits all but the first.
     shards = config.weight_replicas if par.use_distributed_optimizer else 1
@@ -151,7 +155,10 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         plan = _searched(config, plan, limit)
     if (some := model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
         whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
+        whole = replace(whole, shares=work.shares)
         plan = replace(plan, pieces=replace(work, kept=(whole, _shares(plan.schedule, some))))
+    if par.vocab_parallel_pipeline:
+        plan = replace(plan, schedule=with_vocabulary(plan.schedule, plan.costs))
     if par.pipeline_model_parallel_layout == AUTO:
         plan = balanced_by_cost(plan, limit)
     if limit is not None and max(plan.peak_bytes) > limit:
@@ -166,7 +173,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
-    place, count = plan.schedule.placement, config.num_microbatches
+    place, count = replace(plan.schedule.placement, vocabulary=False), config.num_microbatches
     if schedule_name(config).lower() == SEARCHED:
         limit = config.parallel.memory_limit_gib
         empty = replace(plan, schedule=Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks))
@@ -180,6 +187,8 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         )
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], _shares(made.schedule, some))))
+    if config.parallel.vocab_parallel_pipeline:
+        made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
     return made
 
 

@@ -49,6 +49,11 @@ class Work:
             self.parameters + other.parameters,
         )
 
+    def part(self, shares: int) -> Work:
+        """One of so many equal shares."""
+        f, b, w, held, kept = (x / shares for x in (self.f, self.b, self.w, self.held, self.kept))
+        return Work(f, b, w, held, kept, self.parameters // shares)
+
     @property
     def time(self) -> float:
         """All three passes."""
@@ -63,6 +68,7 @@ class Pieces:
         kept: the same without recomputation, and the share of the microbatches, at each position of the chain, that it
             holds for.
         overhead: time of every pass beside its work.
+        shares: ranks that share embedding and head, in passes of their own; 1: the ends of the model have them.
     """
 
     embedding: Work
@@ -70,6 +76,7 @@ class Pieces:
     head: Work
     kept: tuple[Pieces, tuple[float, ...]] | None = None
     overhead: float = 0.0
+    shares: int = 1
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
@@ -79,6 +86,8 @@ class Pieces:
     def stage(self, span: LayerSpan) -> Work:
         """A stage's share."""
         ends = (self.embedding if span.embedding else Work()) + (self.head if span.loss else Work())
+        if self.shares > 1:
+            ends = (self.embedding + self.head).part(self.shares) if span.share is not None else Work()
         return sum((self.layers[layer] for layer in span.layers), ends)
 
     def costs(self, counts: Sequence[int]) -> Costs:
@@ -88,7 +97,11 @@ class Pieces:
             whole, shares = self.kept
             _, other_b, _, other_held, _ = whole._columns(counts)
             b, held = _mixed(b, other_b, shares), _mixed(held, other_held, shares)
-        return Costs(f, b, w, mem_b=held, mem_w=owed, overhead=self.overhead)
+        costs = Costs(f, b, w, mem_b=held, mem_w=owed, overhead=self.overhead)
+        if self.shares == 1:
+            return costs
+        share = self.head.part(self.shares)
+        return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held)
 
     def on(self, ranks: int) -> Pieces:
         """With the overhead to expect on so many pipeline ranks."""
@@ -101,8 +114,9 @@ class Pieces:
         columns = []
         for name, sums in zip(("f", "b", "w", "held", "kept"), self._sums or ((0.0,),) * 5, strict=True):
             column = [sums[b] - sums[a] for a, b in pairwise(ends)]
-            column[0] += getattr(self.embedding, name)
-            column[last] += getattr(self.head, name)
+            if self.shares == 1:
+                column[0] += getattr(self.embedding, name)
+                column[last] += getattr(self.head, name)
             columns.append(tuple(column))
         return columns
 

@@ -7,8 +7,9 @@ The edges are the conjugate pairs f, g of Shoeybi et al. 2019, section 3, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis, Pending
@@ -45,3 +46,19 @@ def closing(tp: Axis, sequence_parallel: bool) -> Edge:
     if sequence_parallel:
         return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0)
     return Edge(tp.start_all_reduce, first=tp.rank == 0)
+
+
+class _Across(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
+        ctx.edge = edge
+        return edge.forward(x.clone()).wait()  # it may work in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.edge.backward(grad.contiguous()).wait(), None
+
+
+def across(x: Tensor, edge: Edge) -> Tensor:
+    """A tensor over an edge, differentiably."""
+    return _Across.apply(x, edge)  # type: ignore[no-untyped-call, no-any-return]

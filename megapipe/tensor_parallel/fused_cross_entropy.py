@@ -41,19 +41,19 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
         rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
-        highest = rows.new_full((len(rows),), float("-inf"), dtype=_wide(x))
+        highest = rows.new_full((len(rows),), float("-inf"), dtype=wide_of(x))
         denominator, at_label = torch.zeros_like(highest), torch.zeros_like(highest)
         ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
-        space = _space(rows, weight.shape[0])
-        for block in _blocks(rows, weight.shape[0]):
+        space = space_of(rows, weight.shape[0])
+        for block in blocks_of(rows, weight.shape[0]):
             logits = linear(rows, weight[block])
             if ctx.kept is not None:
                 ctx.kept.append(logits)
-            inside, column = _columns(labels, block)
+            inside, column = columns_of(labels, block)
             at_label += logits.gather(1, column).squeeze(1) * inside
             higher = torch.maximum(highest, logits.amax(1))
             denominator.mul_((highest - higher).exp_())
-            denominator += _exp(logits, higher, space).sum(1)
+            denominator += exp_of(logits, higher, space).sum(1)
             highest = higher
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
@@ -77,15 +77,15 @@ class _HeadLoss(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
 
         def to_gradient_(logits: Tensor, block: slice, space: Tensor) -> Tensor:
-            dy = _exp(logits, lse, space).mul_(to_softmax)
-            inside, column = _columns(labels, block)
+            dy = exp_of(logits, lse, space).mul_(to_softmax)
+            inside, column = columns_of(labels, block)
             return logits.copy_(dy.scatter_add_(1, column, to_label * inside[:, None]))
 
         @torch.no_grad()
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
-            space = _space(rows, weight.shape[0]) if kept is None else rows
-            for n, block in enumerate(_blocks(rows, weight.shape[0])):
+            space = space_of(rows, weight.shape[0]) if kept is None else rows
+            for n, block in enumerate(blocks_of(rows, weight.shape[0])):
                 dy = to_gradient_(linear(rows, weight[block]), block, space) if kept is None else kept[n]
                 add_product(into[block], dy, rows)
 
@@ -98,8 +98,8 @@ class _HeadLoss(torch.autograd.Function):
             owner.submit(lambda: weight_pass(into))
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
-        space = _space(rows, weight.shape[0])
-        for n, block in enumerate(_blocks(rows, weight.shape[0])):
+        space = space_of(rows, weight.shape[0])
+        for n, block in enumerate(blocks_of(rows, weight.shape[0])):
             dy = to_gradient_(linear(rows, weight[block]) if kept is None else kept[n], block, space)
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
@@ -117,19 +117,19 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_of(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _exp(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
+def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
     """exp(logits - shift) of logits [n, block] and shift [n], in space and its type."""
     wide = space[: logits.numel()].view(logits.shape).copy_(logits)
     return exp_(wide.sub_(shift[:, None]))
 
 
-def _space(rows: Tensor, width: int) -> Tensor:
+def space_of(rows: Tensor, width: int) -> Tensor:
     """Room for any block in float32. One for all: a system clears the memory that it hands out."""
-    return rows.new_empty(len(rows) * min(_step(rows), width), dtype=_wide(rows))
+    return rows.new_empty(len(rows) * min(_step(rows), width), dtype=wide_of(rows))
 
 
 def _step(rows: Tensor) -> int:
@@ -138,12 +138,12 @@ def _step(rows: Tensor) -> int:
     return max(elements // max(len(rows), 1) // 64 * 64, 64)
 
 
-def _blocks(rows: Tensor, width: int) -> Iterator[slice]:
+def blocks_of(rows: Tensor, width: int) -> Iterator[slice]:
     step = _step(rows)
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
 
-def _columns(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+def columns_of(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Which labels [n] lie in a block, and their column [n, 1] there (0 for the others)."""
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, (labels - block.start).where(inside, 0)[:, None]

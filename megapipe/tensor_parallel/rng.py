@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of
+from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.tokens import WHOLE, Cut, Documents, share_of
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.eager import eager
@@ -163,7 +163,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
                 f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its Layout says "
                 f"{list(layout.full)}{split}. Make both agree in the model provider."
             )
-        name = layout.tied_to or name
+        name = whole_name(layout.tied_to or name)
         whole = torch.empty(layout.full, dtype=torch.float32)
         if layout.std is None:
             inputs = layout.full[-1]
@@ -173,5 +173,6 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
             whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
         else:
             whole.fill_(layout.mean)
-        local = whole if layout.dim is None else whole.chunk(tp.size, layout.dim)[tp.rank]
+        piece, pieces = layout.piece(tp.rank, tp.size)
+        local = whole if layout.dim is None else whole.chunk(pieces, layout.dim)[piece]
         param.copy_(local.reshape(param.shape))

@@ -15,7 +15,7 @@ from torch import nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of
+from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.models.attention import SelfAttention
@@ -89,11 +89,18 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
     for name, param in module.named_parameters():
         layout = layout_of(param)
         assert math.prod(layout.local(tp.size)) == param.numel(), f"{name} was initialised, so its layout fits"
-        found[name] = list(layout.full)
+        found[name] = [n // layout.part[1] if dim == layout.dim else n for dim, n in enumerate(layout.full)]
     return found
 
 
 def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
+    stages = {stage: dict(parts) for stage, parts in stages.items()}
+    for name in whole:  # what ranks share is whole where all its parts are
+        shared = [(s, part) for s in stages for part in stages[s] if part != name and whole_name(part) == name]
+        if sorted(part for _, part in shared) == sorted(f"{name}[{k}/{len(shared)}]" for k in range(len(shared))):
+            for stage, part in shared:
+                rows, *rest = stages[stage].pop(part)
+                stages[shared[0][0]][name] = [rows * len(shared), *rest]
     holders = {name: [s for s, parts in stages.items() if name in parts] for name in whole}
     wrong = [name for name, on in holders.items() if len(on) != 1]
     layers = [name for name in wrong if not whole[name]]

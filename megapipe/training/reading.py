@@ -55,7 +55,7 @@ class Reading:
         data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
         apart = data.reset_attention_mask or data.reset_position_ids
         ends = any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
-        return apart or ends or any(stage in self.also_read for stage in own)
+        return apart or ends or self.place.vocabulary or any(stage in self.also_read for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
         if not self.looks:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
-from megapipe.distributed.layout import Layout, layout_of
+from megapipe.distributed.layout import Layout, layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
@@ -49,7 +49,7 @@ def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], 
     own = {name: param.detach() for name, param in params.items() if layouts[name].tied_to not in params}
     kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
     return {
-        prefix + (layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
+        prefix + whole_name(layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
         for prefix, views in kinds.items()
         for name, tensor in views.items()
     }
@@ -103,9 +103,14 @@ def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
     local = tensor.view(layout.local(mesh.tp.size))
-    if layout.dim is None or mesh.tp.size == 1:
+    shared = layout.part[1] > 1
+    if layout.dim is None or (mesh.tp.size == 1 and not shared):
         return local
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
+    if shared:
+        assert layout.part[0] == mesh.pp.rank, "ranks hold the shares of the vocabulary in their order"
+        both = [Shard(layout.dim)] * 2
+        return DTensor.from_local(local, mesh.device_mesh["pp", "tp"], both, run_check=False)
     return DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(layout.dim)], run_check=False)
 
 

@@ -198,10 +198,12 @@ class Pipeline:
     def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Rewinding[Batch] | None:
         """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
         place = self.schedule.placement
-        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read):
+        shares = stage in place.shares(stage)
+        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read or shares):
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
-        order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
+        reads = Kind.E if shares else Kind.F
+        order = [p.microbatch for step in steps for p in step if p.kind is reads and p.stage == stage]
         data, cp = self.config.data, self.mesh.cp
 
         def batch(i: int) -> Batch:

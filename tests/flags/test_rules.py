@@ -174,6 +174,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--save-failure",
         "--override-on-load",
         "--max-bad-iterations-in-a-row",
+        "--vocab-parallel-pipeline",
         "--check",
         "--check-paths",
         "--world-size",

@@ -1,0 +1,94 @@
+"""A vocabulary that all pipeline ranks share trains what one process trains, and its checkpoints are like any other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from continued import go_on
+from rank_pool import Pool
+
+from megapipe.distributed.axis import Axis
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.tensor_parallel import fused_cross_entropy as fused
+from megapipe.tensor_parallel.vocabulary import (
+    add_head_gradient,
+    combine,
+    packed_loss,
+    share_of_loss,
+    size_of_loss,
+    size_of_share,
+)
+from tools.equivalence import differences, train
+from tools.equivalence_case import Case, table
+
+TOKENS, HIDDEN, VOCAB = 6, 8, 384
+
+
+def case_of(schedule: str, pp: int, **settings: object) -> Case:
+    case = Case(schedule, pp, 2 * pp, (), vocabulary=True, steps=2, **settings)
+    chain = table(case).placement.chain
+    return replace(case, layers=(8 // chain,) * chain)
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_shares_of_any_number_make_torchs_cross_entropy(monkeypatch, shares, dtype, tolerance):
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", TOKENS * 64)  # several blocks in a share
+    draw = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(n, HIDDEN, generator=draw, dtype=torch.float64).to(dtype) for n in (TOKENS, VOCAB))
+    labels = torch.tensor([0, 127, 128, 383, 250, -100])
+    scale = torch.rand(TOKENS, generator=draw, dtype=torch.float64)
+    exact, exact_weight = (one.double().clone().requires_grad_() for one in (x, weight))
+    wanted = torch.nn.functional.cross_entropy(exact @ exact_weight.t(), labels, reduction="none")
+    grad_x, grad_weight = torch.autograd.grad(wanted, (exact, exact_weight), scale)
+
+    rows = VOCAB // shares
+    made = [
+        share_of_loss(x, part, labels - i * rows, differentiated=True) for i, part in enumerate(weight.chunk(shares))
+    ]
+    assert {share.numel() for share, _ in made} == {size_of_share(TOKENS, HIDDEN, dtype)}
+    loss = combine([share for share, _ in made], HIDDEN, Axis())
+    scale = scale.to(loss.losses.dtype).masked_fill(loss.ignored, 0)
+    message = packed_loss(loss.log_sum, scale, dtype)
+    assert message.numel() == size_of_loss(TOKENS, dtype)
+    into = torch.zeros(VOCAB, HIDDEN, dtype=torch.promote_types(dtype, torch.float32))
+    for (_, kept), part, own in zip(made, weight.chunk(shares), into.chunk(shares), strict=True):
+        add_head_gradient(kept, part, own, message)
+
+    def far(found: torch.Tensor, from_: torch.Tensor) -> float:
+        return float((found.double() - from_).norm() / from_.norm())
+
+    assert far(loss.losses, wanted.detach()) < tolerance
+    assert far(loss.to_input * scale[:, None], grad_x) < tolerance
+    assert far(into, grad_weight) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "settings"),
+    [
+        ("1f1b", 2, {"tied": False, "tp": 2, "sequence_parallel": True}),
+        ("zb-h1", 4, {"documents": "both", "per_token_loss": True}),
+        ("zb-v", 2, {"dp": 2, "distributed": True, "overlap": True, "recompute": "full"}),
+        ("interleaved", 2, {"chunks": 2, "style": "llama", "p2p": "ring"}),
+        ("dualpipe", 2, {"file": "csv"}),
+        ("dualpipe-v", 2, {"dtype": "float32", "fused": True}),
+    ],
+)
+def test_a_shared_vocabulary_trains_what_one_process_trains(schedule, pp, settings):
+    case = case_of(schedule, pp, **settings)
+    ranks = run_threads(lambda mesh: train(mesh, case), tp=case.tp, dp=case.dp, pp=pp, timeout_s=120)
+    assert differences(case, ranks) == []
+
+
+@pytest.mark.parametrize("shared_first", [True, False])
+def test_a_checkpoint_moves_between_with_and_without(tmp_path, shared_first):
+    one, other = case_of("1f1b", 4), replace(case_of("zb-v", 2, tp=2, tied=True), microbatches=8, vocabulary=False)
+    layouts = [(4, 1, 1), (2, 1, 2)]
+    if not shared_first:
+        one, other = replace(one, vocabulary=False), replace(other, vocabulary=True)
+    (tmp_path / "pool").mkdir()
+    pool = Pool(tmp_path / "pool")
+    try:
+        assert differences(replace(other, steps=3), pool.run(go_on, layouts, one, other, tmp_path)) == []
+    finally:
+        pool.close()
