@@ -23,7 +23,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 def batch_problems(config: Config) -> Iterator[str]:
     """Of every size that the run comes to, and of its evaluations."""
     wrong: dict[str, None] = {}
-    for size in {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}.values():
+    for size in sorted({_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}.values()):
         wrong |= dict.fromkeys(_of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size"))
     whole, micro = config.data.eval_global_batch_size, config.data.eval_micro_batch_size
     if (whole or micro) and not wrong:

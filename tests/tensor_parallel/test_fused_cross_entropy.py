@@ -142,11 +142,11 @@ def test_a_gpu_gets_few_wide_blocks(monkeypatch):
     """A CPU's block of 256 columns made 197 of GPT-2's vocabulary, of 25 kernels each, and again in backward."""
     monkeypatch.setattr(fused, "BLOCK_ELEMENTS", 1 << 20)
     widths = {
-        device: [b.stop - b.start for b in fused._blocks(torch.empty(4096, 8, device=device), 50304)]
+        device: [b.stop - b.start for b in fused.blocks_of(torch.empty(4096, 8, device=device), 50304)]
         for device in ("cpu", "meta")  # meta stands for whatever is not a CPU
     }
     assert widths == {"cpu": [256] * 196 + [128], "meta": [50304]}
-    odd = [b.stop - b.start for b in fused._blocks(torch.empty(3000, 8, device="meta"), 128256)]
+    odd = [b.stop - b.start for b in fused.blocks_of(torch.empty(3000, 8, device="meta"), 128256)]
     assert sum(odd) == 128256
     assert odd[0] % 64 == 0
     assert 3000 * max(odd) <= 1 << 28
