@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC1091
 # Sourced by the other scripts: a Python environment with megapipe and what it needs. Not run by itself.
 #
 # Uses the active virtual or conda environment (not conda's base), else makes .venv beside this checkout. PYTHON names

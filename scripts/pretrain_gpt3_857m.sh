@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -n "${DATA:-}" ]; then
-  TOKENS=(--data-path "$DATA" --split 949,50,1 --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
+  TOKENS=(--data-path "$DATA" --split "949,50,1" --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
 else
   TOKENS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50256)
 fi

@@ -9,7 +9,7 @@ install_megapipe ""
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 RUN="${RUN:-runs/quickstart}"
 if [ -f "$RUN/stdlib_text_document.idx" ]; then
-  DATA=(--data-path "$RUN/stdlib_text_document" --split 969,30,1 --tokenizer-model "$RUN/tokenizer.model")
+  DATA=(--data-path "$RUN/stdlib_text_document" --split "969,30,1" --tokenizer-model "$RUN/tokenizer.model")
 else
   DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 4095)
 fi

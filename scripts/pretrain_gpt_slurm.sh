@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 if [ -n "${DATA:-}" ]; then
-  TOKENS=(--data-path "$DATA" --split 949,50,1 --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
+  TOKENS=(--data-path "$DATA" --split "949,50,1" --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
 else
   : "${MOCK:?set DATA to the prefix of a .bin/.idx pair, or MOCK=1 for synthetic tokens}"
   TOKENS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
@@ -32,6 +32,7 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
   MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
   MASTER_PORT="${PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
   export MASTER_ADDR MASTER_PORT WORLD_SIZE="$SLURM_NTASKS"
+  # shellcheck disable=SC2016  # the ranks expand it
   LAUNCH=(srun --kill-on-bad-exit=0 bash -c
     'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
      exec python "$@"' python)

@@ -25,6 +25,7 @@ down() {
 
 on() { # a host's number and a command of its shell; all of it ends with this process, as a machine does
   export NODE_RANK="$1" GLOO_SOCKET_IFNAME="cable$1" NCCL_SOCKET_IFNAME="cable$1" TP_SOCKET_IFNAME="cable$1"
+  # shellcheck disable=SC2016  # the host expands it
   exec ip netns exec "megapipe$1" unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc bash -c \
     'mount -t tmpfs none /dev/shm && hostname "host$NODE_RANK" && printf "%s\n" >/dev/shm/hosts \
       "127.0.0.1 localhost" "10.77.0.1 host0" "10.77.0.2 host1" && mount --bind /dev/shm/hosts /etc/hosts && eval "$1"' \
