@@ -9,13 +9,13 @@ right, and those forwards run again: the same bits as with a barrier.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.distributed.axis import Pending
+from megapipe.distributed.late import Late, read_together
 from megapipe.schedule import Kind
 from megapipe.training.step import Rates, StepResult, of_chunk
 from megapipe.training.totals import Totals
@@ -28,21 +28,21 @@ class Update(NamedTuple):
     """What a rank has done of a step's end by itself.
 
     Attributes:
-        norm: waits for all ranks.
+        norm: of all ranks.
         kept: main parameters and moments before the update, 12 bytes per owned parameter; None if there was none.
     """
 
-    norm: Callable[[], float]
+    norm: Late[float]
     rates: Rates
     kept: list[Tensor] | None
 
 
 class Ending(NamedTuple):
-    """A step whose passes are over. totals, leaving: of all ranks; leaving is 1 if any is to stop. batch: sequences."""
+    """A step whose passes are over. totals, leaving: of all ranks; leaving: is any to stop? batch: sequences."""
 
     update: Update
-    totals: Callable[[], Totals]
-    leaving: Pending
+    totals: Late[Totals]
+    leaving: Late[bool]
     batch: int
 
 
@@ -95,10 +95,9 @@ class PostValidation:
             of_chunk=of_chunk(self.optimizer) | passes,
             iteration=number + 1,
         )
-        leaving = torch.tensor(float(run.stopping.wanted), device=run.mesh.device)
-        self._ending = Ending(
-            updates[0], totals, run.mesh.world.start_all_reduce(leaving, "max"), run.pipeline.config.global_batch_size
-        )
+        leaving = torch.tensor(float(run.stopping.wanted), dtype=torch.float64, device=run.mesh.device)
+        any_leaving = Late(run.mesh.world.start_all_reduce(leaving, "max").wait, lambda values: bool(values[0]))
+        self._ending = Ending(updates[0], totals, any_leaving, run.pipeline.config.global_batch_size)
         if updates[0].kept is None:
             self.end()
 
@@ -111,7 +110,7 @@ class PostValidation:
             return False
         ((norm_of, rates, kept), totals_of, leaving, batch), self._ending = self._ending, None
         run, optimizer = self.run, self.optimizer
-        norm, totals, self._leaving = norm_of(), totals_of(), bool(leaving.wait().item())
+        norm, totals, self._leaving = read_together(norm_of, totals_of, leaving)
         finite = totals.finite and math.isfinite(norm)
         right = finite and optimizer.shrink(norm) == 1
         zeros = optimizer.count_zeros() if run.config.log.log_num_zeros_in_grad and finite else None

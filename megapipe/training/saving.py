@@ -27,8 +27,10 @@ class Saving:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.last = self.begun = run.progress.iteration
-        wanted = run.config.checkpoint.async_save and hasattr(os, "memfd_create")  # Linux
-        self._background = Background(run.mesh) if wanted else None
+        wanted, possible = run.config.checkpoint.async_save, hasattr(os, "memfd_create")
+        if wanted and not possible:
+            run.say("WARNING: --async-save needs Linux's memory files, which this system has not: each save waits")
+        self._background = Background(run.mesh) if wanted and possible else None
 
     def save(self, *, last: bool = False) -> None:
         """Save, or begin to, once the one before is complete. Collective. last: the run ends with it.

@@ -57,10 +57,6 @@ class Adder:
         self.mesh = mesh
         self._names: dict[bool, list[str]] = {}
 
-    def __call__(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Totals:
-        """`start`, waited for."""
-        return self.start(losses, consumed, evaluate=evaluate)()
-
     def start(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Late[Totals]:
         """Begin to add up. Collective over the world.
 

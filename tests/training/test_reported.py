@@ -194,7 +194,7 @@ def test_a_name_may_appear_later_and_on_one_rank_only():
         for n in range(3):
             extra = {"image loss": (6.0, 2.0)} if n == 1 and mesh.dp.rank == 1 else {}
             loss = Loss(torch.ones(()), None, {"lm loss": 1.0 + mesh.dp.rank, **extra})
-            steps.append(adder([loss], n, evaluate=False).means)
+            steps.append(adder.start([loss], n, evaluate=False)().means)
         return steps
 
     with_image = {"image loss": 3.0, "lm loss": 1.5}
@@ -242,7 +242,7 @@ def test_what_is_reported_comes_to_the_host_once_per_step():
     adder = Adder(ProcessMesh.single())
     reported = {f"loss {n}": torch.ones(2) for n in range(4)}
     with _Reads() as reads:
-        adder([Loss(torch.ones(()), torch.tensor(3), reported)] * 8, 0, evaluate=False)
+        adder.start([Loss(torch.ones(()), torch.tensor(3), reported)] * 8, 0, evaluate=False)()
     assert reads.count == 1
 
 
@@ -267,7 +267,7 @@ def test_ranks_at_one_place_are_seen_as_such_in_any_number(size):
     mesh: Any = replace(ProcessMesh.single())
     sample = 33_554_431  # all bits of the residue set
     object.__setattr__(mesh, "world", _Fabric(size, sample))
-    Adder(mesh)([], sample, evaluate=False)
+    Adder(mesh).start([], sample, evaluate=False)()
     object.__setattr__(mesh, "world", _Fabric(size, sample - 1))
     with pytest.raises(RanksDiffer, match="different places"):
-        Adder(mesh)([], sample, evaluate=False)
+        Adder(mesh).start([], sample, evaluate=False)()
