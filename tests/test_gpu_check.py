@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapipe.errors import UserError
-from tools import gpu_check, gpu_kernels
+from tools import gpu_check, gpu_kernels, gpu_measures
 from tools.gpu_cases import CASES, Case
 from tools.gpu_check import Outcome, judge
 
@@ -64,6 +64,17 @@ def test_the_command_runs_a_training_and_writes_both_tables(tmp_path, capsys):
     (row,) = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert (row["result"], len(row["steps"])) == ("pass", 6)
     assert "| float32 | pass | loss 4.8" in (tmp_path / "report.md").read_text()
+
+
+def test_a_script_fails_by_its_exit_status_and_its_last_line_is_the_figure(tmp_path):
+    for code, want in ((0, ("pass", "two")), (1, ("FAIL", "two; exit status 1"))):
+        case = Case("x", script=f"-I -c print('one');print('two');exit({code})")
+        result, figure, _ = gpu_check._run(case, gpu_check.Flags(device="cpu"), tmp_path, 30, {})
+        assert (result, figure[: len(want[1])]) == want
+
+
+def test_the_idle_share_counts_overlapping_kernels_once():
+    assert gpu_measures.idle_share([(0, 4), (1, 2), (3, 6), (8, 10)]) == pytest.approx(0.2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

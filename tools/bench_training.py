@@ -4,13 +4,14 @@ torch.compile and fused AdamW, in the same run.
 git clone https://github.com/karpathy/nanoGPT; python tools/bench_training.py --nanogpt nanoGPT --tp 2
 
 Each contender has processes of its own with one thread; rounds alternate, so a busy machine hits all alike. CPU time of
-all its ranks, not wall time: forward, backward and optimizer, warm-up steps left out. With --tp 2 comes "ours x 2": two
-runs of one process each at once, which share caches and memory as two ranks do.
+all its ranks, not wall time (with --device cuda a GPU's): forward, backward and optimizer, warm-up steps left out. With
+--tp 2 comes "ours x 2": two runs of one process each at once, which share caches and memory as two ranks do.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import statistics
@@ -18,15 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.distributed.axis import CPU
-from megapipe.distributed.device import keep_freed_memory
+from megapipe.distributed.device import keep_freed_memory, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop
@@ -53,7 +53,11 @@ class Size:
     batch: int
 
 
-SIZES = {"20m": Size(8, 384, 6, 16384, 512, 4), "124m": Size(12, 768, 12, 50304, 1024, 1)}
+SIZES = {
+    "20m": Size(8, 384, 6, 16384, 512, 4),
+    "124m": Size(12, 768, 12, 50304, 1024, 1),
+    "350m": Size(24, 1024, 16, 50304, 1024, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,12 @@ class Flags:
     """Measured steps of a round."""
     compile: bool = False
     """Ours with --compile too."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: seconds of a GPU in place of CPU time. Not with --tp."""
+    batch: int | None = None
+    """Sequences of a microbatch in place of the size's own."""
+    least: float | None = None
+    """Exit status 1 if ours is below that share of nanoGPT's tokens per second."""
     child: Literal["", "ours", "nanogpt"] = ""
     """Internal: be one process of a contender and print its seconds per step."""
 
@@ -97,9 +107,15 @@ def main(argv: Sequence[str]) -> None:
     if flags.nanogpt is not None and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; git clone https://github.com/karpathy/nanoGPT")
     if flags.child:
-        step = (ours if flags.child == "ours" else nanogpt)(flags, SIZES[flags.size[0]], flags.precision[0] == "bf16")
-        print(json.dumps(measure(step, flags.steps)))
+        step = (ours if flags.child == "ours" else nanogpt)(
+            flags, _sized(flags, *flags.size), "bf16" in flags.precision
+        )
+        print(json.dumps(measure(step, flags.steps, torch.device(flags.device))))
         return
+    if flags.device == "cuda" and (flags.tp or not torch.cuda.is_available()):
+        raise ConfigError("--device cuda needs a GPU, and no --tp: ranks have CPUs here")
+    if flags.least is not None and flags.nanogpt is None:
+        raise ConfigError(f"--least {flags.least:g} compares with nanoGPT; name a checkout of it with --nanogpt")
     if odd := [n for n in flags.tp if n < 2 or any(SIZES[size].heads % n for size in flags.size)]:
         raise ConfigError(f"--tp {odd[0]} must be 2 or more and divide the attention heads: 6 in 20m, 12 in 124m")
     if flags.sequence_parallel and not flags.tp:
@@ -107,7 +123,9 @@ def main(argv: Sequence[str]) -> None:
     contenders = [Contender("ours")]
     contenders += [c for n in flags.tp for c in (Contender(f"ours x {n}", runs=n), Contender(f"tp {n}", tp=n))]
     contenders += [Contender("nanogpt")] if flags.nanogpt else []
-    print("size  precision  contender   tokens/CPU-second   ours / it")
+    unit = "tokens/CPU-second" if flags.device == "cpu" else "    tokens/second"
+    print(f"size  precision  contender   {unit}   ours / it")
+    worst = math.inf
     for size in flags.size:
         for precision in flags.precision:
             rounds = [[_run(flags, c, size, precision) for c in contenders] for _ in range(flags.rounds)]
@@ -116,6 +134,9 @@ def main(argv: Sequence[str]) -> None:
                 ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 rate = statistics.median(values)
                 print(f"{size:5s} {precision:10s} {contender.name:11s} {rate:17.0f}   {ratio}", flush=True)
+                worst = min(worst, statistics.median(ratios)) if contender.name == "nanogpt" else worst
+    if flags.least is not None and worst < flags.least:
+        raise SystemExit(1)
 
 
 def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float:
@@ -123,6 +144,8 @@ def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float
     tp, runs = contender.tp, contender.runs
     command = [sys.executable, __file__, "--child", "nanogpt" if contender.name == "nanogpt" else "ours"]
     command += ["--size", size, "--precision", precision, "--steps", str(flags.steps)]
+    command += ["--device", flags.device]
+    command += ["--batch", str(flags.batch)] if flags.batch is not None else []
     command += ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
     command += ["--compile"] if flags.compile else []
     command += ["--sequence-parallel"] if flags.sequence_parallel and tp > 1 else []
@@ -136,7 +159,11 @@ def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float
     if any(process.returncode for process in processes):
         raise SystemExit("\n".join(err for _, err in outputs))
     seconds = sum(float(json.loads(out.splitlines()[-1])) for out, _ in outputs)
-    return runs * SIZES[size].seq * SIZES[size].batch / seconds
+    return runs * SIZES[size].seq * _sized(flags, size).batch / seconds
+
+
+def _sized(flags: Flags, name: str) -> Size:
+    return SIZES[name] if flags.batch is None else replace(SIZES[name], batch=flags.batch)
 
 
 def _free_port() -> int:
@@ -145,14 +172,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def measure(step: Callable[[], object], steps: int) -> float:
-    """Median CPU seconds of a step, after two to warm up."""
-    times = []
+def measure(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Median seconds of a step, of CPU time or of a GPU, after two to warm up."""
+    clock, times = time.process_time if device.type == "cpu" else time.perf_counter, []
     for n in range(steps + 2):
-        begin = time.process_time()
+        begin = clock()
         step()
+        synchronize(device)
         if n >= 2:
-            times.append(time.process_time() - begin)
+            times.append(clock() - begin)
     return statistics.median(times)
 
 
@@ -174,8 +202,8 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     train = TrainConfig(micro_batch_size=size.batch, seq_length=size.seq, train_iters=1, lr=1e-4, bf16=bf16)
     parallel = ParallelConfig(tensor_model_parallel_size=tp)
     config = Config(model=model, parallel=parallel, train=train, world_size=tp)
-    mesh, schedule = ProcessMesh.create(parallel, CPU), build("1f1b", 1, 1)
-    module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp)
+    mesh, schedule = ProcessMesh.create(parallel, torch.device(flags.device)), build("1f1b", 1, 1)
+    module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp).to(mesh.device)
     initialize(module, 1, mesh.tp)
     module = module.bfloat16() if bf16 else module
     if flags.compile:
@@ -203,11 +231,11 @@ def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
         dropout=0.0,
         bias=True,
     )
-    model: Any = GPT(config)
+    model: Any = GPT(config).to(flags.device)
     model = model.bfloat16() if bf16 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     compiled: Any = torch.compile(model)
-    tokens = torch.randint(0, size.vocab, (size.batch, size.seq + 1))
+    tokens = torch.randint(0, size.vocab, (size.batch, size.seq + 1), device=flags.device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:

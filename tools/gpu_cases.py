@@ -20,6 +20,19 @@ GPT2_124M = (
     "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 --seq-length 1024 "
     "--max-position-embeddings 1024 --vocab-size 50303 --micro-batch-size 8 --global-batch-size 32 --train-iters 10"
 )
+LARGE = (
+    "--bf16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50303 --cross-entropy-loss-fusion "
+    "--global-batch-size 32 --train-iters 10"
+)
+GPT3_350M = (
+    f"{LARGE} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 8"
+)
+GPT3_1_3B = (
+    f"{LARGE} --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 4"
+)
+KERNEL, MEASURE = (f"tools/gpu_{name}.py --device {{device}} --only" for name in ("kernels", "measures"))
+NANOGPT = "tools/bench_training.py --device cuda --precision bf16 --compile --batch 8 --least 1 --nanogpt {nanogpt}"
+TE = "--transformer-impl transformer_engine"
 EXACT = "--deterministic-mode"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
 SAVED = "{folder}/saved"
@@ -35,7 +48,9 @@ class Case:
         like: the case with the same losses, in the steps that both have.
         within: relative difference of a loss from that; 0: the bits of all losses and gradient norms.
         memory: relative difference of the peak from the plan's prediction.
-        kernel: an operation of tools/gpu_kernels.py in place of a training.
+        mfu: the least share of the device's bf16 peak, where that is known.
+        script: arguments of Python in place of a training; passes with exit status 0, and its last line is the figure.
+        needs: a package or a flag of tools/gpu_check.py without which the case is left out.
         devices: what it makes sense on.
         seconds: its time limit.
     """
@@ -45,7 +60,9 @@ class Case:
     like: str | None = None
     within: float = 0.0
     memory: float | None = None
-    kernel: str | None = None
+    mfu: float = 0.0
+    script: str | None = None
+    needs: str | None = None
     ranks: int = 1
     devices: tuple[str, ...] = ("cpu", "cuda")
     seconds: float = 90.0
@@ -54,9 +71,14 @@ class Case:
 GPU = ("cuda",)
 # The tolerances of 1e-4 and the memory's are expectations: no GPU has been asked yet.
 CASES = (
-    Case("kernel: weight gradient put off to W", kernel="weight_grad"),
-    Case("kernel: fused loss", kernel="fused_loss"),
-    Case("kernel: attention with dropout", kernel="dropout_attention"),
+    Case("kernel: weight gradient put off to W", script=f"{KERNEL} weight_grad"),
+    Case("kernel: fused loss", script=f"{KERNEL} fused_loss"),
+    Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
+    Case("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", devices=GPU, seconds=240),
+    Case("ceilings", script=f"{MEASURE} ceilings"),
+    Case("B and W apart: time", script=f"{MEASURE} split"),
+    Case("every schedule of one rank", script=f"{MEASURE} schedules"),
+    Case("one layer: the device waits for the host", script=f"{MEASURE} host"),
     Case("float32"),
     Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
     Case("bf16", "--bf16", "float32", 2e-2),
@@ -79,6 +101,14 @@ CASES = (
     Case("124M bf16: memory", GPT2_124M, memory=0.25, devices=GPU),
     Case("124M bf16, fused loss: memory", f"{GPT2_124M} --cross-entropy-loss-fusion", memory=0.25, devices=GPU),
     Case("124M bf16, zb-h1", f"{GPT2_124M} --pipeline-schedule zb-h1", "124M bf16: memory", 1e-2, devices=GPU),
+    Case("350M bf16", GPT3_350M, memory=0.25, devices=GPU),
+    Case("350M bf16, compiled layers", f"{GPT3_350M} --compile", "350M bf16", 1e-2, devices=GPU, seconds=240),
+    Case("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5, devices=GPU),
+    Case("1.3B bf16, compiled layers", f"{GPT3_1_3B} --compile", "1.3B bf16", 1e-2, devices=GPU, seconds=240),
+    Case("124M beside nanoGPT", script=f"{NANOGPT} --size 124m", needs="nanogpt", devices=GPU, seconds=240),
+    Case("350M beside nanoGPT", script=f"{NANOGPT} --size 350m", needs="nanogpt", devices=GPU, seconds=240),
+    Case("Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU),
+    Case("1.3B, Transformer Engine", f"{GPT3_1_3B} {TE}", "1.3B bf16", 1e-2, needs="transformer_engine", devices=GPU),
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} --no-overlap-p2p-communication", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,8 +45,10 @@ class Flags:
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cuda; cpu tries the tool itself, with tiny sizes."""
-    minutes: float = 15.0
+    minutes: float = 20.0
     """Time for all cases; those that do not come to their turn count as failed."""
+    nanogpt: str | None = None
+    """A checkout of nanoGPT to be compared with: git clone https://github.com/karpathy/nanoGPT"""
     output: str = "gpu-check"
     """Folder for the table (report.md, report.json) and each case's output. What is there is replaced."""
     only: tuple[str, ...] = ("*",)
@@ -89,7 +92,9 @@ def main(argv: Sequence[str]) -> None:
 def chosen(flags: Flags) -> list[Case]:
     """The cases that can run here and are asked for, each behind the one that it is compared with."""
     ranks = torch.cuda.device_count() if flags.device == "cuda" else 2
-    here = [case for case in CASES if flags.device in case.devices and case.ranks <= ranks]
+    has = {None: True, "nanogpt": flags.nanogpt is not None}
+    has |= {case.needs: find_spec(case.needs) is not None for case in CASES if case.needs not in (None, "nanogpt")}
+    here = [case for case in CASES if flags.device in case.devices and case.ranks <= ranks and has[case.needs]]
     wanted = {case.name for case in here if any(fnmatch(case.name, pattern) for pattern in flags.only)}
     for case in reversed(here):
         if case.name in wanted and case.like:
@@ -105,25 +110,22 @@ def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]
         began = time.monotonic()
         result, figure, steps = "no time left", f"--minutes {flags.minutes:g} were over", Steps()
         if (left := until - began) > 0:
-            result, figure, steps = _run(case, flags.device, folder, min(left, case.seconds), outcomes)
+            result, figure, steps = _run(case, flags, folder, min(left, case.seconds), outcomes)
         outcome = outcomes[case.name] = Outcome(case.name, result, figure, time.monotonic() - began, steps)
         print(f"{case.name:{width}}  {result:5}  {outcome.seconds:5.1f} s  {figure}", flush=True)
     return [*outcomes.values()]
 
 
-def _run(case: Case, device: str, folder: Path, limit: float, before: Mapping[str, Outcome]) -> tuple[str, str, Steps]:
+def _run(case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[str, Outcome]) -> tuple[str, str, Steps]:
     """Result, figure and steps of one case in a process of its own."""
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     log, file = place / "output.txt", place / "steps.jsonl"
-    problem = _process(_command(case, device, folder, file), log, limit)
-    if case.kernel:
-        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"name"')]
-        if not lines:
-            return "FAIL", problem or "nothing measured", {}
-        (one,) = lines
-        return ("pass" if one["passed"] else "FAIL"), f"error {one['error']:.1e}, at most {one['allowed']:.1e}", {}
+    problem = _process(_command(case, flags, folder, file), log, limit)
+    if case.script:
+        last = log.read_text().strip().splitlines()[-1]
+        return ("FAIL", f"{last}; {problem}", {}) if problem else ("pass", last, {})
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     steps = {line["iteration"]: line for line in lines}
     if problem or not steps:
@@ -132,15 +134,15 @@ def _run(case: Case, device: str, folder: Path, limit: float, before: Mapping[st
     return result, f"{figure}; {speed(steps)}", steps
 
 
-def _command(case: Case, device: str, folder: Path, file: Path) -> list[str]:
-    tools = ROOT / "tools"
-    if case.kernel:
-        return [sys.executable, str(tools / "gpu_kernels.py"), "--device", device, "--only", case.kernel]
-    flags = f"{SHAPE} {SIZES[device]} {case.flags.format(folder='@')}".split()
-    flags += ["--distributed-backend", "gloo"] if device == "cpu" else []
+def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
+    if case.script:
+        known = {"device": flags.device, "nanogpt": str(Path(flags.nanogpt or "").resolve())}
+        return [sys.executable, *(part.format_map(known) for part in case.script.split())]
+    run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
+    run += ["--distributed-backend", "gloo"] if flags.device == "cpu" else []
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    run = [*(many if case.ranks > 1 else ()), str(tools / "recorded_run.py"), str(file)]
-    return [sys.executable, *run, *(flag.replace("@", str(folder), 1) for flag in flags)]
+    start = [*(many if case.ranks > 1 else ()), "tools/recorded_run.py", str(file)]
+    return [sys.executable, *start, *(part.format(folder=folder) for part in run)]
 
 
 def _process(command: Sequence[str], log: Path, limit: float) -> str:
@@ -148,7 +150,9 @@ def _process(command: Sequence[str], log: Path, limit: float) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     with log.open("w") as output:
         print(*command, file=output, flush=True)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+        )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -193,7 +197,8 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
 def speed(steps: Steps) -> str:
     """Tokens per second of the median step, and memory where it is known."""
     rates = [step["tokens_per_second"] for step in steps.values()]
-    text = f"{statistics.median(rates):,.0f} tokens/s"
+    tflops = statistics.median(step["tflops"] for step in steps.values())
+    text = f"{statistics.median(rates):,.0f} tokens/s, {tflops:.3g} TFLOP/s"
     last = [*steps.values()][-1]
     if "peak" in last:
         text += f"; peak {last['peak'] / GIB:.2f} GiB, predicted {last['predicted_peak'] / GIB:.2f}"

@@ -5,7 +5,6 @@ PYTHONPATH=. python tools/gpu_kernels.py --device cuda --only weight_grad
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,10 @@ class Found:
     def passed(self) -> bool:
         """A nan does not."""
         return self.error <= self.allowed
+
+    @property
+    def figure(self) -> str:
+        return f"error {self.error:.1e}, at most {self.allowed:.1e}"
 
 
 def weight_grad(device: str) -> Found:
@@ -133,10 +136,10 @@ class Flags:
 
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
-    found = {name: kernel(flags.device) for name, kernel in KERNELS.items() if flags.only in ("", name)}
-    for name, one in found.items():
-        print(json.dumps({"name": name, "error": one.error, "allowed": one.allowed, "passed": one.passed}))
-    raise SystemExit(not all(one.passed for one in found.values()))
+    found = [kernel(flags.device) for name, kernel in KERNELS.items() if flags.only in ("", name)]
+    for one in found:
+        print(one.figure)
+    raise SystemExit(not all(one.passed for one in found))
 
 
 if __name__ == "__main__":

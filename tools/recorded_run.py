@@ -17,6 +17,7 @@ from megapipe.errors import UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
 from megapipe.plan import make_plan
+from megapipe.training.flops import flops_per_token
 from megapipe.training.pretrain import Run, pretrain
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.step import StepResult
@@ -24,8 +25,8 @@ from pretrain_gpt import forward_step
 
 
 class Recorder(Callback):
-    """Rank 0 adds a line per step: iteration, loss, norm, skipped, seconds, tokens_per_second, and on a GPU its peak
-    memory and the plan's prediction of it in bytes."""
+    """Rank 0 adds a line per step: iteration, loss, norm, skipped, seconds, tokens_per_second, tflops of a device, and
+    on a GPU its peak memory and the plan's prediction of it in bytes."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -40,13 +41,15 @@ class Recorder(Callback):
         seconds = time.perf_counter() - self.began
         if run.mesh.world.rank:
             return
+        rate = config.global_batch_size * config.train.sequence / seconds
         line = {
             "iteration": run.progress.iteration,
             "loss": result.losses["lm loss"],
             "norm": result.grad_norm,
             "skipped": result.skipped,
             "seconds": seconds,
-            "tokens_per_second": config.global_batch_size * config.train.sequence / seconds,
+            "tokens_per_second": rate,
+            "tflops": rate * flops_per_token(config.model, config.train.sequence) / config.world_size / 1e12,
         }
         if peak := memory_bytes(device).get("mem-max-allocated-bytes"):
             line |= {"peak": peak, "predicted_peak": make_plan(config).peak_bytes[run.mesh.pp.rank]}
