@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.tokens import Documents, Tokens, numbers_of
-from megapipe.tensor_parallel.rng import Stream, dropped
+from megapipe.tensor_parallel.rng import Stream, draws
 
 _SCORES, _ROWS = 1 << 21, 128
 """Scores and queries of a block: more leave a CPU's cache, or compute more of what the mask removes."""
@@ -92,16 +92,16 @@ class Rule:
             by_query[..., keys.shape[1] - len(seen) :].masked_fill_(unseen, float("-inf"))
         return scores
 
-    def dropped(self, scores: Tensor, sequences: int, block: _Block) -> Tensor:
-        """Which of them are."""
+    def kept(self, scores: Tensor, sequences: int, block: _Block) -> Tensor:
+        """[b, heads, queries, keys]: 1 for those of the scores that are, 0 for those that dropout zeroes."""
         n, rows, _ = scores.shape
         whole, first = block.whole, block.first
         # the heads first: of a slice of that dimension no more is drawn
         shape = (n * rows // (sequences * len(block.queries)), sequences, len(whole), whole.stop - first)
         with self.stream.active():
-            mask = dropped(shape, self.p, *self.site, whole.start, device=scores.device, tp=self.heads, dim=0)
-        mask = mask.transpose(0, 1)[:, :, _from(block.queries, whole.start), _from(block.keys, first)]
-        return mask.reshape(scores.shape)
+            draw = draws(shape, *self.site, whole.start, device=scores.device, tp=self.heads, dim=0)
+        draw = draw[:, :, _from(block.queries, whole.start), _from(block.keys, first)]
+        return draw.ge_(self.p).transpose(0, 1)
 
     def _unseen(self, queries: range, keys: range, device: torch.device) -> Tensor:
         """[queries, keys], or [b, 1, queries, keys] inside documents."""
@@ -140,7 +140,7 @@ def attend(rule: Rule, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sum
         p = scores.sub_(most).exp_()
         lse = most + p.sum(-1, keepdim=True).log()
         if rule.p:
-            p.masked_fill_(rule.dropped(p, len(q), block), 0)
+            _drop(p, rule.kept(p, len(q), block))
         o = (p.to(values.dtype) @ values[:, block.columns]).to(p.dtype)
         out, before = (x[:, :, block.rows] for x in sums)
         most, lse = most.view_as(before), lse.view_as(before)
@@ -175,9 +175,9 @@ def differentiate(
         p = rule.scores(rows, keys[:, columns], block).sub_(norm).exp_()
         do = do * (1 / (1 - rule.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
-        mask = rule.dropped(p, len(q), block) if rule.p else None
-        ds = (dp if mask is None else dp.masked_fill_(mask, 0)).sub_(share).mul_(p).to(rows.dtype)
-        p = p if mask is None else p.masked_fill_(mask, 0)
+        kept = rule.kept(p, len(q), block) if rule.p else None
+        ds = _drop(dp, kept).sub_(share).mul_(p).to(rows.dtype)
+        p = _drop(p, kept)
         into = dq[:, :, block.rows]
         into.add_((ds @ keys[:, columns]).view_as(into), alpha=_scale(rows))
         dk[:, columns].add_(ds.mT @ rows)  # += would copy the sum onto itself
@@ -190,6 +190,13 @@ def band(queries: int, keys: int, ahead: int, window: int, device: torch.device)
     """[queries, keys], True where query i, which is key i + ahead, sees key j: 0 <= i + ahead - j <= window."""
     distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
     return (distance >= 0) & (distance <= window)
+
+
+def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
+    """In place. A product is faster than a mask."""
+    if kept is not None:
+        scores.view(kept.shape).mul_(kept)
+    return scores
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:

@@ -102,20 +102,22 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """
     if p == 0.0:
         return x
-    mask = dropped(x.shape, p, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut)
+    mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut) < p
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
 
 
-def dropped(
+def draws(
     shape: Sequence[int],
-    p: float,
     *site: object,
     device: torch.device,
     tp: Axis | None = None,
     dim: int = 1,
     cut: Cut = WHOLE,
 ) -> Tensor:
-    """Which elements of an x of this shape `dropout` zeroes, bool. cut: of dimension 0, before tp's slice of it."""
+    """A uniform number in [0, 1) for each element of an x of this shape: `dropout` zeroes those below p.
+
+    cut: of dimension 0, before tp's slice of it.
+    """
     whole = list(shape)
     if tp is not None:
         whole[dim] *= tp.size
@@ -128,7 +130,7 @@ def dropped(
     draw = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tp is not None and dim != 0:
         draw = draw.chunk(tp.size, dim)[tp.rank]
-    return draw < p
+    return draw
 
 
 def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object) -> Tensor:
