@@ -117,7 +117,7 @@ def parser() -> Parser:
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
-    show.add_argument("--step", type=_step_costs, metavar="G,U[,A]", help="and reduce, update, gather 1/P of the model")
+    show.add_argument("--step", type=_step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
@@ -282,9 +282,9 @@ def _costs(text: str) -> Costs:
 
 
 def _step_costs(text: str) -> dict[str, float]:
-    if len(numbers := _numbers(text)) not in (2, 3):
-        raise argparse.ArgumentTypeError(f"G,U or G,U,A is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
-    return dict(zip("gua", numbers, strict=False))
+    if len(numbers := _numbers(text)) not in (2, 3, 4):
+        raise argparse.ArgumentTypeError(f"G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
+    return dict(zip("guav", numbers, strict=False))
 
 
 def _numbers(text: str) -> list[float]:

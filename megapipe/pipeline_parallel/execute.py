@@ -156,8 +156,9 @@ def execute(
                     if call.ends:
                         on_stage_done(call.item.stage)
         position.at = "the end of the passes", monotonic()
-        for end in lanes.under_way.values():
-            end()
+        for needed, end in lanes.under_way.items():
+            with record_function(f"wait {needed}"):
+                end()
         comm.finish()
     except Exception as error:
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")

@@ -5,31 +5,43 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from megapipe.errors import DataError
-from megapipe.schedule import build, simulate
-from megapipe.schedule.views.traces import pipelines, predict, read, summarise
+from megapipe.schedule import Costs, Schedule, build, simulate
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.transforms.optimizer import with_optimizer
+from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.views.traces import merge, pipelines, predict, read, summarise
 
 ROOT = Path(__file__).parents[2]
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started
 
 
 def write_traces(folder: Path, name: str = "1f1b", steps: int = 2) -> None:
-    """Two ranks, F and B of 1 ms, 4 microbatches: the simulated times with a wait before every pass that idles."""
-    schedule = build(name, 2, 4)
-    time = simulate(schedule)
+    """Two ranks, F and B of 1 ms, 4 microbatches."""
+    write_runs(folder, build(name, 2, 4), Costs(), steps)
+
+
+def write_runs(folder: Path, schedule: Schedule, costs: Costs, steps: int = 2) -> None:
+    """The simulated times with a wait before every pass that idles; of other lanes a label when a pass begins, and a
+    wait that lasts until its end."""
+    time = simulate(schedule, costs)
     for rank, row in enumerate(schedule.ranks):
         events, free = [], 0.0
         for step in range(steps):
             for (label,) in row:
-                begin = (step * 100 + time.start[label]) * 1000
+                begin, end = ((step * 100 + when[label]) * 1000 for when in (time.start, time.end))
+                if label.kind.rule.lane is not Lane.COMPUTE:
+                    events += [(str(label), begin, begin + 1e-3), (f"wait {label}", begin + 1e-3, end)]
+                    continue
                 if begin > free:
                     events.append(("recv 0F0 <-0", free, begin))
-                free = (step * 100 + time.end[label]) * 1000
-                events.append((str(label), begin, free))
+                events.append((str(label), begin, end))
+                free = end
         content = {
             "baseTimeNanoseconds": CLOCKS[rank] * 1000,
             "traceEvents": [
@@ -46,6 +58,28 @@ def write_traces(folder: Path, name: str = "1f1b", steps: int = 2) -> None:
             ],
         }
         (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+
+
+def test_what_runs_beside_the_passes_is_on_its_lane_measured_and_predicted(tmp_path):
+    """G and A on the data-parallel lane, U and V among the passes; the prediction has them where the run had."""
+    costs = Costs(g=1.5, u=0.25, a=0.5, v=0.125)
+    table = with_optimizer(with_reduction(build("interleaved", 2, 4, chunks=2), costs), barrier=False, gather="ahead")
+    write_runs(tmp_path, table, costs)
+    (ranks,) = pipelines([read(p) for p in sorted(tmp_path.iterdir())])
+    schedule, predicted = predict(ranks)
+    expected = simulate(table, costs)
+    assert schedule.kinds == table.kinds
+    assert predicted.start == pytest.approx(expected.start)
+    assert predicted.end == pytest.approx(expected.end)
+    lanes = defaultdict(set)
+    for event in merge(ranks, schedule, predicted):
+        if event["ph"] == "X" and event["name"][1:2] in {"G", "A"} and event["cat"] != "user_annotation":
+            lanes[event["cat"], event["tid"]].add(event["name"])
+    on_lane = [{str(p) for (p,) in row if p.kind.rule.lane is Lane.DP} for row in table.ranks]
+    assert [lanes["predicted", thread] for thread in (1, 3)] == on_lane
+    assert lanes["dp", "dp"] == set.union(*on_lane)
+    for row, busy in zip(summarise(ranks, schedule, predicted), expected.busy, strict=True):
+        assert row.busy_ms == pytest.approx(busy)  # of the compute lane alone
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])

@@ -160,7 +160,8 @@ def _rows(schedule: Schedule, time: Timeline, names: _Names, scale: float, plot:
         yield f'<rect class="idle" width="{plot}" height="{_ROW}"/><g class="n">'
         for step in on_track(schedule, rank, lane):
             x, end = time.start[step[0]] * scale, time.end[step[0]] * scale
-            yield from _box(step, x, end - x, [names[item.kind, item.stage] for item in step])
+            width = max(end - x, 1.5)  # of what takes no time too
+            yield from _box(step, x, width, [names[item.kind, item.stage] for item in step])
         yield "</g></g>"
 
 

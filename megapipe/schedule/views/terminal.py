@@ -21,6 +21,7 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
 
     A cell says its pass and microbatch where they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a
     rank's later chunks (in DualPipe: of the other direction) are in lower case. Idle time is dots, or blank in colour.
+    Where three columns are a pass, what is done to a stage as a whole takes one even if it costs no time.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
@@ -28,12 +29,17 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
     margin = len(f"rank {len(schedule.ranks) - 1}")
     columns = _columns(time, width - margin - 3)
     scale = columns / time.makespan if time.makespan else 0.0
+    roomy = scale * min((time.end[x] - time.start[x] for x in time.start if not x.kind.rule.per_stage), default=0) >= 3
     pen = _Pen(chunks(schedule.placement), shades(schedule.placement) if colour else {})
     lines = []
     for rank, lane in tracks(schedule):
         text, at = "", 0
         for step in on_track(schedule, rank, lane):
             first, last = round(time.start[step[0]] * scale), round(time.end[step[0]] * scale)
+            if step[0].kind.rule.per_stage and (roomy or lane is not Lane.COMPUTE):
+                first = min(first, columns - 1)
+                last = max(last, max(first, at) + 1)
+            first, last = max(first, at), min(max(last, at), columns)
             text += pen.idle * (first - at) + pen.step(step, last - first)
             at = last
         label = f"rank {rank}" if lane is Lane.COMPUTE else lane.value

@@ -1,7 +1,8 @@
 """Traces of all ranks on one clock, with the predicted timeline beside the measured one.
 
 Everything is read off the profiler's labels: which rank ran which pass when, and how long it stood waiting for a
-message inside it. The table of the schedule, the costs of its passes and the bubble follow from those.
+message inside it. The table of the schedule, the costs of its passes and the bubble follow from those. What runs on
+another lane than computation is seen from its label to the end of the wait for it: it took at most so long.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 from megapipe.errors import DataError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.views.draw import tracks
 
 Event = dict[str, Any]
-_PASS = re.compile(rf"^(\d+)({'|'.join(kind for kind in Kind if not kind.rule.per_stage)})(\d+)$")
+_PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)$")
 _MESSAGE = re.compile(r"^(recv|send) ")
 _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 """Where a GPU ran the passes its own times count, not the host's."""
@@ -38,6 +41,10 @@ class Slice:
     @property
     def busy(self) -> float:
         return self.end - self.start - self.waited
+
+    @property
+    def lane(self) -> Lane:
+        return self.label.kind.rule.lane
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def read(path: Path) -> RankTrace:
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a trace of torch's profiler: {error}") from None
     events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
-    return RankTrace(int(number[1]), events, list(_steps(_slices(events))))
+    return RankTrace(int(number[1]), events, _steps(_slices(events)))
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
@@ -88,30 +95,38 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             break
     else:
         return []
+    waits = sorted((begin, end, name) for name, begin, end in spans if name.startswith("wait "))
     rows: list[Slice] = []
+    beside: list[Slice] = []
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
+        label = Pass(Kind[m[2]], int(m[1]), int(m[3]))
+        if label.kind.rule.lane is not Lane.COMPUTE:
+            ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
+            # One of a lane after the other, however early it was begun.
+            begin = min(max([begin, *(x.end for x in beside if x.lane is label.kind.rule.lane)]), ended)
+            beside.append(Slice(label, begin, ended, 0.0))
+            continue
         waited = sum(b - a for a, b in messages if begin <= a and b <= end)
         if rows and begin < rows[-1].end:  # an overlapped pair: half of its time each, one after the other
             first = rows.pop()
             end, waited = max(end, first.end), max(waited, first.waited)
             begin, waited = (first.start + end) / 2, waited / 2
             rows.append(Slice(first.label, first.start, begin, waited))
-        rows.append(Slice(Pass(Kind[m[2]], int(m[1]), int(m[3])), begin, end, waited))
-    return rows
+        rows.append(Slice(label, begin, end, waited))
+    return sorted([*rows, *beside], key=lambda item: item.start)
 
 
-def _steps(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
-    """Cut where a pass comes for the second time."""
-    step: list[Slice] = []
+def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
+    """Cut where a pass comes for the second time; without evaluations and what was begun again."""
+    steps: list[list[Slice]] = []
     seen: set[Pass] = set()
     for item in slices:
-        if item.label in seen:
-            yield step
-            step, seen = [], set()
-        step.append(item)
+        if item.label in seen or not steps:
+            steps.append([])
+            seen = set()
+        steps[-1].append(item)
         seen.add(item.label)
-    if step:
-        yield step
+    return [step for step in steps if len(step) == max(map(len, steps))]
 
 
 def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
@@ -138,7 +153,8 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     if sorted(rank_of) != list(range(len(rank_of))):
         missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
         raise DataError(f"no trace has a pass of stage {missing}; profile all ranks of a pipeline")
-    first = [{label.microbatch for row in rows for label in row if label.stage == s} for s in (0, len(rank_of) - 1)]
+    passes = [label for row in rows for label in row if not label.kind.rule.per_stage]
+    first = [{label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)]
     # Two chains carry different microbatches.
     chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
     shared = any(label.kind.rule.shared for row in rows for label in row)
@@ -161,8 +177,8 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
     w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
     b = [b[s] or both[s] for s in chain]
-    s, t, e = (tuple(column(kind)) for kind in (Kind.S, Kind.T, Kind.E))
-    return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e)
+    s, t, e, g, u, a, v = (tuple(column(Kind(letter))) for letter in "STEGUAV")
+    return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e, g=g, u=u, a=a, v=v)
 
 
 def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[RankSummary]:
@@ -170,7 +186,10 @@ def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timelin
     rows = []
     spans = [_span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))]
     for r, trace in enumerate(ranks):
-        busy = [sum(item.busy for item in step) for step, _ in zip(trace.steps, spans, strict=False)]
+        busy = [
+            sum(item.busy for item in step if item.lane is Lane.COMPUTE)
+            for step, _ in zip(trace.steps, spans, strict=False)
+        ]
         step_ms = median(end - start for start, end in spans) / 1000
         bubble = median(1 - b / (end - start) for b, (start, end) in zip(busy, spans, strict=True))
         rows.append(
@@ -197,21 +216,24 @@ def merge(pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
         for event in trace.events:
             if event.get("ph") != "M":
                 yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
+        for item in (item for step in trace.steps for item in step if item.lane is not Lane.COMPUTE):
+            yield _event(trace.rank, item.lane.value, item.label, item.lane.value, item.start, item.end)
     pid = 1_000_000 + pipeline[0].rank
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "predicted from the measured passes"}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
+    threads = {track: number for number, track in enumerate(tracks(schedule))}
+    for (rank, lane), thread in threads.items():
+        name = f"rank {pipeline[rank].rank}" + (f" {lane.value}" if lane is not Lane.COMPUTE else "")
+        yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
     for n in range(min(len(t.steps) for t in pipeline)):
         begin, _ = _span([trace.steps[n] for trace in pipeline])
         for label, start in predicted.start.items():
-            yield {
-                "ph": "X",
-                "pid": pid,
-                "tid": schedule.placement.rank_of[label.stage],
-                "name": str(label),
-                "cat": "predicted",
-                "ts": begin + start * 1000,
-                "dur": (predicted.end[label] - start) * 1000,
-            }
+            thread = threads[schedule.placement.rank_of[label.stage], label.kind.rule.lane]
+            yield _event(pid, thread, label, "predicted", begin + start * 1000, begin + predicted.end[label] * 1000)
+
+
+def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, end: float) -> Event:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": str(label), "cat": category, "ts": start, "dur": end - start}
 
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
