@@ -8,32 +8,19 @@ that whatever else the machine does meets all of them.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
-
-from megapipe.config import ParallelConfig  # noqa: E402
-from megapipe.distributed.axis import CPU  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.pipeline_parallel.stopwatch import Stopwatch  # noqa: E402
 from megapipe.schedule import (  # noqa: E402
     SCHEDULES,
     Costs,
     Kind,
-    Schedule,
     ScheduleError,
     build,
     entry_of,
@@ -41,18 +28,11 @@ from megapipe.schedule import (  # noqa: E402
     simulate,
     unpaired,
 )
-from megapipe.schedule.measured import Ran, measured_costs  # noqa: E402
-from tools import bench_late  # noqa: E402
-from tools.emulated import sharpen_sleep, times  # noqa: E402
-from tools.emulated_runs import PEERS, Ours, Runner, Torchs  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Job:
-    """One schedule under one runtime (megapipe or torch)."""
-
-    runtime: str
-    schedule: Schedule
+from megapipe.schedule.measured import measured_costs  # noqa: E402
+from tools import bench_late, bench_reduction  # noqa: E402
+from tools.bench_pool import Job, run_pool  # noqa: E402
+from tools.emulated import times  # noqa: E402
+from tools.emulated_runs import PEERS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -100,9 +80,15 @@ def main() -> int:
     if args.post_validation:
         jobs = [Job("megapipe", x) for job in jobs if job.runtime == "megapipe" for x in bench_late.both(job.schedule)]
         tables = [job.schedule for job in jobs]
-        print(bench_late.table(tables, _run_pool(jobs, costs, args), known, args.steps))
+        print(bench_late.table(tables, run_pool(jobs, costs, args), known, args.steps))
         return 0
-    measured = _run_pool(jobs, costs, args)
+    if args.reduction is not None or args.reduction_mib:
+        tables = [x for job in jobs if job.runtime == "megapipe" for x in bench_reduction.three(job.schedule)]
+        link = bench_reduction.link_of(args)
+        measured = run_pool([Job("megapipe", x) for x in tables], replace(costs, g=link), args)
+        print(bench_reduction.table(tables, measured, replace(known, g=link)))
+        return 0
+    measured = run_pool(jobs, costs, args)
     rows = [_row(job, known, steps) for job, steps in zip(jobs, measured, strict=True)]
     rows = [_against_torch(i, jobs, rows, measured) for i in range(len(jobs))]
     print(_table(rows, args))
@@ -129,12 +115,19 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--post-validation", action="store_true", help="consecutive steps with and without a barrier")
     parser.add_argument("--steps", type=int, default=8, help="of --post-validation, in a row")
+    parser.add_argument("--reduction", type=float, metavar="X", help="a data-parallel link that takes X of the compute")
+    parser.add_argument(
+        "--reduction-mib", type=float, default=0.0, help="gloo instead: MiB of a device share's gradients"
+    )
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks, of --reduction-mib")
     parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
     parser.add_argument("--json", help="write all numbers to this file")
     args = parser.parse_args()
-    for name in ("pp", "microbatches", "repeats", "message_kib", "steps"):
+    for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.reduction_mib and args.dp < 2:
+        parser.error(f"--reduction-mib {args.reduction_mib:g} needs ranks to sum over; add --dp 2")
     return args
 
 
@@ -153,81 +146,13 @@ def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
 def overhead_here(ranks: int, message_kib: int, costs: Costs, repeats: int) -> tuple[float, float]:
     """Seconds that a pass and a message cost on this machine beside what `costs` say of passes."""
     job = Job("megapipe", build("zb-h1", ranks, 2 * ranks))
-    settings = argparse.Namespace(pp=ranks, message_kib=message_kib, repeats=repeats)
+    settings = argparse.Namespace(pp=ranks, dp=1, message_kib=message_kib, repeats=repeats)
     bare = replace(costs, comm=0.0)
-    found = measured_costs(_run_pool([job], bare, settings, timed=True), job.schedule.placement, bare)
+    found = measured_costs(run_pool([job], bare, settings, timed=True), job.schedule.placement, bare)
     place = job.schedule.placement
     took, given = found.durations(place), bare.durations(place)
     beside = [x - y for kind in (Kind.F, Kind.B, Kind.W) for x, y in zip(took[kind], given[kind], strict=True)]
     return statistics.median(beside), statistics.mean(found.lag(r, r + 1, ranks) for r in range(ranks - 1))
-
-
-def _run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
-    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
-
-    timed: the passes of the first job instead, [repeat][rank].
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tools.emulated_runs"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    receiver, sender = context.Pipe(duplex=False)
-    given = (port, jobs, costs, args, timed, sender)
-    ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(args.pp)]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
-    finally:
-        for process in ranks:
-            process.join(timeout=30)
-
-
-def _rank(
-    rank: int, port: int, jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool, sender: Any
-) -> None:
-    shape, repeats, size = (args.message_kib * 256, 1, 1), args.repeats, args.pp  # float32
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    sharpen_sleep()
-    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=size), CPU)
-    kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
-    runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
-    for runner in runners if getattr(args, "post_validation", False) else ():
-        runner.steps = args.steps
-    gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
-    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
-    ran = [_passes(runners[0]) for _ in range(repeats * timed)]
-    if rank == 0:
-        sender.send(ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)])
-    mesh.close()
-
-
-def _step(runner: Runner) -> list[list[float]]:
-    """What every rank measured in one step, which all start at the same moment."""
-    world, device = runner.mesh.world, runner.device
-    device.busy = device.peak = device.held = 0.0
-    start = world.broadcast(torch.tensor([time.perf_counter() + 0.02], dtype=torch.float64)).item()
-    device.epoch = start
-    time.sleep(max(0.0, start - time.perf_counter()))
-    cpu = time.thread_time()
-    runner.step()
-    cpu, took = time.thread_time() - cpu, time.perf_counter() - start
-    assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
-    sent = -1 if runner.sent_bytes is None else runner.sent_bytes
-    mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
-    return world.all_gather(mine).tolist()
-
-
-def _passes(runner: Runner) -> list[list[Ran]]:
-    """Those of every rank in one step."""
-    runner.watch = watch = Stopwatch(CPU)
-    _step(runner)
-    return watch.of_all(runner.mesh.pp)
 
 
 def _row(job: Job, costs: Costs, steps: list[list[list[float]]]) -> Row:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining as peers
 from torch import Tensor
 
@@ -41,10 +43,13 @@ class Runner(ABC):
         shape: of every message.
     Attributes:
         steps: how many follow each other in one call of `step`.
+        reduced_bytes: G is an all-reduce over data parallel of so much for a device share; 0: it takes costs.g of a
+            link that does nothing else and waits for no other rank.
     """
 
     sent_bytes: int | None = None
     steps = 1
+    reduced_bytes = 0
     watch: Stopwatch | None = None
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
@@ -119,6 +124,7 @@ class Ours(Runner):
         self.modules = self.layers(split_by_autograd=False)
         self.x = torch.zeros(self.shape)
         self._pending: Pending | None = None
+        self._link_free = 0.0
 
     def forward(self, _: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
         """Megatron's forward step."""
@@ -148,8 +154,18 @@ class Ours(Runner):
         }
         watch = self.watch
         timed = stages if watch is None else {n: Timed(watch, n, stage) for n, stage in stages.items()}
-        beside = {Kind.G: lambda _: lambda: None, Kind.U: self._update, Kind.V: lambda _: self._norm}
+        beside = {Kind.G: self._reduce, Kind.U: self._update, Kind.V: lambda _: self._norm}
         execute(self.program, place, timed, self.comm, of_stage=beside)
+
+    def _reduce(self, stage: int) -> Callable[[], None]:
+        place = self.schedule.placement
+        if self.reduced_bytes:
+            gradients = torch.zeros(self.reduced_bytes // 4 * place.num_ranks // place.chain)
+            work: Any = dist.all_reduce(gradients, group=self.mesh.dp.group, async_op=True)
+            return lambda: work.wait() and None
+        took = self.costs.durations(place)[Kind.G][stage]
+        self._link_free = free = max(self._link_free, time.perf_counter()) + took
+        return lambda: time.sleep(max(0.0, free - time.perf_counter()))
 
     def _update(self, stage: int) -> Callable[[], None]:
         """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""

@@ -88,17 +88,18 @@ def _save(costs: Costs, path: str) -> None:
 
 def _emulate(plan: Plan, args: Namespace) -> None:
     from tools import bench_schedules as bench
+    from tools.bench_pool import Job, run_pool
 
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works)
     unit = args.emulate_ms / 1e3 * place.num_ranks / total
-    job = bench.Job("megapipe", plan.schedule)
-    settings = Namespace(pp=place.num_ranks, message_kib=64, repeats=args.repeats)
+    job = Job("megapipe", plan.schedule)
+    settings = Namespace(pp=place.num_ranks, dp=1, message_kib=64, repeats=args.repeats)
     print(f"emulated on {place.num_ranks} processes, {args.emulate_ms:g} ms per mean rank and microbatch:")
     steps = []
     for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
         costs = scaled(plan.pieces.costs(counts), unit)
-        (measured,) = bench._run_pool([job], costs, settings)
+        (measured,) = run_pool([job], costs, settings)
         row = bench._row(job, costs, measured)
         steps.append(row.step_ms)
         print(

@@ -10,6 +10,7 @@ import torch
 from programs import ROOT, run
 
 from megapipe.schedule import Costs, build, simulate, unpaired
+from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from tools.emulated import Device
 
 
@@ -66,3 +67,15 @@ def test_times_that_are_none_are_refused_in_one_line():
     done = run(command)
     assert done.returncode == 2
     assert "--ms: 1,2 is not three times F,B,W from 0, such as 20,20,20" in done.stderr
+
+
+def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
+    """interleaved hides half of the link's time in the other chunk's passes."""
+    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4", "--reduction", "0.3"]
+    done = run([*command, "--schedules", "interleaved", "--ms", "20,20,20", "--repeats", "1"])
+    assert done.returncode == 0, done.stderr
+    step, at_end, _, beside, *_ = (float(cell) for cell in done.stdout.splitlines()[-1].split("|")[2:-1])
+    table, link = build("interleaved", 2, 4, chunks=2), 0.3 * 4 * 60
+    assert step >= 4 * 60
+    assert at_end == pytest.approx(link)
+    assert beside == pytest.approx(exposed(with_reduction(table), Costs(20, 20, 20, g=link))) == link / 2

@@ -1,0 +1,101 @@
+"""The pool of processes in which bench_schedules.py runs schedules on emulated devices, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.measured import Ran
+from tools.emulated import sharpen_sleep
+from tools.emulated_runs import Ours, Runner, Torchs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One schedule under one runtime (megapipe or torch)."""
+
+    runtime: str
+    schedule: Schedule
+
+
+def run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
+
+    timed: the passes of the first job instead, [repeat][rank].
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tools.emulated_runs"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    receiver, sender = context.Pipe(duplex=False)
+    given = (port, jobs, costs, args, timed, sender)
+    size = args.pp * args.dp
+    ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
+    finally:
+        for process in ranks:
+            process.join(timeout=30)
+
+
+def _rank(
+    rank: int, port: int, jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool, sender: Any
+) -> None:
+    shape, repeats, size = (args.message_kib * 256, 1, 1), args.repeats, args.pp * args.dp  # float32
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sharpen_sleep()
+    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=args.pp), CPU)
+    kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
+    runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
+    for runner in runners:
+        runner.steps = args.steps if getattr(args, "post_validation", False) else 1
+        runner.reduced_bytes = int(getattr(args, "reduction_mib", 0.0) * 2**20)
+    gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
+    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
+    ran = [_passes(runners[0]) for _ in range(repeats * timed)]
+    if rank == 0:
+        sender.send(ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)])
+    mesh.close()
+
+
+def _step(runner: Runner) -> list[list[float]]:
+    """What every rank measured in one step, which all start at the same moment."""
+    world, device = runner.mesh.world, runner.device
+    device.busy = device.peak = device.held = 0.0
+    start = world.broadcast(torch.tensor([time.perf_counter() + 0.02], dtype=torch.float64)).item()
+    device.epoch = start
+    time.sleep(max(0.0, start - time.perf_counter()))
+    cpu = time.thread_time()
+    runner.step()
+    cpu, took = time.thread_time() - cpu, time.perf_counter() - start
+    assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
+    sent = -1 if runner.sent_bytes is None else runner.sent_bytes
+    mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
+    return world.all_gather(mine).tolist()
+
+
+def _passes(runner: Runner) -> list[list[Ran]]:
+    """Those of every rank in one step."""
+    runner.watch = watch = Stopwatch(CPU)
+    _step(runner)
+    return watch.of_all(runner.mesh.pp)
