@@ -18,6 +18,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -64,6 +65,7 @@ class Case:
     clip: float = 1.0
     bad: tuple[tuple[int, float], ...] = ()
     where: int = 0
+    steps: int = STEPS
     after: int = 0
     evaluates: int = 0
     saves: int = 0
@@ -95,7 +97,7 @@ class Case:
                 micro_batch_size=1,
                 global_batch_size=self.microbatches * self.dp,
                 seq_length=8,
-                train_iters=STEPS,
+                train_iters=self.steps,
                 lr=3e-3,
                 lr_warmup_iters=3,
                 clip_grad=self.clip,
@@ -105,7 +107,7 @@ class Case:
                 loss_scale_window=4,
                 hysteresis=1,
                 no_check_for_nan_in_loss_and_grad=True,
-                max_bad_iterations_in_a_row=STEPS + 1,
+                max_bad_iterations_in_a_row=self.steps + 1,
                 optimizer=self.optimizer,
             ),
             data=DataConfig(
@@ -153,7 +155,7 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         output, loss_func = forward_step(data, model)
         return _spoil(output, bad.get(step[0], 1.0) if model.training else 1.0), loss_func
 
-    run = Run(config, mesh, gpt_provider, spoiled, _datasets(), VOCAB - 1, time.monotonic())
+    run = Run(config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic())
     passes, told = run.pipeline.run, run.ended
 
     def numbered(batches: Any, consumed: int, **how: Any) -> Any:
@@ -182,7 +184,7 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
 
 def run_case(case: Case) -> tuple[list[str], int, int]:
     """The differences of a case, and how many steps did not wait and were undone."""
-    _datasets()
+    made_datasets()
     sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -191,17 +193,22 @@ def run_case(case: Case) -> tuple[list[str], int, int]:
             )
     except Exception as error:
         return ["".join(traceback.format_exception(error))], 0, 0
-    found = []
     late_steps, undone = (sum(getattr(result, name) for result in late[0].results) for name in ("late", "undone"))
     for outcome in late:
         outcome.results[:] = [replace(result, late=False, undone=False) for result in outcome.results]
-    for rank, (a, b) in enumerate(zip(plain, late, strict=True)):
+    return differences(plain, late), late_steps, undone
+
+
+def differences(ones: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]:
+    """What has other bits, of every rank."""
+    found = []
+    for rank, (a, b) in enumerate(zip(ones, others, strict=True)):
         for what in ("results", "scales"):
             pairs = zip(getattr(a, what), getattr(b, what), strict=True)
             found += [f"rank {rank}: {what} {n}: {x}, {y}" for n, (x, y) in enumerate(pairs) if repr(x) != repr(y)][:3]
         same = (torch.equal(x.nan_to_num(), b.tensors[name].nan_to_num()) for name, x in a.tensors.items())
         found += [f"rank {rank}: {name} differs" for name, equal in zip(a.tensors, same, strict=True) if not equal][:3]
-    return found, late_steps, undone
+    return found
 
 
 def draw(rng: random.Random) -> Case:
@@ -238,7 +245,8 @@ def draw(rng: random.Random) -> Case:
 
 
 @cache
-def _datasets() -> Datasets:
+def made_datasets() -> Datasets:
+    """Those of every case, made once."""
     any_config = Case("naive", 1, 8, dp=2, evaluates=7).config(late=False)
     return build_datasets(any_config, build_tokenizer(any_config.data))
 
