@@ -43,6 +43,7 @@ def _post_validation_problems(config: Config) -> Iterator[str]:
         return
     for other, given, why in (
         ("--calculate-per-token-loss", t.calculate_per_token_loss, "divides by the tokens of the whole batch"),
+        ("--error-injection-rate", t.error_injection_rate, "runs a step twice"),
         ("--check-for-spiky-loss", t.check_for_spiky_loss, "must know the loss of the whole batch"),
         ("--freeze-all-layers", t.freeze_all_layers, "updates nothing"),
         ("--reschedule-after", config.parallel.reschedule_after is not None, "times steps that end by themselves"),

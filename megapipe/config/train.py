@@ -124,6 +124,10 @@ class TrainConfig:
     """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
     rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
     """validate_results: a step that is not finite is run a second time before the run stops for it."""
+    error_injection_rate: int = 0
+    """A drill: one in so many steps counts as wrong and is run again before its update; 0 for none."""
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    """What the second run shows; after a persistent error the run stops, as if the step had come out wrong twice."""
     check_for_spiky_loss: bool = False
     """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
     max_bad_iterations_in_a_row: int = 10

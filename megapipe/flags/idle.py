@@ -153,6 +153,20 @@ IDLE: tuple[Idle, ...] = (
         lambda c: not c.train.exit_signal_handler,
         "no signal is caught",
     ),
+    Idle(
+        "train",
+        "error_injection_rate",
+        "--rerun-mode validate_results",
+        lambda c: c.train.rerun_mode == "disabled",
+        "no step is run again",
+    ),
+    Idle(
+        "train",
+        "error_injection_type",
+        "--error-injection-rate",
+        lambda c: not c.train.error_injection_rate,
+        "nothing is injected",
+    ),
     *(
         Idle("train", name, _DYNAMIC, lambda c: not c.train.dynamic_loss_scale, "the scale does not move")
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")

@@ -73,7 +73,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("otel-*", "use --tensorboard-dir"),
     ("fim-*", "there is no fill-in-the-middle"),
     (
-        "inprocess-* calc-ft-* enable-ft-* ft-* flight-recorder-* no-flight-* disable-flight-* fault-* error-* adlr-*",
+        "inprocess-* calc-ft-* enable-ft-* ft-* flight-recorder-* no-flight-* disable-flight-* fault-* adlr-*",
         "restart with --load",
     ),
 )

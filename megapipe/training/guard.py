@@ -7,14 +7,16 @@ does is the training's own.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from megapipe.config import TrainConfig
 from megapipe.errors import TrainingError
-from megapipe.training.step import StepResult, above
+from megapipe.training.step import Refuses, StepResult
 
-Run = Callable[[Mapping[str, float]], StepResult]
+Run = Callable[[Refuses], StepResult]
 FACTOR, OF_LAST = 10.0, 100
 """A loss that is FACTOR times the largest of the last OF_LAST is a spike."""
 
@@ -31,23 +33,24 @@ class Guard:
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OF_LAST))
         self._in_a_row = 0
 
-    def step(
-        self, run: Callable[[Mapping[str, float]], StepResult], iteration: int, scale: float, last_saved: int
-    ) -> StepResult:
+    def step(self, run: Run, iteration: int, scale: float, last_saved: int) -> StepResult:
         """One step that may be trusted.
 
         Args:
-            run: the step, which updates nothing if a loss is above its limit; limits by name.
+            run: the step, which updates nothing if its losses are refused.
             scale: of the loss, in this step.
             last_saved: the iteration of the newest checkpoint, 0 for none.
         Raises: TrainingError for a number that is not finite twice over, and after too many bad steps in a row.
         """
         train, twice = self.train, self.train.rerun_mode == "validate_results"
-        limits = self._limits()
-        first = result = run(limits if twice and train.check_for_spiky_loss else {})
+        limits, injected = self._limits(), twice and self._injects(iteration)
+        refuses = partial(_above, limits=limits) if twice and train.check_for_spiky_loss else _none
+        first = result = run(_all if injected else refuses)
         if first.spiked or (first.skipped and twice and not self._skips):
-            result = run({})
-            if not (result.skipped or above(result.losses, limits)):
+            result = run(_none)
+            if injected and first.spiked:
+                self._injected(iteration)
+            elif not (result.skipped or _above(result.losses, limits)):
                 self._say(
                     f"WARNING: iteration {iteration}: {_said(first)}; run again on the same samples it is "
                     f"{_said(result)}. A device or its memory erred, or the model is not deterministic; going on with "
@@ -68,12 +71,24 @@ class Guard:
             )
         self._count(result, iteration, limits, searching)
 
+    def _injects(self, iteration: int) -> bool:
+        """The same on all ranks, and after a restart."""
+        rate = self.train.error_injection_rate
+        return rate > 0 and random.Random(f"{self.train.seed} {iteration}").randrange(rate) == 0
+
+    def _injected(self, iteration: int) -> None:
+        kind = self.train.error_injection_type
+        said = f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the same samples"
+        if kind == "persistent_error":
+            raise TrainingError(f"{said} and counts as wrong, twice. It was a drill: leave out --error-injection-rate.")
+        self._say(f"WARNING: {said}; going on with the second result")
+
     @property
     def _skips(self) -> bool:
         return self.train.no_check_for_nan_in_loss_and_grad or self.train.dynamic_loss_scale
 
     def _count(self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool) -> None:
-        spikes = not result.skipped and above(result.losses, limits)
+        spikes = not result.skipped and _above(result.losses, limits)
         bad = (result.skipped and not searching) or (spikes and self.train.check_for_spiky_loss)
         self._in_a_row = self._in_a_row + 1 if bad else 0
         if spikes:
@@ -97,6 +112,19 @@ class Guard:
     def _limits(self) -> dict[str, float]:
         highest = {name: max(losses) for name, losses in self._recent.items()}
         return {name: FACTOR * loss for name, loss in highest.items() if loss > 0}
+
+
+def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
+    """Is any loss above its limit?"""
+    return any(loss > limits[name] for name, loss in losses.items() if name in limits)
+
+
+def _none(_: Mapping[str, float]) -> bool:
+    return False
+
+
+def _all(_: Mapping[str, float]) -> bool:
+    return True
 
 
 def _said(result: StepResult) -> str:

@@ -244,7 +244,7 @@ class Run:
             iteration=progress.iteration + 1,
         )
         result = self.guard.step(
-            lambda limits: run(limits=limits), progress.iteration + 1, progress.loss_scale.scale, self.saving.last
+            lambda refuses: run(refuses=refuses), progress.iteration + 1, progress.loss_scale.scale, self.saving.last
         )
         progress.advance(result, self.config.train)
         return result

@@ -39,8 +39,8 @@ _TABLE = {
         _FREE: "micro_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "
         "exit_signal bf16 fp16 initial_loss_scale compile deterministic_mode freeze_all_layers "
         "check_weight_hash_across_dp_replicas_interval no_check_for_nan_in_loss_and_grad rerun_mode "
-        "check_for_spiky_loss max_bad_iterations_in_a_row override_opt_param_scheduler "
-        "use_checkpoint_opt_param_scheduler",
+        "error_injection_rate error_injection_type check_for_spiky_loss max_bad_iterations_in_a_row "
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     },
     "data": {
         _CONTENTS: "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path "

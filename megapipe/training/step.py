@@ -33,6 +33,9 @@ from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.totals import Adder, Totals, counted_tokens
 
+Refuses = Callable[[Mapping[str, float]], bool]
+"""Is a step not to count, by its losses?"""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -254,14 +257,14 @@ def train_step(
     loss_scale: float = 1.0,
     count_zeros: bool = False,
     ends_lr: float | None = None,
-    limits: Mapping[str, float] = MappingProxyType({}),
+    refuses: Refuses = lambda losses: False,
     iteration: int | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Run again after a step that was skipped it does the same.
 
     Args:
         ends_lr: the rate of word embeddings and output head, `lr` if None.
-        limits: nothing is updated if a loss of this name is above.
+        refuses: is nothing to be updated after these losses?
     """
     optimizer.zero_grad()
     batch, passes = pipeline.config.global_batch_size, of_chunk(optimizer)
@@ -273,15 +276,10 @@ def train_step(
     position.leave()
     if not totals.finite:
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False, batch=batch)
-    if above(totals.means, limits):
+    if refuses(totals.means):
         return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True, batch=batch)
     info = optimizer.update_by(norm, lr, count_zeros, ends_lr)
     return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros, batch=batch)
-
-
-def above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    """Is any loss above its limit?"""
-    return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 
 
 def evaluate(

@@ -15,9 +15,10 @@ from megapipe.config import TrainConfig
 from megapipe.errors import RanksDiffer, TrainingError, UserError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.guard import Guard
-from megapipe.training.step import StepResult, above
+from megapipe.training.step import StepResult
 
 STEPS = 4
+AGAIN = "the step was run again on the same samples"
 
 
 def broken(forward_step, calls, factor):
@@ -65,10 +66,10 @@ def test_an_error_that_comes_once_costs_one_step_and_no_bit(factor, capsys):
 def losses(guard, *values, scale=1.0, saved=0):
     """Steps whose losses are given; a step run again has the same."""
 
-    def run(limits, loss):
+    def run(refuses, loss):
         if not math.isfinite(loss):
             return StepResult({"lm loss": loss}, math.nan, 1, skipped=True, finite=False)
-        spiked = above({"lm loss": loss}, limits)
+        spiked = refuses({"lm loss": loss})
         return StepResult({"lm loss": loss}, 1.0, 1, skipped=spiked, spiked=spiked)
 
     return [guard.step(partial(run, loss=loss), n + 1, scale, saved) for n, loss in enumerate(values)]
@@ -85,6 +86,33 @@ def test_what_comes_twice_ends_the_run_and_the_checkpoint_is_not_called_sound():
         losses(Guard(TrainConfig(rerun_mode="disabled"), print), math.inf)
 
 
+@pytest.mark.parametrize("kind", ["correct_result", "transient_error", "persistent_error"])
+def test_an_injected_error_runs_a_step_again_and_ends_the_run_if_it_persists(kind):
+    """One in three of 60 steps, the same ones whoever asks; the guard of a run without the flag injects none."""
+    said: list[str] = []
+    train = TrainConfig(error_injection_rate=3, error_injection_type=kind)
+    if kind == "persistent_error":
+        with pytest.raises(TrainingError, match=r"persistent_error: .* counts as wrong, twice"):
+            losses(Guard(train, print), *[2.0] * 60)
+        return
+    assert not any(result.skipped for result in losses(Guard(train, said.append), *[2.0] * 60))
+    assert 10 <= len(said) <= 30
+    assert said[0].endswith(f"--error-injection-type {kind}: {AGAIN}; going on with the second result")
+    again: list[str] = []
+    losses(Guard(train, again.append), *[2.0] * 60)
+    losses(Guard(replace(train, error_injection_rate=0), again.append), *[2.0] * 60)
+    losses(Guard(replace(train, rerun_mode="disabled"), again.append), *[2.0] * 60)
+    assert again == said
+
+
+def test_an_injected_error_costs_no_bit(capsys):
+    clean, injected = (
+        run_threads(partial(weights, calls=(), factor=1.0, error_injection_rate=rate))[0][0] for rate in (0, 1)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(clean, injected, strict=True))
+    assert capsys.readouterr().out.count("--error-injection-type transient_error") == STEPS
+
+
 def test_a_spike_that_comes_twice_is_told_and_trained_on():
     said: list[str] = []
     assert [r.skipped for r in losses(Guard(TrainConfig(), said.append), 2.0, 2.1, 21.1, 20.9)] == [False] * 4
@@ -98,13 +126,14 @@ def test_a_spike_that_comes_twice_is_told_and_trained_on():
     "flags, values",
     [({"no_check_for_nan_in_loss_and_grad": True}, [math.nan]), ({"check_for_spiky_loss": True}, [1e4])],
 )
-def test_ten_bad_iterations_in_a_row_end_the_run(flags, values):
+@pytest.mark.parametrize("most", [3, 10])
+def test_so_many_bad_iterations_in_a_row_end_the_run(flags, values, most):
     said: list[str] = []
-    guard = Guard(TrainConfig(**flags), said.append)
-    losses(guard, 2.0, *values * 9, 2.0, *values * 9)
-    with pytest.raises(TrainingError, match="10 iterations in a row were skipped or spiked, as many as --max-bad-"):
+    guard = Guard(TrainConfig(max_bad_iterations_in_a_row=most, **flags), said.append)
+    losses(guard, 2.0, *values * (most - 1), 2.0, *values * (most - 1))
+    with pytest.raises(TrainingError, match=f"{most} iterations in a row were skipped .* as many as --max-bad-"):
         losses(guard, *values)
-    assert "WARNING: 9 iterations in a row were skipped or spiked, the last is 10" in said
+    assert f"WARNING: {most - 1} iterations in a row were skipped or spiked, the last is {most}" in said
 
 
 def test_a_dynamic_loss_scale_that_still_falls_is_no_bad_row():
