@@ -123,8 +123,6 @@ class CheckpointConfig:
     """Do not load the optimizer state."""
     async_save: bool = False
     """Copy a checkpoint into shared memory and let a process beside each rank write it; the run's first waits."""
-    ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
-    """torch distributed checkpoint, stored as safetensors; torch asks for the same."""
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     # checkpoints
     ("use-dist-ckpt", _SWITCH, "checkpoints are always distributed"),
     ("dist-ckpt-format", ("torch_dist",), "checkpoints are always distributed"),
+    ("ckpt-format", ("torch_dist", "torch"), "checkpoints are torch's distributed ones, stored as safetensors"),
     ("auto-detect-ckpt-format", _SWITCH, "a checkpoint's format is read off its folder"),
     ("async-ckpt-use-cpu-shm use-persistent-ckpt-worker", _SWITCH, _WRITER),
     ("async-strategy async-ckpt-cpu-priority async-ckpt-io-priority dist-ckpt-workers", _ANY, _WRITER),
@@ -203,7 +204,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("offload-time offload-chunk-num", _ANY, _NOT_MOVED),
     ("offload-continuous-buffers auto-offload-time offload-overlap-sr", _SWITCH, _NOT_MOVED),
     ("enable-exactly-numeric-match", _SWITCH, "every schedule gives the same numbers"),
-    ("allow-padding-num-layers", _SWITCH, "stages may hold different numbers of layers, none is padded"),
     ("num-seq-splits", ("1",), "a microbatch is one piece"),
 )
 

@@ -25,7 +25,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
-from megapipe.flags.zero_bubble import SWITCHES, chosen
+from megapipe.flags.zero_bubble import PADDING, SWITCHES, chosen, uneven
 
 T = TypeVar("T")
 OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
@@ -38,6 +38,7 @@ last is the vocabulary-parallel fork's."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
+_UNQUOTED = "--step-batch-size-schedule"
 _NUMBERS = ("-inf", "-infinity", "-nan")
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
@@ -225,6 +226,8 @@ def _split(
 
 def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]]) -> Iterator[str]:
     """Names that mean a value of another flag. A line for what contradicts it."""
+    if len(sizes := given.get(_UNQUOTED, [])) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
+        given[_UNQUOTED] = [" ".join(sizes)]
     for old, means in OLD_NAMES.items():
         said = [values for other, values in others if other == old]
         if not said:
@@ -254,6 +257,8 @@ def _schedule_switches(
     ranks = int(size[0]) if size and size[0].isdecimal() else 1
     name, problems = chosen(switches, ranks, several=bool(given.keys() & _SEVERAL))
     yield from problems
+    if switches.pop(PADDING, None) is not None:
+        holding[PADDING] = uneven(given, ranks)
     text = text_of(switches)
     if name is not None and (also := given.get("--pipeline-schedule")):
         yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."

@@ -26,7 +26,7 @@ def table() -> str:
     spelled = {spelling for name in ours for spelling in (name, name.replace("_", "-"))}
     acts = [(f"`{flag.name}`", _default(flag), _help(flag)) for _, flag in sorted(ours.items())]
     means = {old: text_of(flags) for old, flags in OLD_NAMES.items()}
-    means |= {name: f"--pipeline-schedule {schedule}" for name, schedule in SWITCHES.items()}
+    means |= SWITCHES
     holds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, rule in sorted(HOLDS.items()):
         holds[rule.because, _values(rule.values)].append(f"`{name}`")

@@ -2,7 +2,8 @@
 
 Its `zbpp_utils.py`: --enable-zero-bubble turns them on; --zero-bubble-max-pending-backward N is how many microbatches
 a rank may hold, pp for ZB1P (ZB-H1) and 2 x pp for ZB2P (ZB-H2), `auto` as many as fit; no effect on V schedules, which
-are named by what they hold.
+are named by what they hold. --allow-padding-num-layers fills a model up with layers that do nothing until stages are
+even; here stages hold different numbers of layers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from megapipe.schedule import SCHEDULES
 _ENABLE, _V, _ONE_F_ONE_B_V = "--enable-zero-bubble", "--zero-bubble-v-schedule", "--enable-1f1b-v"
 _SETUP, _PENDING = "--zero-bubble-v-schedule-mem-setup", "--zero-bubble-max-pending-backward"
 _GROUP = "--interleave-group-size"
+PADDING = "--allow-padding-num-layers"
+_LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
+_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _V_SETUPS = {"zb": "zb-v", "half": "v-half", "min": "v-min"}
 
 _VALUED = (_SETUP, _PENDING, _GROUP)
 
-SWITCHES = {
+_MEANS = {
     _ENABLE: "zb-h1, zb-h2 or zb-auto",
     _PENDING: "which of them: from pp on zb-h1, from 2 x pp on zb-h2, auto (the default) zb-auto",
     _V: "zb-v",
@@ -26,7 +30,27 @@ SWITCHES = {
     _ONE_F_ONE_B_V: "1f1b-v",
     _GROUP: "group-interleaved, in groups of so many microbatches, where a rank has several stages",
 }
-"""Switch -> the --pipeline-schedule it means."""
+SWITCHES = {switch: f"--pipeline-schedule {name}" for switch, name in _MEANS.items()} | {
+    PADDING: f"{_LAYOUT} auto, where the layers do not divide"
+}
+"""Switch -> the flag that it means."""
+
+
+def uneven(given: dict[str, list[str]], ranks: int) -> str:
+    """Put into the other flags what --allow-padding-num-layers means beside them, and say it."""
+    numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
+    if any("decoder-" in name or "account-for" in name or name == _LAYOUT for name in given):
+        return "another flag says which stage holds how many layers"
+    if not all(len(values) == 1 and values[0].isdecimal() for values in numbers):
+        return "without effect"
+    layers, per_stage = (int(values[0]) for values in numbers)
+    if layers % (ranks * (per_stage or 1)) == 0:
+        return "the layers fill the stages"
+    means = {_LAYOUT: ["auto"]}
+    if given.pop(_PER_STAGE, None):
+        means[_PER_RANK] = [str(layers // (ranks * per_stage) + 1)]
+    given |= means
+    return " ".join(f"{name} {value}" for name, (value,) in means.items())
 
 
 def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> tuple[str | None, list[str]]:

@@ -73,6 +73,33 @@ def test_the_zero_bubble_forks_switches_choose_the_schedule(switches, schedule):
     assert config.holding == ((switches, instead),)
 
 
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("--num-layers 22", "--pipeline-model-parallel-layout auto"),
+        (
+            "--num-layers 30 --num-layers-per-virtual-pipeline-stage 1",
+            "--pipeline-model-parallel-layout auto --num-virtual-stages-per-pipeline-rank 4",
+        ),
+        ("--num-layers 32 --num-layers-per-virtual-pipeline-stage 2", "the layers fill the stages"),
+        (
+            "--num-layers 22 --decoder-first-pipeline-num-layers 1",
+            "another flag says which stage holds how many layers",
+        ),
+    ],
+)
+def test_the_zero_bubble_forks_padding_of_layers_is_an_uneven_split(flags, instead):
+    config = parse(Config, ["--pipeline-model-parallel-size", "8", "--allow-padding-num-layers", *flags.split()])
+    assert config.holding == (("--allow-padding-num-layers", instead),)
+    assert (config.parallel.pipeline_model_parallel_layout == "auto") == instead.startswith("--pipeline")
+
+
+def test_a_schedule_of_batch_sizes_needs_no_quotes():
+    """Megatron-LM's examples/gpt3 loses them in a bash array."""
+    for sizes in (["0:16 2.4B:320"], ["0:16", "2.4B:320"]):
+        assert parse(Config, ["--step-batch-size-schedule", *sizes]).train.step_batch_size_schedule == "0:16 2.4B:320"
+
+
 def test_zero_bubble_switches_that_cannot_be_met():
     assert problem("--pipeline-model-parallel-size", "4", "--enable-zero-bubble", "--pipeline-schedule", "1f1b") == (
         "--enable-zero-bubble means --pipeline-schedule zb-auto, but --pipeline-schedule 1f1b is given. Leave one out."

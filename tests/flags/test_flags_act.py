@@ -1,0 +1,150 @@
+"""No flag of the first class parses and does nothing: the package reads it, and a test tries it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from short_run import config as short_config
+from short_run import run_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import STYLES
+
+from megapipe.config import Config, LogConfig
+from megapipe.distributed.layout import Layout
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.flags.parse import flags_of, parse
+from megapipe.optim.lr import LRSchedule, learning_rate
+from megapipe.optim.rule import Part
+from megapipe.optim.rules import find_rule
+from megapipe.training.profile import Profiler, trace_path
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--micro-batch-size 2 --global-batch-size 4 --seq-length 8"
+
+
+def rate(config: Config) -> list[float]:
+    """The learning rate along 100 steps."""
+    return [learning_rate(LRSchedule.of(config), samples) for samples in range(0, 400, 4)]
+
+
+def updated(config: Config) -> list[float]:
+    """A matrix after two updates by its gradient."""
+    value, grad = torch.eye(4, 6), torch.linspace(-1, 1, 24).view(4, 6)
+    state = {name: torch.zeros(4, 6) for name in ("exp_avg", "exp_avg_sq")}
+    part = Part(("linear_fc1.weight",), value, grad, state, lr=0.1, weight_decay=0.0, layout=Layout((4, 6)))
+    for step in range(2):
+        find_rule(config.train).update([part], step)
+        grad.roll(1)
+    return value.flatten().tolist()
+
+
+EFFECTS: list[tuple[str, str, Callable[[Config], Any]]] = [
+    ("--lr 1 --train-iters 100 --lr-warmup-iters 5", "--lr-warmup-init 0.1", rate),
+    ("--lr 1 --train-iters 100 --lr-decay-style WSD --lr-wsd-decay-iters 50", "--lr-wsd-decay-style cosine", rate),
+    (
+        "--lr 1 --train-samples 400 --lr-decay-style WSD --lr-wsd-decay-samples 80",
+        "--lr-wsd-decay-samples 200",
+        rate,
+    ),
+    ("", "--adam-eps 1.0", updated),
+    ("--optimizer muon", "--muon-momentum 0.5", updated),
+    ("--optimizer muon", "--muon-num-ns-steps 1", updated),
+    ("--optimizer muon", "--muon-extra-scale-factor 0.2", updated),
+]
+"""What both runs have, what one of them has, and what differs."""
+
+HERE = {
+    "--log-throughput",
+    "--log-params-norm",
+    "--log-world-size-to-tensorboard",
+    "--log-memory-to-tensorboard",
+    "--tensorboard-log-interval",
+    "--profile-ranks",
+}
+ELSEWHERE = {
+    "--post-validation-after": "training/test_post_validation.py::test_it_waits_after_a_wrong_guess",
+    "--vocab-parallel-pipeline": "pipeline_parallel/test_vocabulary.py::test_a_shared_vocabulary_trains_what",
+    "--check-weight-hash-across-dp-replicas-interval": "training/test_replicas.py::test_one_changed_bit_on_one",
+    "--deterministic-mode": "checks/test_training.py::test_deterministic_mode_refuses_a_kernel_that_does_not_repeat",
+    "--exit-signal": "training/test_signals.py::test_a_second_signal_does_what_it_did_before",
+    "--dataloader-type": "data/test_loader.py::test_cyclic_shuffles_each_epoch_as_megatron_does",
+    "--no-data-sharding": "data/test_loader.py::test_an_epoch_of_cyclic_reads_every_sample_once",
+    "--tiktoken-pattern": "data/test_bpe.py::test_tiktoken_gives_the_ids_of_its_ranks",
+}
+"""Flags whose tests reach what they set without their name."""
+
+
+@pytest.mark.parametrize("base, flag, effect", EFFECTS, ids=[flag for _, flag, _ in EFFECTS])
+def test_the_flag_changes_what_it_names(base, flag, effect):
+    without, given = (parse(Config, f"{SIZES} {base} {more}".split()) for more in ("", flag))
+    assert effect(without) != effect(given)
+
+
+def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkeypatch):
+    """Of two steps, one with each flag and one with none."""
+    shown = {}
+    switches = "log_throughput log_params_norm log_world_size_to_tensorboard log_memory_to_tensorboard"
+    memory = {"mem-reserved-bytes": 5}
+    monkeypatch.setattr("megapipe.training.report.memory_bytes", lambda device: memory)  # a CPU has none to report
+    for flags in ({}, dict.fromkeys(switches.split(), True)):
+        folder = tmp_path / str(len(flags))
+        log = LogConfig(tensorboard_dir=str(folder), tensorboard_log_interval=2, log_interval=1, **flags)
+        run = run_of(ProcessMesh.single(), replace(short_config(STYLES["gpt2"]), log=log))
+        for _ in range(2):
+            run.ended(run.step())
+        run.report.close()
+        events = EventAccumulator(str(folder)).Reload()
+        assert [e.step for e in events.Scalars("lm loss")] == [2], "--tensorboard-log-interval 2"
+        text = capsys.readouterr().out
+        shown[len(flags)] = {*events.Tags()["scalars"]} | {*re.findall(r"\| ([a-zA-Z /()]+): ", text)}
+    more = {"throughput per GPU (TFLOP/s/GPU)", "params norm", "params-norm", "world-size", "throughput", *memory}
+    assert more <= shown[4] - shown[0]
+
+
+def test_ranks_that_are_not_named_record_no_profile(tmp_path):
+    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=(1,), tensorboard_dir=str(tmp_path / "tb"))
+    for rank in range(2):
+        profiler = Profiler(log, rank)
+        profiler.before(log.profile_step_start)
+        profiler.after(log.profile_step_end)
+    assert [trace_path(log, rank).exists() for rank in range(2)] == [False, True]
+
+
+def test_the_package_reads_every_flag():
+    """Outside of what parses, checks and describes it."""
+    read = set()
+    for path in (ROOT / "megapipe").rglob("*.py"):
+        if path.parent.name not in ("flags", "checks"):
+            read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            read |= words(path) if path.name in ("sources.py", "resume.py") else set()  # by name, in a loop
+    assert [name for name, flag in flags_of(Config).items() if flag.field not in read] == []
+
+
+def test_every_flag_is_tried_by_a_test_of_what_it_does():
+    files = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name not in ("flags", "checks")]
+    tried = set().union(*map(words, files), {name for _, flag, _ in EFFECTS for name in flag.split()}, HERE)
+    untried = [name for name, flag in flags_of(Config).items() if not {name, flag.field} & tried]
+    assert set(untried) - set(ELSEWHERE) == set()
+    for place in ELSEWHERE.values():
+        path, test = place.split("::")
+        assert f"def {test}" in (ROOT / "tests" / path).read_text()
+
+
+@cache
+def words(path: Path) -> frozenset[str]:
+    """Keywords, attributes, and the words and flags in texts."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {*re.findall(r"--[\w-]+", node.value), *re.findall(r"\w+", node.value)}
+    return frozenset(found)
