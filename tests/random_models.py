@@ -19,7 +19,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def rotary(draw: random.Random) -> dict[str, Any]:
-    """A size that Llama, Qwen2 and Qwen3 understand; two layers and tensor-parallel ranks must be possible."""
+    """A size that Llama, Qwen2, Qwen3 and Mistral understand; two layers and tensor-parallel ranks must be possible."""
     heads = draw.choice([2, 4, 6])
     rope = {"rope_type": "default"} if draw.random() < 0.5 else LLAMA3 | {"original_max_position_embeddings": 8192}
     return {
@@ -69,7 +69,11 @@ def qwen3(draw: random.Random) -> Any:
     return transformers.Qwen3Config(**rotary(draw), head_dim=draw.choice([6, 12]))
 
 
-FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+def mistral(draw: random.Random) -> Any:
+    return transformers.MistralConfig(**rotary(draw), sliding_window=draw.choice([None, 4]))
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mistral": mistral}
 
 
 def saved(family: str, seed: int, folder: Path, **kwargs: Any) -> Tensor:

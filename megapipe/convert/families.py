@@ -104,7 +104,7 @@ def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
-    """What Llama, Qwen2 and Qwen3 share."""
+    """What Llama, Qwen2, Qwen3 and Mistral share."""
     _check(content, {"hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}, problems)
     heads = content["num_attention_heads"]
     groups = content.get("num_key_value_heads") or heads
@@ -229,6 +229,16 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     return _write_rotary("Qwen3ForCausalLM", model) | _write_window(model)
 
 
+def _mistral(content: Json, problems: list[str]) -> dict[str, Any]:
+    width = content.get("sliding_window", 4096)  # what transformers takes for a file without the key
+    return _rotary(content, problems) | {"window_size": None if width is None else f"{width - 1},0"}
+
+
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
+    width = None if model.window is None else model.window + 1
+    return _write_rotary("MistralForCausalLM", model) | {"sliding_window": width}
+
+
 def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:
@@ -241,4 +251,5 @@ FAMILIES: dict[str, tuple[Reader, Callable[[ModelConfig], dict[str, Any]]]] = {
     "llama": (_llama, _write_llama),
     "qwen2": (_qwen2, _write_qwen2),
     "qwen3": (_qwen3, _write_qwen3),
+    "mistral": (_mistral, _write_mistral),
 }
