@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megapipe.config import Config
 from megapipe.data.bpe import BPETokenizer
+from megapipe.data.tik import TikTokenizer
 from megapipe.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer
 from megapipe.errors import DataError
 
@@ -83,7 +84,29 @@ def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
         return ours.library()
     if isinstance(ours, SentencePieceTokenizer):
         return _of_sentencepiece(ours.proto(), ours.eod)
+    if isinstance(ours, TikTokenizer):
+        return _of_tiktoken(ours)
     raise ValueError("has no tokenizer.json")
+
+
+def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
+    """The same cuts, and a pair is merged before another if what it makes has the lower id."""
+    # GPT-2's characters for bytes: what can be printed stands for itself.
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    spelled = dict(zip([*printed, *others], map(chr, [*printed, *range(256, 256 + len(others))]), strict=True))
+    vocab = {"".join(spelled[byte] for byte in token): i for token, i in ours.ids.items()}
+    merges = list(_merges(vocab, [_NORMAL] * ours.vocab_size))
+    library = tokenizers.Tokenizer(models.BPE(ours.specials | vocab, merges, ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(ours.pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in ours.specials])
+    return library
 
 
 def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:

@@ -22,6 +22,9 @@ _NAMED = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 class TikTokenizer:
     """The first num_special ids are special ones, the byte strings follow by rank; eod is </s>.
 
+    Attributes:
+        pattern: how text is cut.
+        ids, specials: of byte strings, those of lower ids are merged first, and of names.
     Raises: DataError without the library tiktoken, or for a file that is missing or not of this kind.
     """
 
@@ -39,12 +42,12 @@ class TikTokenizer:
             )
         ranks = _ranks(path, vocab_size - num_special)
         names = [*_NAMED, *(f"<SPECIAL_{i}>" for i in range(len(_NAMED), num_special))]
+        self.pattern = _PATTERNS[pattern]
+        self.ids = {token: rank + num_special for rank, token in enumerate(ranks)}
+        self.specials = {name: i for i, name in enumerate(names)}
         self.vocab_size, self.eod = vocab_size, _NAMED.index("</s>")
         self._library = tiktoken.Encoding(
-            name="megapipe",
-            pat_str=_PATTERNS[pattern],
-            mergeable_ranks={token: rank + num_special for rank, token in enumerate(ranks)},
-            special_tokens={name: i for i, name in enumerate(names)},
+            name="megapipe", pat_str=self.pattern, mergeable_ranks=self.ids, special_tokens=self.specials
         )
 
     def encode(self, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_gpt2s_pair_of_files_becomes_one(tmp_path):
     library.model.save(str(tmp_path))
     pair = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     compare(DataConfig(tokenizer_type="GPT2BPETokenizer", **pair), tmp_path / "out")
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_tiktokens_ranks_become_merges(pattern, tmp_path):
+    pytest.importorskip("tiktoken")
+    library = byte_level(tmp_path / "t")
+    tokens = sorted((i, library.decoder.decode([t]).encode()) for t, i in library.get_vocab().items() if i > 257)
+    ranked = [bytes([i]) for i in range(256)] + [token for _, token in tokens if b"\xef\xbf\xbd" not in token]
+    entries = [{"rank": i, "token_bytes": base64.b64encode(token).decode()} for i, token in enumerate(ranked)]
+    (tmp_path / "tik.json").write_text(json.dumps(entries))
+    kind = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": pattern, "tiktoken_num_special_tokens": 10}
+    data = DataConfig(tokenizer_model=str(tmp_path / "tik.json"), vocab_size=len(ranked) + 10, **kind)
+    compare(data, tmp_path / "out")
 
 
 def compare(data: DataConfig, out: Path, ties: bool = False) -> None:
