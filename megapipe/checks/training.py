@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
-from megapipe.config import Config
+from megapipe.config import Config, TrainConfig
 from megapipe.optim.rules import find_rule, split_problem
 
 
@@ -29,11 +29,27 @@ def training_problems(config: Config) -> Iterator[str]:
         yield "--bf16 and --fp16 are two types for the same weights. Leave one out."
     if t.grad_reduce_in_bf16 and not t.bf16:
         yield "--grad-reduce-in-bf16 has no effect without --bf16. Add it, or leave --grad-reduce-in-bf16 out."
+    yield from _dtype_problems(t)
     if t.dynamic_loss_scale and t.initial_loss_scale < t.min_loss_scale:
         yield (
             f"--initial-loss-scale {t.initial_loss_scale:g} is below --min-loss-scale {t.min_loss_scale:g}. "
             f"Use --initial-loss-scale {t.min_loss_scale:g}."
         )
+
+
+def _dtype_problems(t: TrainConfig) -> Iterator[str]:
+    """Of what the optimizer keeps in 16 bits."""
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    asked = [f"--{name.replace('_', '-')} bf16" for name in names if getattr(t, name) == "bf16"]
+    if asked and not t.use_precision_aware_optimizer:
+        yield f"{' and '.join(asked)} changes the numbers; say so with --use-precision-aware-optimizer."
+    if t.use_precision_aware_optimizer and t.optimizer != "adam":
+        yield (
+            f"--use-precision-aware-optimizer is for --optimizer adam, got {t.optimizer}. "
+            "Leave --use-precision-aware-optimizer out, or use --optimizer adam."
+        )
+    if not t.bf16 and (beyond := [flag for flag in asked if flag.startswith("--main")]):
+        yield f"{' and '.join(beyond)} is for weights of --bf16. Add it, or leave {' and '.join(beyond)} out."
 
 
 def _post_validation_problems(config: Config) -> Iterator[str]:

@@ -54,6 +54,16 @@ class TrainConfig:
     """Overflows between two increases at which the dynamic loss scale begins to be halved."""
     grad_reduce_in_bf16: bool = False
     """Sum gradients over data-parallel ranks in bfloat16: half the bytes, three digits less. Added up in float32."""
+    use_precision_aware_optimizer: bool = False
+    """Keep what the optimizer has in the types of the next four flags. Rounded ones change the numbers."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the gradients: microbatches are added up, and ranks summed, in it."""
+    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the parameters that are updated. bf16: those of the model, with no other beside them."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of Adam's first moment between steps; an update computes in float32."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of Adam's second moment between steps."""
     compile: bool = False
     """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
     deterministic_mode: bool = False

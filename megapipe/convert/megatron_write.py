@@ -140,7 +140,7 @@ def export_megatron(
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
     kinds: tuple[str, ...] = ()
     if match := _OF_STATE.fullmatch(name):
-        kinds, name = _KINDS[match[1]], match[2]
+        kinds, name, tensor = _KINDS[match[1]], match[2], tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if model.gated and ".linear_fc1." in name:
         tensor = tensor.flatten(0, 1)
     offsets, size, key = [0] * tensor.ndim, list(tensor.shape), name

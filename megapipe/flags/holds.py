@@ -79,8 +79,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         _SWITCH,
         "gradients are added in float32, and reduced so without --grad-reduce-in-bf16",
     ),
-    ("main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype", ("fp32",), _FLOAT32),
-    ("use-precision-aware-optimizer", _SWITCH, "main weights, gradients and moments are float32"),
     (
         "num-distributed-optimizer-instances",
         _ANY,

@@ -63,7 +63,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "precision is float32, bf16 or fp16",
     ),
     ("muon-* lion-*", "the optimizers are adam, sgd, muon with whole float32 matrices, and --optimizer FILE.py:NAME"),
-    ("use-precision-aware-optimizer *optimizer-*offload* qk-clip*", "optimizer state is float32 and on the device"),
+    ("*optimizer-*offload* qk-clip*", "optimizer state is on the device"),
     ("*fsdp*", "parameters are not sharded over data-parallel ranks"),
     (
         "hybrid-context-parallel",

@@ -2,6 +2,7 @@
 
     gradients    [ ends | decayed | not decayed | borrowed ]     float32 (float64 for a float64 model)
     main         [ ends | decayed | not decayed ]                as the gradients; what the optimizer updates
+                                                                 (bf16 each by --main-grads-dtype, --main-params-dtype)
     model        [ ends | decayed | not decayed ]                what the layers compute with; `main` itself unless bf16
 
 The ends are word embeddings and output head, which may have a learning rate of their own; they are decayed too.
@@ -55,6 +56,7 @@ class FlatBuffers:
         device: of a stage without parameters, which takes part in collectives all the same.
         shares: the data-parallel axis that `main` is split over; size 1: not at all.
         groups: which parameters are updated alike.
+        grads_as, main_as: types of `grads` and `main` where they are not the usual ones.
     Attributes:
         sections: in their order.
     """
@@ -68,6 +70,8 @@ class FlatBuffers:
         device: torch.device = CPU,
         shares: Axis = ALONE,
         groups: Groups = usual_groups,
+        grads_as: torch.dtype | None = None,
+        main_as: torch.dtype | None = None,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
@@ -96,8 +100,9 @@ class FlatBuffers:
 
         dtype = next(iter(dtypes), torch.float32)
         device = next((p.device for p in params.values()), device)
-        main_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.grads = torch.zeros(end, dtype=main_dtype, device=device)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        main_dtype = main_as or wide
+        self.grads = torch.zeros(end, dtype=grads_as or wide, device=device)
         self.model = torch.zeros(shared, dtype=dtype, device=device)
         for name in self.own:
             view = self.view(self.model, name)

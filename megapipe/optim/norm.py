@@ -43,7 +43,8 @@ class Norm:
         squares = torch.zeros(len(self.index), dtype=torch.float64, device=self.mesh.device)
         for b, flat in zip(owned, flats, strict=True):
             if names := self.counted(b):
-                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square()
+                wide = torch.promote_types(flat.dtype, torch.float32)
+                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide).double().square()
                 rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
                 squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
         self.mesh.tp.all_reduce(squares)

@@ -26,7 +26,7 @@ from megapipe.optim.census import check_trained, frozen, take_census, ties, trai
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Groups, Part, usual_groups
-from megapipe.optim.rules import find_rule, split_problem
+from megapipe.optim.rules import find_rule, split_problem, wide_of
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,14 @@ class Optimizer:
         self.buffers: list[FlatBuffers] = []
         self.owned: list[FlatBuffers] = []
         shared: list[tuple[int, str, FlatBuffers]] = []
+        types = {"grads_as": _dtype(train.main_grads_dtype), "main_as": _dtype(train.main_params_dtype)}
         for stage in stages:
             params = dict(trained(stage))
             name = min(params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = FlatBuffers(params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups)
+            buffers = FlatBuffers(
+                params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups, **types
+            )
             self.buffers.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -115,7 +118,11 @@ class Optimizer:
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
         twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
         self.reduction = Reduction(mesh, self.buffers, twice, self.params, ties_here, across, dtype)
-        self.moments = {kind: [torch.zeros_like(b.main) for b in self.owned] for kind in self.rule.state}
+        kept_as = {"exp_avg": _dtype(train.exp_avg_dtype), "exp_avg_sq": _dtype(train.exp_avg_sq_dtype)}
+        self.moments = {
+            kind: [torch.zeros_like(b.main, dtype=kept_as.get(kind) or wide_of(b.main)) for b in self.owned]
+            for kind in self.rule.state
+        }
         for user, owner in ties_here:
             self.params[user].data = self.params[owner].data
         for name, source in ties_across:
@@ -189,7 +196,7 @@ class Optimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that a resumed run needs and this rank owns: the rule's by parameter name, and master where
-         the model's weights are rounded. A tied weight beside its owner has none of its own. Views, or under
+         the model's weights are of 16 bits. A tied weight beside its owner has none of its own. Views, or under
         ZeRO-1 whole copies on the host, from which `load_state` takes the shares; then collective over data parallel.
         """
         return {
@@ -210,7 +217,7 @@ class Optimizer:
                     b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
 
     def _kinds(self) -> dict[str, list[Tensor]]:
-        rounded = any(b.rounds for b in self.owned)
+        rounded = any(wide_of(b.model) != b.model.dtype for b in self.owned)
         return self.moments | ({"master": [b.main for b in self.owned]} if rounded else {})
 
     def reload_main(self) -> None:
@@ -267,6 +274,11 @@ class Optimizer:
     @property
     def _grads(self) -> list[Tensor]:
         return [b.reduced if self.distributed else b.grads for b in self.owned]
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """Of a --...-dtype; None: as wide as is usual."""
+    return torch.bfloat16 if name == "bf16" else None
 
 
 def _natural(name: str) -> list[str | int]:

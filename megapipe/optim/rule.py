@@ -39,7 +39,8 @@ class Part:
 
     Attributes:
         names: of the parameters, in the whole model.
-        value, grad: float32, or float64 in a float64 model; the gradient is summed, scaled and clipped.
+        value, grad: float32, or float64 in a float64 model, bf16 where a flag says so; the gradient is summed, scaled
+            and clipped.
         state: tensors like `value` by the names that the rule gives, zeros at first; they are saved.
         lr, weight_decay: of this step and these parameters.
         layout, tp: of a single parameter, how it lies over tensor parallel.

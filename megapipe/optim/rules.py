@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 
 import torch
@@ -27,6 +28,12 @@ class Adam:
         self.train = train
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
+        for part in (part for part in parts if _is_rounded(part)):
+            for piece, rounded in _pieces(part):
+                self.update([piece], steps)
+                for its, wide in rounded:
+                    its.copy_(wide)
+        parts = [part for part in parts if not _is_rounded(part)]
         for alike in dict.fromkeys((part.lr, part.weight_decay) for part in parts):
             same = [part for part in parts if (part.lr, part.weight_decay) == alike]
             lr, weight_decay = alike
@@ -47,6 +54,29 @@ class Adam:
                 eps=self.train.adam_eps,
                 maximize=False,
             )
+
+
+PIECE = 1 << 20
+"""Elements that an update of rounded state computes with at a time, which bounds what it needs beside them."""
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    """What an update computes in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _is_rounded(part: Part) -> bool:
+    return any(x.dtype != wide_of(part.value) for x in (part.value, part.grad, *part.state.values()))
+
+
+def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
+    """The part in float32, a piece at a time, with its pairs of (kept, updated) to copy back."""
+    for start in range(0, part.value.numel(), PIECE):
+        kept = {kind: x[start : start + PIECE] for kind, x in {"": part.value, **part.state}.items()}
+        wide = {kind: x.to(wide_of(x)) for kind, x in kept.items()}
+        grad = part.grad[start : start + PIECE].to(wide[""].dtype)
+        piece = replace(part, value=wide[""], grad=grad, state={kind: x for kind, x in wide.items() if kind})
+        yield piece, [(x, wide[kind]) for kind, x in kept.items() if wide[kind] is not x]
 
 
 class Sgd:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megapipe.config import Config, ModelConfig
+from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.layout_string import AUTO
 from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
@@ -29,6 +29,7 @@ class Plan:
         pieces: what embedding, layers and head cost.
         state: bytes of a parameter with its gradient and optimizer state; replica: without the latter.
         kept: bytes of a parameter with optimizer state that post-validation keeps until V.
+        gradient: bytes of a parameter's gradient, which is not saved.
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
         before: the even split that an automatic one replaced.
@@ -46,6 +47,7 @@ class Plan:
     before: Plan | None = None
     given: Costs | None = None
     kept: float = 0.0
+    gradient: float = 4.0
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -92,7 +94,7 @@ class Plan:
 
         parameters: of each stage, over all tp ranks.
         """
-        each = (self.state if optimizer else self.replica) - 4  # gradients are not saved
+        each = (self.state if optimizer else self.replica) - self.gradient
         return int(sum(parameters[: self.schedule.placement.chain]) * each)
 
     def _state_on(self, stages: Sequence[int]) -> float:
@@ -104,11 +106,18 @@ class Plan:
             embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
-                total -= (each - 4) * self.vocab_weights / shares  # one weight, and a gradient for each use
+                total -= (each - self.gradient) * self.vocab_weights / shares  # one weight, and a gradient for each use
         return total / self.tp
 
 
 @lru_cache(maxsize=8)
+def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
+    """Of a parameter: its gradient, its moments (SGD has one), and its main parameter beside a rounded weight."""
+    size = {"fp32": 4, "bf16": 2}
+    moments = 4 if train.optimizer == "sgd" else size[train.exp_avg_dtype] + size[train.exp_avg_sq_dtype]
+    return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
+
+
 def make_plan(config: Config) -> Plan:
     """The plan of a validated configuration with a padded vocabulary.
 
@@ -141,15 +150,17 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     if par.vocab_parallel_pipeline:
         work = replace(work, shares=par.pipeline_model_parallel_size)
     element = 2 if train.half else 4
-    # Gradient, two moments (SGD: one) in float32, and a rounded weight's master; ZeRO-1 splits all but the first.
+    # ZeRO-1 splits all but the gradient.
     shards = config.weight_replicas if par.use_distributed_optimizer else 1
-    moments = 4 if train.optimizer == "sgd" else 8
-    state, replica = element + 4 + (moments + 4 * train.half) / shards, element + 4
+    gradient, moments, master = bytes_of_state(train)
+    state, replica = element + gradient + (moments + master) / shards, element + gradient
     counts, given = counts_of(config, schedule.placement), given_costs(config)
     words = (model.padded_vocab_size or 0) * model.hidden
     tp = par.tensor_model_parallel_size
-    kept = (moments + 4) / shards if par.enable_optimizer_post_validation else 0.0
-    plan = Plan(schedule, counts, work, state, replica, model.tied, words, tp, given=given, kept=kept)
+    kept = (moments + (master or element)) / shards if par.enable_optimizer_post_validation else 0.0
+    plan = Plan(
+        schedule, counts, work, state, replica, model.tied, words, tp, given=given, kept=kept, gradient=gradient
+    )
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if schedule_name(config).lower() == SEARCHED:
         plan = _searched(config, plan, limit)

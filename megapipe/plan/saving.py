@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.config import Config
-from megapipe.plan.make import GIB, Plan
+from megapipe.plan.make import GIB, Plan, bytes_of_state
 
 
 def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
@@ -13,7 +13,8 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
     the writing among them. Under ZeRO-1 each rank first gathers the optimizer state of its stages whole.
     """
     place, half = plan.schedule.placement, config.train.half
-    weight, moments = 2 if half else 4, 0 if config.checkpoint.no_save_optim else 8 + 4 * half
+    weight, (_, moments, master) = 2 if half else 4, bytes_of_state(config.train)
+    moments = 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
     held = [
         sum(plan.works[stage].parameters for stage in place.stages_on(rank) if stage < place.chain) / plan.tp
         for rank in range(place.num_ranks)

@@ -34,7 +34,7 @@ _TABLE = {
         "calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
         "muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
         "decoupled_lr decoupled_min_lr grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window "
-        "hysteresis",
+        "hysteresis use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
         # The tensors' types say bf16 and fp16; the length is the curve's where the curve has none of its own.
         _FREE: "micro_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "
         "exit_signal bf16 fp16 initial_loss_scale compile deterministic_mode freeze_all_layers "

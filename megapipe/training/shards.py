@@ -79,7 +79,9 @@ def compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str,
         unread = {key for key in unread if key.split(".", 2)[2] in needed}
     there = {key: fact for key, fact in there.items() if key not in unread}
     wrong = [
-        f"{key} is {there[key]}, not {needed[key]}" for key in needed if there.get(key, needed[key]) != needed[key]
+        f"{key} is {there[key]}, not {needed[key]}"
+        for key in needed
+        if _compared(key, there.get(key, needed[key])) != _compared(key, needed[key])
     ]
     lacking = [key for key in needed if key not in there]
     state = bool(lacking) and all(key.startswith("optimizer.") for key in lacking)
@@ -116,6 +118,11 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
 
 def _fact(shape: list[int], dtype: torch.dtype) -> str:
     return f"{shape} {str(dtype).removeprefix('torch.')}"
+
+
+def _compared(key: str, fact: str) -> str:
+    """Optimizer state may be of another type, as --exp-avg-dtype and its like say; it is converted."""
+    return fact.rpartition(" ")[0] if key.startswith("optimizer.") else fact
 
 
 def _few(texts: Sequence[str]) -> str:

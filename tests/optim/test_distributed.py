@@ -7,8 +7,11 @@ import pytest
 import torch
 from short_run import config, datasets, run_of
 from tiny import STYLES
+from torch import nn
 
+from megapipe.config import TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Kind, ScheduleError, build
 from megapipe.schedule.transforms.optimizer import with_optimizer
@@ -41,6 +44,9 @@ ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
+ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+
+
 def compare(dp: int, pp: int = 1, ours: dict[str, bool] = ZERO, **how) -> list[tuple[Result, Result]]:
     datasets()
     plain, split = (run_threads(partial(trained, parallel=parallel, **how), dp=dp, pp=pp) for parallel in ({}, ours))
@@ -51,7 +57,7 @@ def compare(dp: int, pp: int = 1, ours: dict[str, bool] = ZERO, **how) -> list[t
     ("schedule", "pp", "style", "flags"),
     [
         ("1f1b", 1, "gpt2", {}),
-        ("zb-h1", 2, "gpt2", {"bf16": True}),
+        ("zb-h1", 2, "gpt2", {"bf16": True, **ROUNDED}),
         ("dualpipe", 2, "llama", {"bf16": True}),
         ("1f1b", 2, "gpt2", {"bf16": True, "grad_reduce_in_bf16": True}),
     ],
@@ -62,7 +68,7 @@ def test_two_ranks_train_the_same_bits_as_without_it(schedule, pp, style, flags)
         assert any(norm > 0.5 for _, norm, _ in plain[0]), "clipped"
         assert plain[1].keys() == split[1].keys()
         assert all(torch.equal(x, split[1][key]) for key, x in plain[1].items())
-        padding = 64 * 2  # of a buffer, in elements; the rule is 1/dp within 1%
+        padding = 64 * 2  # of a buffer, in elements
         assert all(n / 2 <= m <= n / 2 + padding for n, m in zip(plain[2], split[2], strict=True))
 
 
@@ -89,6 +95,20 @@ def test_four_ranks_train_the_same_to_rounding():
         for key, x in plain[1].items():
             torch.testing.assert_close(x, split[1][key], rtol=1e-4, atol=1e-6)
         assert all(n / 4 <= m <= n / 4 + 64 for n, m in zip(plain[2], split[2], strict=True))
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_a_rank_has_its_part_of_the_optimizer_state_within_a_hundredth(dp):
+    """12 bytes per parameter of main weight and moments, over dp."""
+
+    def held(mesh: ProcessMesh) -> tuple[int, int]:
+        net = nn.Sequential(nn.Linear(160, 161), nn.LayerNorm(161), nn.Linear(161, 160)).bfloat16()
+        optimizer = Optimizer([net], TrainConfig(lr=0.1, bf16=True), mesh, distributed=True)
+        flats = [b.main for b in optimizer.owned] + [x for flats in optimizer.moments.values() for x in flats]
+        return sum(x.nbytes for x in flats), sum(p.numel() for p in net.parameters())
+
+    for state, parameters in run_threads(held, dp=dp):
+        assert state == pytest.approx(12 * parameters / dp, rel=0.01)
 
 
 def test_state_loads_at_any_other_size():

@@ -1,0 +1,110 @@
+"""What the optimizer keeps in bf16 (--use-precision-aware-optimizer), beside torch's AdamW with rounded state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from toy_run import SINGLE
+
+from megapipe.checks.run import flag_problems
+from megapipe.config import Config, TrainConfig
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse
+from megapipe.optim import rules
+from megapipe.optim.optimizer import Optimizer
+from megapipe.plan.make import bytes_of_state
+from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
+
+TRAIN = TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-2, clip_grad=0.0, bf16=True)
+ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 48, bias=False), nn.Linear(48, 16, bias=False)).to(dtype)
+
+
+def steps(net: nn.Module, optimizer: Optimizer, *numbers: int) -> None:
+    """Gradients are drawn, the same for all."""
+    for step in numbers:
+        draw = torch.Generator().manual_seed(step)
+        for param in net.parameters():
+            param.main_grad.copy_(torch.randn(param.shape, generator=draw).bfloat16())
+        optimizer.step(TRAIN.lr)
+
+
+@pytest.mark.parametrize("names", [("exp_avg_dtype",), ("exp_avg_dtype", "exp_avg_sq_dtype"), tuple(ROUNDED)])
+def test_an_update_is_torchs_adamw_whose_state_is_rounded_after_it(names, monkeypatch):
+    monkeypatch.setattr(rules, "PIECE", 512)  # of 1536 elements in all
+    train = replace(TRAIN, use_precision_aware_optimizer=True, **dict.fromkeys(names, "bf16"))
+    net, plain = model(), model()
+    optimizer = Optimizer([net], train, SINGLE)
+    steps(net, optimizer, *range(5))
+
+    kept = [p.detach().float() for p in plain.parameters()]
+    state = {name: [torch.zeros_like(x) for x in kept] for name in ("exp_avg", "exp_avg_sq")}
+    for step in range(5):
+        draw = torch.Generator().manual_seed(step)
+        for i, x in enumerate(kept):
+            x.grad = torch.randn(x.shape, generator=draw).bfloat16().float()
+            adamw = torch.optim.AdamW([x], TRAIN.lr, (TRAIN.adam_beta1, TRAIN.adam_beta2), TRAIN.adam_eps, fused=True)
+            adamw.param_groups[0]["weight_decay"] = TRAIN.weight_decay
+            adamw.state[x] = {"step": torch.tensor(float(step)), **{name: state[name][i] for name in state}}
+            adamw.step()
+            for name in state:
+                if f"{name}_dtype" in names:
+                    state[name][i] = state[name][i].bfloat16().float()
+            if "main_params_dtype" in names:
+                x.copy_(x.bfloat16())
+    for x, p, (key, _) in zip(kept, net.parameters(), net.named_parameters(), strict=True):
+        assert torch.equal(p, x.bfloat16())
+        for name, values in state.items():
+            assert torch.equal(optimizer.state()[name][key].float(), values[[*dict(net.named_parameters())].index(key)])
+
+
+def test_memory_is_what_the_plan_counts():
+    for train in (TRAIN, replace(TRAIN, **ROUNDED), replace(TRAIN, exp_avg_dtype="bf16"), replace(TRAIN, bf16=False)):
+        optimizer = Optimizer([model(torch.bfloat16 if train.bf16 else torch.float32)], train, SINGLE)
+        (b,), moments = optimizer.owned, [x for flats in optimizer.moments.values() for x in flats]
+        apart = [b.main] if b.main.data_ptr() != b.model.data_ptr() else []
+        held = [sum(x.nbytes for x in tensors) / b.model.numel() for tensors in ([b.grads], moments, apart)]
+        assert tuple(held) == bytes_of_state(train)
+
+
+@pytest.mark.parametrize("before, after", [({}, ROUNDED), (ROUNDED, {})])
+def test_a_checkpoint_loads_into_state_of_other_types(before, after, tmp_path):
+    runs = []
+    for dtypes in (before, after):
+        net = model()
+        runs.append((net, Optimizer([net], replace(TRAIN, **dtypes), SINGLE)))
+    (net, optimizer), (other, taken) = runs
+    steps(net, optimizer, 0, 1)
+    counts = {"consumed_train_samples": 2, "consumed_valid_samples": 0}
+    config = Config(train=TRAIN)
+    folder = save_checkpoint(tmp_path, 2, [net], optimizer, counts, config, SINGLE)
+    load_checkpoint(folder, [other], taken, config, SINGLE)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    there = taken.state()
+    for kind, tensors in optimizer.state().items():
+        assert all(torch.equal(x.bfloat16(), there[kind][name].bfloat16()) for name, x in tensors.items())
+    steps(other, taken, 2)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16 changes the numbers; say so with --use-precision-aware-opt"),
+        ("--use-precision-aware-optimizer --optimizer sgd", "is for --optimizer adam, got sgd"),
+        ("--use-precision-aware-optimizer --main-params-dtype bf16", "bf16 is for weights of --bf16. Add it"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(flags, sentence):
+    config = parse(Config, f"{flags} --num-layers 2 --hidden-size 8 --num-attention-heads 2".split())
+    assert [text for text in flag_problems(config) if sentence in text]
+
+
+@pytest.mark.parametrize("flag", ["--exp-avg-sq-dtype fp8", "--main-params-dtype fp16"])
+def test_other_types_are_refused_by_name(flag):
+    with pytest.raises(UserError, match=f"{flag}: expected fp32 or bf16"):
+        parse(Config, flag.split())
