@@ -25,10 +25,11 @@ from tools.emulated_runs import Ours, Runner, Torchs
 
 @dataclass(frozen=True)
 class Job:
-    """One schedule under one runtime (megapipe or torch)."""
+    """One schedule under one runtime (megapipe or torch). costs: of its stages, where they are not all alike."""
 
     runtime: str
     schedule: Schedule
+    costs: Costs | None = None
 
 
 def run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
@@ -66,7 +67,7 @@ def _rank(
     sharpen_sleep()
     mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=args.pp), CPU)
     kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
-    runners = [kinds[job.runtime](mesh, job.schedule, costs, shape) for job in jobs]
+    runners = [kinds[job.runtime](mesh, job.schedule, job.costs or costs, shape) for job in jobs]
     for runner in runners:
         runner.steps = args.steps if getattr(args, "post_validation", False) else 1
         runner.reduced_bytes = int(getattr(args, "reduction_mib", 0.0) * 2**20)

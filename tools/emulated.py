@@ -11,7 +11,7 @@ import argparse
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapipe.schedule import Kind
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
@@ -138,6 +139,60 @@ _weigh: Callable[..., Tensor] = _Weight.apply
 def _weight_pass(device: Device, share: Share) -> None:
     device.compute(share.w)
     device.hold(-share.size)
+
+
+class Shared:
+    """A stage whose rank has a share of the vocabulary, as the executor calls it: passes that only take their time.
+
+    Args:
+        length: seconds of each kind of pass; size: device shares that it holds from F to W.
+        message: what every pass makes.
+    """
+
+    def __init__(self, device: Device, length: Mapping[Kind, float], size: float, message: Tensor) -> None:
+        self.device, self.length, self.size, self.message = device, length, size, message
+        self.share = self
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """F."""
+        self.device.hold(self.size)
+        return self._take(Kind.F)
+
+    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor:
+        """B, with or without W."""
+        made = self._take(Kind.B)
+        if weights:
+            self.weight(microbatch)
+        return made
+
+    def weight(self, microbatch: int) -> None:
+        """W."""
+        self._take(Kind.W)
+        self.device.hold(-self.size)
+
+    def look_up(self, microbatch: int) -> Tensor:
+        """E."""
+        return self._take(Kind.E)
+
+    def give(self, microbatch: int, x: Tensor) -> Tensor:
+        """S."""
+        return self._take(Kind.S)
+
+    def combine(self, microbatch: int, given: Sequence[Tensor]) -> Tensor:
+        """C."""
+        return self._take(Kind.C)
+
+    def head_gradient(self, microbatch: int, loss: Tensor) -> None:
+        """T."""
+        self._take(Kind.T)
+
+    def rows_gradient(self, microbatch: int, grad: Tensor) -> None:
+        """EW."""
+        self._take(Kind.EW)
+
+    def _take(self, kind: Kind) -> Tensor:
+        self.device.compute(self.length[kind])
+        return self.message.clone()
 
 
 class Layers(nn.Module):

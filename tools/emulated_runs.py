@@ -21,7 +21,7 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
 from megapipe.pipeline_parallel.transport import Op, Transport
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
 from megapipe.tensor_parallel.rng import Stream
-from tools.emulated import Device, Layers, Share
+from tools.emulated import Device, Layers, Share, Shared
 
 PEERS = {
     "gpipe": peers.ScheduleGPipe,
@@ -139,19 +139,23 @@ class Ours(Runner):
 
     def _step(self) -> None:
         place = self.schedule.placement
-        stages = {
-            number: PipelineStage(
-                module,
-                self.forward,
-                None,
-                holds_loss=place.is_last(number),
-                loss_divisor=self.schedule.num_microbatches,
-                per_token=False,
-                collect_non_loss_data=False,
-                stream=lambda microbatch: Stream(0, microbatch),
-            )
-            for number, module in self.modules.items()
-        }
+        stages: Any = (
+            self._shared()
+            if place.vocabulary
+            else {
+                number: PipelineStage(
+                    module,
+                    self.forward,
+                    None,
+                    holds_loss=place.is_last(number),
+                    loss_divisor=self.schedule.num_microbatches,
+                    per_token=False,
+                    collect_non_loss_data=False,
+                    stream=lambda microbatch: Stream(0, microbatch),
+                )
+                for number, module in self.modules.items()
+            }
+        )
         watch = self.watch
         timed = stages if watch is None else {n: Timed(watch, n, stage) for n, stage in stages.items()}
         beside = {Kind.G: self._reduce, Kind.U: self._update, Kind.V: lambda _: self._norm}
@@ -166,6 +170,12 @@ class Ours(Runner):
         took = self.costs.durations(place)[Kind.G][stage]
         self._link_free = free = max(self._link_free, time.perf_counter()) + took
         return lambda: time.sleep(max(0.0, free - time.perf_counter()))
+
+    def _shared(self) -> dict[int, Shared]:
+        place, length = self.schedule.placement, self.costs.durations(self.schedule.placement)
+        size = place.num_ranks / place.chain
+        own = {s: {kind: stages[s] for kind, stages in length.items()} for s in place.stages_on(self.mesh.pp.rank)}
+        return {s: Shared(self.device, of, size, self.x) for s, of in own.items()}
 
     def _update(self, stage: int) -> Callable[[], None]:
         """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""

@@ -32,7 +32,7 @@ from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
 from megapipe.schedule import SCHEDULES, ScheduleError, entry_of  # noqa: E402
 from tools.equivalence import differences, train  # noqa: E402
-from tools.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, STYLES, Case, table  # noqa: E402
+from tools.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table  # noqa: E402
 
 COMPILED = 0.02
 """Share of the cases of one or two ranks that are compiled, which takes a minute."""
@@ -89,7 +89,8 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
-        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)))
+        shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
+        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
         try:
             chain = table(case).placement.chain
         except ScheduleError:

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +35,17 @@ from megapipe.schedule.costs_file import load_costs  # noqa: E402
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
+from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
 from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
 from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
 from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
 from megapipe.schedule.views.terminal import to_terminal  # noqa: E402
+from tools.progress import Progress  # noqa: E402
 
 PICTURES: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
 PICTURES["naive"]["microbatches"] = 3
 PICTURES["zb-auto"] = {**PICTURES["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
+PICTURES["1f1b-vocabulary"] = {**PICTURES["1f1b"], "costs": Costs(s=0.5, t=0.25)}
 """What docs/schedules.md shows of each."""
 
 
@@ -52,28 +54,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-class Progress:
-    """A bar on stderr, once the work has lasted a second; nothing where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self.started, self.width, self.shown = time.monotonic(), 0, sys.stderr.isatty()
-
-    def __call__(self, share: float, doing: str = "zb-auto") -> None:
-        if not self.shown:
-            return
-        if share >= 1:
-            text = ""
-        elif time.monotonic() - self.started < 1 and not self.width:
-            return
-        else:
-            filled = int(24 * share)
-            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}"
-        if text or self.width:
-            sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
-            sys.stderr.flush()
-        self.width = len(text)
 
 
 def main() -> int:
@@ -117,6 +97,8 @@ def parser() -> Parser:
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
+    shares = "each rank has a share of the vocabulary: what S, T and E take of it"
+    show.add_argument("--vocabulary", type=_share_costs, metavar="S,T[,E]", help=shares)
     show.add_argument("--step", type=_step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
@@ -161,7 +143,9 @@ def _own_entry(name: str) -> Entry:
 
 def run_show(args: argparse.Namespace) -> int:
     schedule, found = _schedule(args)
-    args.costs = replace(args.costs, **(args.step or {}))
+    args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
+    if args.vocabulary:
+        schedule = with_vocabulary(schedule, args.costs)
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
@@ -197,8 +181,10 @@ def run_docs(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         path = args.folder / f"{name}.svg"
-        made = zb_auto(**PICTURES[name]) if name == "zb-auto" else build(name, **PICTURES[name])
         costs, memory = PICTURES[name].get("costs", Costs()), PICTURES[name].get("memory")
+        plain = name.removesuffix("-vocabulary")
+        made = zb_auto(**PICTURES[name]) if name == "zb-auto" else build(plain, **PICTURES[name])
+        made = with_vocabulary(made, costs) if plain != name else made
         path.write_text(to_svg(made, costs, memory), encoding="utf-8")
         print(path)
     return 0
@@ -285,6 +271,12 @@ def _step_costs(text: str) -> dict[str, float]:
     if len(numbers := _numbers(text)) not in (2, 3, 4):
         raise argparse.ArgumentTypeError(f"G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
     return dict(zip("guav", numbers, strict=False))
+
+
+def _share_costs(text: str) -> dict[str, float]:
+    if len(numbers := _numbers(text)) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"S,T or S,T,E is needed, such as 0.5,0.25, got {text!r}")
+    return dict(zip("ste", numbers, strict=False))
 
 
 def _numbers(text: str) -> list[float]:

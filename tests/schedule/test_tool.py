@@ -16,6 +16,7 @@ import pytest
 from megapipe.schedule import SCHEDULES, Costs, build
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
+from tools import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
@@ -162,19 +163,22 @@ def test_advice_says_how_cheap_pairs_must_be_for_dualpipe_v():
 
 
 def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, capsys):
-    sys.path.insert(0, str(ROOT / "tools"))
-    import schedules
-
     clock = iter([0.0, 0.5, 1.5])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(schedules.time, "monotonic", lambda: next(clock))
-    bar = schedules.Progress()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    bar = progress.Progress()
     bar(1 / 3, "zb-v")
     assert capsys.readouterr().err == ""
     bar(2 / 3, "zb-auto")
     assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}]  67% zb-auto"
     bar(1.0)
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_vocabulary_passes_are_drawn_and_a_wrong_number_of_costs_is_named():
+    done = tool("show", "1f1b", "--pp", "2", "--microbatches", "2", "--vocabulary", "1,0.5")
+    assert "S vocabulary share; C combine shares" in done.stdout
+    assert "S,T or S,T,E is needed" in tool("show", "1f1b", *SIZE, "--vocabulary", "1").stderr
 
 
 def test_a_search_prints_its_bound_and_keeps_to_the_memory():
@@ -187,8 +191,9 @@ def test_a_search_prints_its_bound_and_keeps_to_the_memory():
 
 
 def test_committed_pictures_are_what_the_command_makes(tmp_path):
-    assert tool("docs", tmp_path, "--only", *FIXED).returncode == 0
-    for name in FIXED:
+    names = [*FIXED, "1f1b-vocabulary"]
+    assert tool("docs", tmp_path, "--only", *names).returncode == 0
+    for name in names:
         committed = ROOT / "docs" / "schedules" / f"{name}.svg"
         assert (tmp_path / f"{name}.svg").read_bytes() == committed.read_bytes(), (
             f"run tools/schedules.py docs ({name})"

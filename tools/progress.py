@@ -1,0 +1,28 @@
+"""A bar for what lasts."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """A bar on stderr, once the work has lasted a second; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self.started, self.width, self.shown = time.monotonic(), 0, sys.stderr.isatty()
+
+    def __call__(self, share: float, doing: str = "zb-auto") -> None:
+        if not self.shown:
+            return
+        if share >= 1:
+            text = ""
+        elif time.monotonic() - self.started < 1 and not self.width:
+            return
+        else:
+            filled = int(24 * share)
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}"
+        if text or self.width:
+            sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
+            sys.stderr.flush()
+        self.width = len(text)
