@@ -87,6 +87,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
     # overlap, collectives, memory
     ("overlap-param-gather-with-optimizer-step", _SWITCH, "stages are updated together, when the norm is known"),
+    ("DDP-impl", ("local", "torch"), "gradients are reduced out of flat buffers, stage by stage"),
     ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
     ("ddp-bucket-size ddp-num-buckets", _ANY, _REDUCED),
     ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),
@@ -212,7 +213,7 @@ HOLDS: dict[str, Holds] = {
 _OLD = """
 use-legacy-models overlap-p2p-communication no-async-tensor-model-parallel-allreduce log-batch-size-to-tensorboard
 log-learning-rate-to-tensorboard no-pre-communication-optimization schedule-timer-start schedule-timer-end
-measure-activation-memory
+measure-activation-memory DDP-impl
 """
 OLD_FLAGS = frozenset(f"--{name}" for name in _OLD.split())
 """Names of older versions and of forks, which Megatron-LM's parser no longer has."""

@@ -28,13 +28,16 @@ from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.zero_bubble import PADDING, SWITCHES, chosen, uneven
 
 T = TypeVar("T")
+_VALUE = ["VALUE"]
 OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
+    "--layernorm-epsilon": {"--norm-epsilon": _VALUE},
+    "--activations-checkpoint-method": {"--recompute-granularity": ["full"], "--recompute-method": _VALUE},
     "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
     "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
     "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
 }
-"""A switch -> the flags and values that it means. The fork for zero bubble computes norms, GELU and dropout again; the
-last is the vocabulary-parallel fork's."""
+"""A name -> the flags and values that it means; VALUE is its own. The first two are of 2023 and before. The fork for
+zero bubble computes norms, GELU and dropout again; the last is the vocabulary-parallel fork's."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
@@ -233,11 +236,14 @@ def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]])
         if not said:
             continue
         others[:] = [(other, values) for other, values in others if other != old]
-        if said[-1]:
-            yield f"{old} is a switch and takes no value, got {' '.join(said[-1])}"
+        if len(said[-1]) != (_VALUE in means.values()):
+            takes = "takes one value" if _VALUE in means.values() else "is a switch and takes no value"
+            yield f"{old} {takes}, got {' '.join(said[-1]) or 'none'}"
+            continue
         if old == "--recompute-lgd" and (also := given.keys() & means):
             yield f"{old} is {text_of(means)} here, but {' and '.join(sorted(also))} is given. Leave one out."
-        given |= means  # rotary positions as upstream, where they win over the other flag
+        # rotary positions as upstream, where they win over the other flag
+        given |= {name: said[-1] if values is _VALUE else values for name, values in means.items()}
     rope = given.get("--position-embedding-type", [""])[-1:] == ["rope"]
     if not rope and any(name == "--no-position-embedding" for name, _ in others):
         yield (

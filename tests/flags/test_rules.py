@@ -128,6 +128,13 @@ def test_the_zero_bubble_forks_recompute_lgd_is_norms_and_mlp():
     )
 
 
+def test_names_of_2023_keep_their_values():
+    flags = "--layernorm-epsilon 1e-6 --activations-checkpoint-method block --DDP-impl local"
+    model = parse(Config, flags.split()).model
+    assert (model.norm_epsilon, model.recompute_granularity, model.recompute_method) == (1e-6, "full", "block")
+    assert problem("--layernorm-epsilon") == "--layernorm-epsilon takes one value, got none"
+
+
 def test_a_flag_that_holds_already_may_take_several_values():
     flags = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
     assert [name for name, _ in parse(Config, flags).holding] == [" ".join(flags[2:])]
