@@ -55,6 +55,9 @@ class Flags:
     """New folder to export to, for Megatron-LM's --load."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Format of an export to Megatron-LM."""
+    megatron_adam: Literal["auto", "fused", "torch"] = "auto"
+    """Whose Adam reads the state there: fused is Transformer Engine's or Apex's, torch stands in where neither is
+    installed. auto: fused with 16-bit weights."""
     no_load_optim: bool = False
     """Leave the optimizer's state of a checkpoint of or for Megatron-LM."""
     huggingface_config: str | None = None
@@ -83,7 +86,8 @@ def main(argv: Sequence[str]) -> None:
         done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=bar)
     elif flags.to_megatron:
         theirs = Path(flags.to_megatron)
-        done = export_megatron(_found(flags), theirs, optimizer=keep, progress=bar)
+        fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
+        done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=bar)
     else:
         assert flags.to_huggingface
         theirs = Path(flags.to_huggingface)

@@ -47,6 +47,7 @@ _EXTRA = (
 )
 """Modules that ask for a state of their own, which is empty without fp8."""
 _FILE_BYTES = 1 << 32
+_ADAM = {True: "Transformer Engine's or Apex's", False: "torch's"}
 
 
 class Writer:
@@ -93,13 +94,20 @@ class Writer:
 
 
 def export_megatron(
-    folder: Path, target: Path, *, optimizer: bool = True, progress: Progress = lambda done, total: None
+    folder: Path,
+    target: Path,
+    *,
+    optimizer: bool = True,
+    fused: bool | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Converted:
     """One of our checkpoints -> TARGET/iter_NNNNNNN, for Megatron-LM's --load TARGET --ckpt-format torch_dist.
 
     Args:
         folder: iter_NNNNNNN.
         optimizer: with its state, if the checkpoint has it.
+        fused: is that for Transformer Engine's or Apex's Adam? They have the number of steps in their groups and refuse
+            it by parameter, where torch's must have it. Default: with 16-bit weights.
     Raises: CheckpointError for damage, or a model whose layers differ.
     """
     config = exportable(folder, target)
@@ -126,7 +134,8 @@ def export_megatron(
             for n in range(model.layers):
                 writer.add_object(f"decoder.layers.{module}._extra_state/shard_{n}_{model.layers}", None)
         writer.add_object("decoder.final_layernorm._extra_state/shard_0_1", None)
-        common = _common(config, content, steps)
+        fused = config.train.half if fused is None else fused
+        common = _common(config, content, steps, fused)
         writer.add_object("common_state/shard_0_1", common)
         torch.save(common, out / "common.pt")  # up to core_v0.18
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -134,7 +143,10 @@ def export_megatron(
         (out / "metadata.json").write_text(json.dumps(backends | versions))
         writer.close()
         commit.write_durably(made / commit.POINTER, str(iteration))
-    return Converted(target / f"iter_{iteration:07d}", config, (), model.padded_vocab_size or 0)
+    other = "torch" if fused else "fused"
+    note = f"the state of {_ADAM[fused]} Adam; {_ADAM[not fused]} needs --megatron-adam {other}"
+    notes = () if steps is None else (note,)
+    return Converted(target / f"iter_{iteration:07d}", config, notes, model.padded_vocab_size or 0)
 
 
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
@@ -153,7 +165,7 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
     writer.add(keys, tensor, offsets, size)
 
 
-def _common(config: Config, content: dict[str, Any], steps: int | None) -> dict[str, Any]:
+def _common(config: Config, content: dict[str, Any], steps: int | None, fused: bool) -> dict[str, Any]:
     """All that is no tensor of the model or of the optimizer."""
     where = content["state"]
     args = args_of(config) | {
@@ -175,10 +187,10 @@ def _common(config: Config, content: dict[str, Any], steps: int | None) -> dict[
             "chained_optim_avoid_prefix": True,
         },
     }
-    return found if steps is None else found | _state(config, content, steps)
+    return found if steps is None else found | _state(config, content, steps, fused)
 
 
-def _state(config: Config, content: dict[str, Any], steps: int) -> dict[str, Any]:
+def _state(config: Config, content: dict[str, Any], steps: int, fused: bool) -> dict[str, Any]:
     """What the optimizer and the learning rate have beside tensors."""
     train, where = config.train, content["state"]
     saved = content["opt_param_scheduler"]
@@ -198,8 +210,7 @@ def _state(config: Config, content: dict[str, Any], steps: int) -> dict[str, Any
         "step": steps,
     }
     groups = [group | {"wd_mult": wd, "weight_decay": wd * decay.end} for wd in (1.0, 0.0)]
-    # Transformer Engine's Adam has its step in the groups and refuses another; torch's, of float32 runs, has it here.
-    state = {} if train.half else {"common_step": torch.tensor(float(steps))}
+    state = {} if fused else {"common_step": torch.tensor(float(steps))}
     optimizer = {
         "state": state,
         "param_groups": groups,

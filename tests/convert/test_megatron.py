@@ -187,6 +187,15 @@ def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_pat
         assert torch.equal(got, value)
 
 
+@pytest.mark.parametrize("bf16, fused", [(False, None), (False, True), (True, None), (True, False)])
+def test_steps_are_by_parameter_for_torchs_adam_and_in_the_groups_for_the_fused_ones(tmp_path, bf16, fused):
+    theirs = export_megatron(ours(tmp_path / "ours", bf16), tmp_path / "theirs", fused=fused)
+    held = torch.load(theirs.folder / "common.pt", weights_only=False)["optimizer"]
+    assert (held["state"] == {}) == (bf16 if fused is None else fused)
+    assert all(group["step"] == 4 for group in held["param_groups"])
+    assert theirs.notes[0].startswith("the state of t" if held["state"] else "the state of T")
+
+
 class Trap:
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
