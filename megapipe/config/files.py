@@ -153,6 +153,10 @@ class LogConfig:
     """Record the steps of the window below, with --use-pytorch-profiler."""
     use_pytorch_profiler: bool = False
     """One Perfetto-readable trace per rank, torch_profile/rank-N.json.gz beside --tensorboard-dir."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Shapes of tensors in the trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Lines of Python in the trace."""
     profile_step_start: int = 10
     """First step of the window."""
     profile_step_end: int = 12

@@ -34,6 +34,7 @@ _LAUNCHED = "kernels are launched one by one, without CUDA graphs"
 _WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir writes the same scalars to files"
 _NOT_LOGGED = "not logged"
 _NOT_MOVED = "acts beside --cpu-offload, which is refused"
+_HANGS = "a rank that hangs is named with its pass; NCCL's recorder is left to TORCH_NCCL_ in the environment"
 _ONE_ENGINE = "one executor runs every schedule"
 
 _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -88,6 +89,14 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     # overlap, collectives, memory
     ("overlap-param-gather-with-optimizer-step", _SWITCH, "stages are updated together, when the norm is known"),
     ("DDP-impl", ("local", "torch"), "gradients are reduced out of flat buffers, stage by stage"),
+    ("use-nccl-ub disable-symmetric-registration high-priority-a2a-comm-stream", _SWITCH, "NCCL has its defaults"),
+    (
+        "no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding",
+        _SWITCH,
+        "--sequence-parallel sums and splits the embedding's output in one collective",
+    ),
+    ("train-sync-interval", _ANY, "the host waits for the device once a step"),
+    ("init-model-with-meta-device", _SWITCH, "a layer's weights are made where they stay"),
     ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
     ("ddp-bucket-size ddp-num-buckets", _ANY, _REDUCED),
     ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),
@@ -126,13 +135,15 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("manual-gc-interval", _ANY, _COLLECTED),
     ("cuda-graph-impl cuda-graph-warmup-steps", _ANY, _LAUNCHED),
     ("cuda-graph-scope cuda-graph-modules", SEVERAL, _LAUNCHED),
-    ("enable-cuda-graph external-cuda-graph", _SWITCH, _LAUNCHED),
+    ("enable-cuda-graph external-cuda-graph optimizer-cuda-graph", _SWITCH, _LAUNCHED),
     ("local-rank", _ANY, "the launcher passes the rank in the environment"),
     ("expert-model-parallel-size", ("1",), "there are no experts"),
     ("expert-tensor-parallel-size", _ANY, "there are no experts"),
     # data
     ("no-create-attention-mask-in-dataloader", _SWITCH, "the loader makes no mask; attention is causal"),
     ("no-mmap-bin-files dataloader-fast-cache-load dataloader-defer-npy-index-mmap", _SWITCH, _READ),
+    ("per-dataset-sequences-path", _ANY, "the headers of the files say it"),
+    ("allow-ambiguous-pad-tokens", _SWITCH, "nothing is padded, and no id loses its loss for being a pad"),
     ("num-dataset-builder-threads", _ANY, "indices are built in one thread, and kept in --data-cache-path"),
     ("exit-signal-handler-for-dataloader", _SWITCH, "readers are threads and stop with their process"),
     ("disable-msc", _SWITCH, "files are read from the file system"),
@@ -192,6 +203,18 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("wandb-project wandb-exp-name wandb-save-dir wandb-entity", _ANY, _WANDB),
     ("app-tag-run-name app-tag-run-version one-logger-project one-logger-run-name", _ANY, _NOT_LOGGED),
     ("one-logger-async", _SWITCH, _NOT_LOGGED),
+    ("otel-enabled", _SWITCH, _NOT_LOGGED),
+    ("otel-service-name", _ANY, _NOT_LOGGED),
+    ("otel-span-groups", SEVERAL, _NOT_LOGGED),
+    ("flight-recorder-dump-path flight-recorder-trace-buffer-size", _ANY, _HANGS),
+    (
+        "flight-recorder-include-stack-trace disable-flight-recorder-dump-on-timeout "
+        "disable-flight-recorder-extra-dump-on-exec disable-flight-recorder-include-only-active "
+        "no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec "
+        "no-flight-recorder-include-only-active",
+        _SWITCH,
+        _HANGS,
+    ),
     # sail-sg/zero-bubble-pipeline-parallelism
     ("enable-zb-runtime no-pre-communication-optimization", _SWITCH, _ONE_ENGINE),
     (

@@ -96,7 +96,10 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.parallel.context_parallel_size > 1 and "a2a" not in c.model.cp_comm_type,
         "context-parallel ranks compute attention in blocks of plain torch",
     ),
-    Idle("log", "profile", "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded"),
+    *(
+        Idle("log", name, "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded")
+        for name in ("profile", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack")
+    ),
     Idle(
         "data",
         "vocab_size",

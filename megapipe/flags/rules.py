@@ -70,10 +70,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "context-parallel ranks exchange keys in one way, --cp-comm-type",
     ),
     ("iter-per-epoch data-per-class-fraction decoder-seq-length", _GPT),
-    ("otel-*", "use --tensorboard-dir"),
     ("fim-*", "there is no fill-in-the-middle"),
     (
-        "inprocess-* calc-ft-* enable-ft-* ft-* flight-recorder-* no-flight-* disable-flight-* fault-* adlr-*",
+        "inprocess-* calc-ft-* enable-ft-* ft-* fault-* adlr-*",
         "restart with --load",
     ),
 )

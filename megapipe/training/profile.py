@@ -31,7 +31,8 @@ class Profiler:
             and self._open is None
             and self._log.profile_step_start <= iteration < self._log.profile_step_end
         ):
-            self._open = profile()  # everything this build of torch can record
+            shapes, lines = self._log.pytorch_profiler_collect_shapes, self._log.pytorch_profiler_collect_callstack
+            self._open = profile(record_shapes=shapes, with_stack=lines)  # of everything this build of torch can record
             self._open.start()
 
     def after(self, iteration: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,6 +69,8 @@ HERE = {
     "--log-memory-to-tensorboard",
     "--tensorboard-log-interval",
     "--profile-ranks",
+    "--pytorch-profiler-collect-shapes",
+    "--pytorch-profiler-collect-callstack",
 }
 ELSEWHERE = {
     "--post-validation-after": "training/test_post_validation.py::test_it_waits_after_a_wrong_guess",
@@ -109,13 +112,20 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     assert more <= shown[4] - shown[0]
 
 
-def test_ranks_that_are_not_named_record_no_profile(tmp_path):
-    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=(1,), tensorboard_dir=str(tmp_path / "tb"))
-    for rank in range(2):
-        profiler = Profiler(log, rank)
-        profiler.before(log.profile_step_start)
-        profiler.after(log.profile_step_end)
-    assert [trace_path(log, rank).exists() for rank in range(2)] == [False, True]
+def test_a_profile_has_the_ranks_that_are_named_and_what_is_asked_for(tmp_path):
+    for field, key in (
+        ("pytorch_profiler_collect_shapes", "Input Dims"),
+        ("pytorch_profiler_collect_callstack", "py("),
+    ):
+        log = LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=(1,), tensorboard_dir=f"{tmp_path}/tb")
+        for given in (False, True):
+            for rank in range(2):
+                profiler = Profiler(replace(log, **{field: given}), rank)
+                profiler.before(log.profile_step_start)
+                torch.ones(2, 3).sum()
+                profiler.after(log.profile_step_end)
+            assert [trace_path(log, rank).exists() for rank in range(2)] == [False, True]
+            assert (key in gzip.decompress(trace_path(log, 1).read_bytes()).decode()) == given, field
 
 
 def test_the_package_reads_every_flag():
