@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.transport import Ahead, Op, P2PMode, Transport
-from megapipe.schedule import Kind, Placement, Schedule, lower, unpaired
+from megapipe.schedule import Kind, Placement, Program, Schedule
 
 
 def signed(kind: Kind, stage: int, microbatch: int, length: int = 2) -> Tensor:
@@ -52,16 +52,20 @@ class RelayStage:
         if maker is None:
             assert given is None
         else:
-            torch.testing.assert_close(given, signed(kind, maker, microbatch, self.length_of(microbatch)))
+            wanted = signed(kind, maker, microbatch, self.length_of(microbatch))
+            assert given is not None
+            assert torch.equal(given, wanted), f"{kind} of microbatch {microbatch} from {maker}: {given}"
 
 
-def relay(mesh: ProcessMesh, schedule: Schedule, transport: Transport, *, variable: bool = False) -> None:
+def relay(
+    mesh: ProcessMesh, schedule: Schedule, programs: Sequence[Program], transport: Transport, *, variable: bool = False
+) -> None:
     """One step of one rank; every pass must have run, each with the right input."""
     place = schedule.placement
     length_of = (lambda microbatch: 1 + microbatch % 3) if variable else (lambda microbatch: 2)
     stages = {s: RelayStage(s, place, length_of) for s in place.stages_on(mesh.pp.rank)}
     comm = Messenger(mesh.pp, (2, 1, 3), torch.float32, transport=transport, variable_seq_lengths=variable)
-    execute(lower(unpaired(schedule))[mesh.pp.rank], place, stages, comm)
+    execute(programs[mesh.pp.rank], place, stages, comm)
     mine = [p for step in schedule.ranks[mesh.pp.rank] for p in step]
     assert sum(len(stage.done) for stage in stages.values()) == sum(2 if p.kind is Kind.BW else 1 for p in mine)
 

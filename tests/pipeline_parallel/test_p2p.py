@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.p2p import P2PCommunicator
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.pipeline_parallel.transport import Op, P2PMode, Transport
-from megapipe.schedule import SCHEDULES, Schedule, ScheduleError, build
+from megapipe.schedule import SCHEDULES, Program, Schedule, ScheduleError, build, lower, unpaired
 
 from .relay import Done, Queues, Rendezvous, Void, Wires, relay
 
@@ -25,8 +26,9 @@ RANKS = [2, 3, 4, 8]
 RANKS_AND_MODES = [(p, mode) for mode in P2PMode for p in RANKS if p < 8 or mode is P2PMode.PLAIN]
 
 
-def every_schedule(p: int) -> list[Schedule]:
-    """All of the catalogue that p ranks can run, with 2p microbatches."""
+@cache
+def every_schedule(p: int) -> list[tuple[Schedule, tuple[Program, ...]]]:
+    """All of the catalogue that p ranks can run, with 2p microbatches, and the programs of their ranks."""
     found = []
     for name, entry in SCHEDULES.items():
         if "costs" not in entry.generate.__code__.co_varnames:  # a search of seconds
@@ -34,7 +36,7 @@ def every_schedule(p: int) -> list[Schedule]:
                 found.append(build(name, p, 2 * p))
             except ScheduleError:
                 assert (entry.copies, p % 2) == (2, 1)
-    return found
+    return [(schedule, lower(unpaired(schedule))) for schedule in found]
 
 
 @pytest.mark.parametrize(("p", "mode"), RANKS_AND_MODES)
@@ -42,9 +44,9 @@ def test_every_schedule_delivers_every_message_over_gloo(p, mode):
     """With fixed and variable lengths in turn; eight ranks with one of them."""
 
     def body(mesh: ProcessMesh) -> None:
-        for schedule in every_schedule(p):
+        for table in every_schedule(p):
             for variable in (False, True) if p < 8 else (True,):
-                relay(mesh, schedule, Transport(mesh.pp, mode), variable=variable)
+                relay(mesh, *table, Transport(mesh.pp, mode), variable=variable)
 
     run_threads(body, pp=p, timeout_s=30)
 
@@ -52,26 +54,25 @@ def test_every_schedule_delivers_every_message_over_gloo(p, mode):
 @pytest.mark.parametrize("both", [False, True], ids=["sends-wait", "one-at-a-time"])
 @pytest.mark.parametrize(("p", "mode"), RANKS_AND_MODES)
 def test_every_schedule_completes_where_sends_wait_for_their_receives(p, mode, both):
-    wires = {schedule.name: Wires() for schedule in every_schedule(p)}
+    wires = [Wires() for _ in every_schedule(p)]
     lengths = (False, True) if p < 8 else (both,)
 
     def body(mesh: ProcessMesh) -> None:
-        for schedule in every_schedule(p):
+        for (schedule, programs), wire in zip(every_schedule(p), wires, strict=True):
             for variable in lengths:
-                wire = wires[schedule.name]
-                relay(mesh, schedule, Rendezvous(mesh.pp, mode, wire, both=both), variable=variable)
+                relay(mesh, schedule, programs, Rendezvous(mesh.pp, mode, wire, both=both), variable=variable)
 
     run_threads(body, pp=p, timeout_s=30)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_every_schedule_completes_on_serial_links_with_receives_posted_ahead(p):
-    wires = {schedule.name: Wires() for schedule in every_schedule(p)}
+    wires = [Wires() for _ in every_schedule(p)]
 
     def body(mesh: ProcessMesh) -> None:
-        for schedule in every_schedule(p):
-            transport = Queues(mesh.pp, P2PMode.PLAIN, wires[schedule.name])
-            relay(mesh, schedule, transport)
+        for (schedule, programs), wire in zip(every_schedule(p), wires, strict=True):
+            transport = Queues(mesh.pp, P2PMode.PLAIN, wire)
+            relay(mesh, schedule, programs, transport)
             transport.close()
 
     run_threads(body, pp=p, timeout_s=30)
