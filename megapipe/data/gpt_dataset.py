@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,29 +75,31 @@ def build_indices(
         and num_samples - before_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
     )
     random = np.random.RandomState(seed)  # one stream for both shuffles, in this order
-    parts = [epochs - 1, 1] if separate else [epochs]
-    documents = np.concatenate([_shuffled(np.tile(sequences.astype(np.int32), n), random) for n in parts])
-    index = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
-    cuts = [0, before_last, samples] if separate else [0, samples]
-    shuffle = np.concatenate([_shuffled(np.arange(a, b, dtype=index), random) for a, b in pairwise(cuts)])
+    documents = np.tile(sequences.astype(np.int32), epochs)
+    _shuffle(documents, (epochs - 1) * len(sequences) if separate else 0, random)
+    shuffle = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    _shuffle(shuffle, before_last if separate else 0, random)
     return SampleIndices(documents, _sample_index(lengths[documents], samples, seq_length), shuffle)
 
 
-def _shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    random.shuffle(values)
-    return values
+def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
+    """In place, what stands before the cut and what stands behind it apart."""
+    for part in (values[:cut], values[cut:]):
+        random.shuffle(part)
 
 
 def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
-    """[samples + 1, 2]: sample j begins at token j * s of the stream; find the document that holds that token."""
+    """[samples + 1, 2]: sample j begins at token j * s of the stream; the document that holds that token, and where."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
-    # side="right" passes over empty documents; Megatron's walk does too, except before its first step.
-    positions = np.searchsorted(ends, first_tokens, side="right")
-    offsets = first_tokens - (ends - lengths)[positions]
-    positions[0] = 0
+    # Samples that begin in each document. None does in an empty one; Megatron's walk too passes over those, but not
+    # before its first step.
+    begin = np.diff(-(-ends // seq_length), prepend=0)
     narrow = len(lengths) <= np.iinfo(np.int32).max
-    return np.stack([positions, offsets], axis=1).astype(np.int32 if narrow else np.int64)
+    index = np.empty((samples + 1, 2), np.int32 if narrow else np.int64)
+    index[:, 0] = np.repeat(np.arange(len(lengths), dtype=index.dtype), begin)
+    index[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length - np.repeat(ends - lengths, begin)
+    index[0, 0] = 0
+    return index
 
 
 @dataclass(frozen=True)
