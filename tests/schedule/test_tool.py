@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,22 +20,35 @@ from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measu
 from tools import progress
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import schedules  # noqa: E402
+
 DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
 
 
 def tool(*args: str | Path, columns: int = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "tools" / "schedules.py", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": str(columns)},
-    )
+    """What the program does, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        patch.object(sys, "argv", ["schedules.py", *map(str, args)]),
+        patch.dict(os.environ, COLUMNS=str(columns)),
+    ):
+        try:
+            status = schedules.main()
+        except SystemExit as stop:
+            status = stop.code
+    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
-def test_list_has_every_schedule_in_one_line():
-    lines = tool("list").stdout.splitlines()
+def test_list_has_every_schedule_in_one_line_and_the_program_starts():
+    program = [sys.executable, ROOT / "tools" / "schedules.py", "list"]
+    said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert said == tool("list").stdout
+    lines = said.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *SCHEDULES]
 
 
