@@ -1,12 +1,17 @@
 """Pass by pass, our tables are those of torch.distributed.pipelining, where it has the schedule."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 
 from megapipe.schedule import build, from_csv, to_csv
 
-torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+@cache
+def torch_schedules() -> Any:
+    """Imported by the worker that needs it: it takes a second."""
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def as_csv(rows: list[list[Any]]) -> str:
@@ -15,7 +20,7 @@ def as_csv(rows: list[list[Any]]) -> str:
 
 def torch_rows(name: str, p: int, m: int, chunks: int) -> list[list[Any]]:
     """The orders that torch's constructor would make, without the live stages it wants to see."""
-    made = object.__new__(getattr(torch_schedules, name))
+    made = object.__new__(getattr(torch_schedules(), name))
     made.pp_group_size, made._n_microbatches = p, m
     made._num_stages = made.num_stages = p * chunks
     made.n_local_stages = chunks
@@ -26,7 +31,7 @@ def torch_rows(name: str, p: int, m: int, chunks: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (2, 5), (4, 4), (4, 8), (4, 11), (8, 16), (8, 23)])
 def test_1f1b_is_torchs(p: int, m: int) -> None:
-    made = object.__new__(torch_schedules.Schedule1F1B)
+    made = object.__new__(torch_schedules().Schedule1F1B)
     made._num_stages, made._n_microbatches = p, m
     rows = list(made._get_pipeline_order().values())
     # Torch 2.13's table (not its runtime) counts the last rank's forwards from 1.
@@ -68,6 +73,6 @@ def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_chunk(p: int, m: int) 
 def test_torch_reads_what_we_write(name: str) -> None:
     schedule = build(name, 4, 8)
     for row, line in zip(schedule.ranks, to_csv(schedule, torch=True).splitlines(), strict=True):
-        actions = [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        actions = [torch_schedules()._Action.from_str(cell) for cell in line.split(",")]
         assert ["" if a is None else str(a) for a in actions] == line.split(",")
         assert len([a for a in actions if a is not None]) == len(row)
