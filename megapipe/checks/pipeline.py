@@ -93,7 +93,6 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
         f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
         "--async-save": config.checkpoint.async_save,
         "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
-        "--pipeline-model-parallel-layout auto": par.pipeline_model_parallel_layout == "auto",
         "--account-for-embedding-in-pipeline-split": par.account_for_embedding_in_pipeline_split,
         "--account-for-loss-in-pipeline-split": par.account_for_loss_in_pipeline_split,
     }

@@ -32,7 +32,7 @@ class Plan:
         gradient: bytes of a parameter's gradient, which is not saved.
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
-        before: the even split that an automatic one replaced.
+        before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
     """
 
@@ -146,6 +146,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     recomputes: count what --num-microbatches-with-partial-activation-checkpoints does not compute again, in FLOPs.
     """
     model, train, par = config.model, config.train, config.parallel
+    if par.vocab_parallel_pipeline and par.pipeline_model_parallel_layout == AUTO:
+        return _shared_if_it_pays(config, work, recomputes)
     schedule = schedule_of(config, config.num_microbatches)
     if par.vocab_parallel_pipeline:
         work = replace(work, shares=par.pipeline_model_parallel_size)
@@ -177,6 +179,23 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     return plan
 
 
+def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
+    """The better one of a shared vocabulary with even stages and of the best whole-layer split, by simulated time."""
+    par = config.parallel
+    ways = (replace(par, pipeline_model_parallel_layout=None), replace(par, vocab_parallel_pipeline=False))
+    plans, errors = [], []
+    for way in ways:
+        try:
+            plans.append(plan_of(replace(config, parallel=way), work, recomputes=recomputes))
+        except ConfigError as error:  # too much memory, or layers that do not divide
+            errors.append(error)
+    if not plans:
+        raise errors[-1]
+    # FLOPs do not count the messages of the shares: a hundredth less is no reason for them
+    best, *other = sorted(plans, key=lambda p: p.timeline.makespan * (1.01 if p.schedule.placement.vocabulary else 1.0))
+    return replace(best, before=other[0]) if other else best
+
+
 def with_batch(plan: Plan, config: Config) -> Plan:
     """The same layers on the same ranks, under the table of another batch size.
 
@@ -198,7 +217,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         )
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], _shares(made.schedule, some))))
-    if config.parallel.vocab_parallel_pipeline:
+    if plan.schedule.placement.vocabulary:
         made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
     return made
 

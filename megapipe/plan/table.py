@@ -54,7 +54,7 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
 
 
 def changes(plan: Plan) -> str:
-    """An automatic split beside the even one; empty for any other plan."""
+    """An automatic split beside the one that it replaced; empty for any other plan."""
     before = plan.before
     if before is None:
         return ""
@@ -66,6 +66,7 @@ def changes(plan: Plan) -> str:
             f"  {when:<6}  step {timeline.makespan / before.timeline.makespan:.3f}  "
             f"idle {sum(timeline.idle) / (len(timeline.idle) * timeline.makespan):.1%}  "
             f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  {layout_string(one.counts)}"
+            f"{', shared vocabulary' * one.schedule.placement.vocabulary}"
         )
     return "\n".join(lines)
 

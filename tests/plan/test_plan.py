@@ -92,6 +92,16 @@ def test_zb_auto_is_predicted_no_slower_than_any_schedule_of_its_memory():
     assert searched[128].schedule != searched[4096].schedule
 
 
+def test_an_automatic_layout_shares_a_large_vocabulary_alone():
+    flags = "--vocab-parallel-pipeline --pipeline-model-parallel-layout auto --pipeline-schedule 1f1b"
+    small, large = (make_plan(wide(flags, vocab)) for vocab in (128, 65536))
+    assert [plan.schedule.placement.vocabulary for plan in (small, large)] == [False, True]
+    assert large.counts == (4, 4, 4, 4)
+    assert large.before is not None
+    assert large.before.counts == (6, 5, 5, 0)
+    assert large.timeline.makespan < 0.7 * large.before.timeline.makespan
+
+
 def test_the_search_of_a_run_keeps_its_memory_limit():
     free, lean = (make_plan(wide(f"--pipeline-schedule {name}", 4096)) for name in ("zb-auto", "v-half"))
     limit = max(lean.peak_bytes) / GIB
