@@ -50,7 +50,7 @@ def check(config: Config) -> None:
     problems += vocabulary_problems(config)
     if problems:
         raise ConfigError(problems)
-    vocab, said = _vocabulary(config)
+    vocab, said = vocabulary(config)
     padded = config.model.padded_vocab(vocab)
     plan = make_plan(replace(config, model=replace(inline(config.model), padded_vocab_size=padded)))
     found = find_checkpoint(config.checkpoint) if not missing else None
@@ -73,7 +73,7 @@ def check(config: Config) -> None:
     print("\n".join(line for line in lines if line), flush=True)
 
 
-def _vocabulary(config: Config) -> tuple[int, list[str]]:
+def vocabulary(config: Config) -> tuple[int, list[str]]:
     """Ids of the tokenizer; where it cannot be read, an assumption and the line that says so."""
     try:
         return build_tokenizer(config.data).vocab_size, []

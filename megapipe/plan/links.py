@@ -1,0 +1,112 @@
+"""What a device computes and what links carry, in seconds: what FLOPs do not say, and no rank measures alone.
+
+Rings: a collective over n ranks sends (n-1)/n of its bytes from each, an all-reduce twice that. Nothing of tensor and
+context parallelism is taken to be hidden behind computation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from math import inf
+from pathlib import Path
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.plan.context import context_bytes, tensor_bytes
+from megapipe.plan.make import Plan
+from megapipe.schedule import Costs
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of equal devices.
+
+    Attributes:
+        flops: per second, as matrix products of this model reach them, not as a data sheet has them.
+        node: devices that the fast link joins.
+        inside, outside: bytes per second that a device sends within a node and beyond.
+        latency: seconds of a message, and of a collective.
+    """
+
+    flops: float = 4e14
+    node: int = 8
+    inside: float = 3e11
+    outside: float = 4e10
+    latency: float = 1e-5
+
+    @property
+    def said(self) -> str:
+        """The links in words."""
+        if self.inside == inf:
+            return "which costs nothing here"
+        return (
+            f"which is {self.inside / 1e9:g} GB/s among {self.node} devices, {self.outside / 1e9:g} GB/s beyond, and "
+            f"{self.latency * 1e6:g} us"
+        )
+
+    def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
+        """Of so many bytes from each rank, in so many collectives. extent: devices from the first rank to the last."""
+        return sent / (self.inside if extent <= self.node else self.outside) + calls * self.latency if sent else 0.0
+
+
+NOTHING = Device(inside=inf, outside=inf, latency=0.0)
+"""Links that cost nothing."""
+
+
+def load_device(path: str) -> Device:
+    """Read a JSON object with some of Device's fields. Raises: ConfigError that names file and field."""
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--device {path} cannot be read: {error}") from None
+    names = [field.name for field in fields(Device)]
+    if not isinstance(given, dict) or given.keys() - set(names):
+        raise ConfigError(f"--device {path} must be an object of {', '.join(names)}.")
+    for name, value in given.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value < 0
+            or (value == 0 and name != "latency")
+        ):
+            raise ConfigError(f"--device {path}: {name} must be a number above 0, got {json.dumps(value)}.")
+    return Device(**given)
+
+
+def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
+    """Costs in seconds of stages that compute alone, with what their ranks send each other added: tensor and context
+    parallelism within passes, a message between stages, G and A of the table."""
+    model, train, par = config.model, config.train, config.parallel
+    t, c = par.tensor_model_parallel_size, par.context_parallel_size
+    tokens, element = train.sequence * train.micro_batch, 2 if train.half else 4
+    forth = back = 0.0
+    if t > 1:
+        f, b = tensor_bytes(model, tokens // c, ranks=t, element_bytes=element)
+        b = b if model.sequence_parallel else f  # two all-reduces each way
+        again = f * (model.recompute_granularity == "full")
+        forth, back = device.seconds(f, t, 4), device.seconds(b + again, t, 6)
+    if c > 1:
+        f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
+        forth, back = forth + device.seconds(f, t * c), back + device.seconds(b, t * c, 2)
+    hidden = tokens / c / (t if model.sequence_parallel else 1) * model.hidden * element
+    extent = 2 * t * c * (1 if par.use_tp_pp_dp_mapping else config.data_parallel_size)
+    f_all, b_all = costs.f, costs.b
+    assert isinstance(f_all, tuple)
+    assert isinstance(b_all, tuple)
+    return replace(
+        costs,
+        f=tuple(x + n * forth for x, n in zip(f_all, plan.counts, strict=True)),
+        b=tuple(x + n * back for x, n in zip(b_all, plan.counts, strict=True)),
+        comm=device.seconds(hidden, extent) if len(plan.schedule.ranks) > 1 else 0.0,
+    )
+
+
+def sums(plan: Plan, config: Config, device: Device) -> float:
+    """Seconds in which the slowest rank sums its gradients and gathers its weights after the passes."""
+    n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
+    element = (2 if config.train.half else 4) if par.use_distributed_optimizer else 4
+    extent = config.world_size if par.use_tp_pp_dp_mapping else config.world_size // place.num_ranks
+    held = [sum(plan.works[s].parameters for s in place.stages_on(r)) for r in range(place.num_ranks)]
+    sent = max(held) / par.tensor_model_parallel_size * (4 + element) * (n - 1) / n
+    return device.seconds(sent, extent, 2)

@@ -1,0 +1,230 @@
+"""A run before its launch: what each rank needs and what a step takes, from the real program of one rank at a time.
+
+python tools/rehearse.py --world-size 64 [--ranks 0,3,7] -- <flags of the run>
+
+Each different rank of the pipeline runs alone on one device, in a process of its own: its stages, table and optimizer,
+on noise (tools/rehearsed_rank.py). The simulator makes a step of the passes that were timed. Communication is not
+measured: --device says how fast links are, and without it they cost nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+
+from megapipe.checks.run import flag_problems  # noqa: E402
+from megapipe.config import Config  # noqa: E402
+from megapipe.distributed.mesh import rank_grid  # noqa: E402
+from megapipe.errors import ConfigError, UserError  # noqa: E402
+from megapipe.flags.parse import parse, stop  # noqa: E402
+from megapipe.models.overrides import inline, layer_config  # noqa: E402
+from megapipe.plan import GIB, Plan, make_plan  # noqa: E402
+from megapipe.plan.links import NOTHING, Device, load_device, sums, with_messages  # noqa: E402
+from megapipe.schedule import Costs, simulate, unpaired  # noqa: E402
+from megapipe.schedule.measured import measured_costs  # noqa: E402
+from megapipe.training.check import as_here, vocabulary  # noqa: E402
+from tools.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank  # noqa: E402
+
+Shown = Mapping[int, Rehearsed]
+"""By pipeline rank."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool, before `--`; behind it those of the run."""
+
+    world_size: int = 1
+    """Processes of the run."""
+    ranks: str | None = None
+    """Which of them to rehearse, by commas. Default: each that differs from the others."""
+    steps: int = 3
+    """Timed steps; one before them warms up."""
+    memory_gib: float | None = None
+    """Memory of a device."""
+    device: str | None = None
+    """How fast links are: a .json as tools/plan.py --search takes it."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of the whole run.
+
+    Attributes:
+        costs: of the stages, in seconds.
+        passes, step: seconds; a step also has what its slowest rank does beside its passes, and the sum of gradients.
+        bubble: mean share of the passes' time in which a rank runs none.
+    """
+
+    costs: Costs
+    passes: float
+    step: float
+    bubble: float
+
+
+def main(argv: Sequence[str]) -> None:
+    at = argv.index("--") if "--" in argv else len(argv)
+    flags = parse(Flags, argv[:at])
+    device = load_device(flags.device) if flags.device else NOTHING
+    config, plan = prepared(argv[at + 1 :], flags.world_size)
+    shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)
+    print(report(config, plan, shown, forecast(config, plan, shown, device), flags.memory_gib))
+    print(f"not measured: communication, {device.said}")
+
+
+def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
+    """The configuration of a run of so many processes, and its plan. Raises: ConfigError with every problem."""
+    config = as_here(replace(parse(Config, argv), world_size=world_size))
+    problems = flag_problems(config)
+    if config.parallel.vocab_parallel_pipeline:
+        problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
+    if config.parallel.enable_optimizer_post_validation:
+        problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
+    if problems:
+        raise ConfigError(problems)
+    vocab = config.model.padded_vocab(vocabulary(config)[0])
+    config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    config = config.with_batch(config.global_batch_size)
+    return config, make_plan(config)
+
+
+def world_ranks(config: Config) -> list[int]:
+    """Of one pipeline."""
+    par = config.parallel
+    cp, tp = par.context_parallel_size, par.tensor_model_parallel_size
+    shape = (par.pipeline_model_parallel_size, config.data_parallel_size, cp, tp)
+    return [int(r) for r in rank_grid(shape, dp_last=par.use_tp_pp_dp_mapping)[:, 0, 0, 0]]
+
+
+def _positions(config: Config, ranks: str | None) -> set[int] | None:
+    """Where in their pipelines the ranks are that were asked for."""
+    if ranks is None:
+        return None
+    if not all(r.isdecimal() and int(r) < config.world_size for r in ranks.split(",")):
+        raise ConfigError(f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas.")
+    par = config.parallel
+    step = par.ranks_of_a_replica // par.pipeline_model_parallel_size * config.data_parallel_size
+    if par.use_tp_pp_dp_mapping:
+        step //= config.data_parallel_size
+    return {int(r) // step % par.pipeline_model_parallel_size for r in ranks.split(",")}
+
+
+def alike(config: Config, plan: Plan) -> list[int]:
+    """For each pipeline rank the first that has the same to do: equal stages, in the same order of passes."""
+    place = plan.schedule.placement
+
+    def work(rank: int) -> object:
+        own = place.stages_on(rank)
+        rows = [[(p.kind, own.index(p.stage), p.microbatch) for p in step] for step in plan.schedule.ranks[rank]]
+        return [stage_like(config, plan, s) for s in own], rows
+
+    works = [work(rank) for rank in range(place.num_ranks)]
+    return [works.index(mine) for mine in works]
+
+
+def stage_like(config: Config, plan: Plan, stage: int) -> object:
+    """What a stage's time depends on."""
+    span = plan.spans[stage]
+    return span.embedding, span.loss, [layer_config(config.model, layer) for layer in span.layers]
+
+
+def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, steps: int = 3) -> Shown:
+    """Each different pipeline rank, or those given, one after the other, in processes of their own."""
+    ranks, same = world_ranks(config), alike(config, plan)
+    answers = answers_of(config, plan, ranks)
+    context = multiprocessing.get_context("fork")  # of this process, which has no memory on a GPU and no threads
+    shown: dict[int, Rehearsed] = {}
+    for at in sorted({same[r] for r in (range(len(ranks)) if positions is None else positions)}):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(sender, config, plan, ranks[at], answers, steps), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            found = receiver.recv()
+        except EOFError:
+            raise UserError(f"pipeline rank {at} could not be rehearsed; its error is above") from None
+        finally:
+            child.join()
+        if isinstance(found, str):
+            raise UserError(found)
+        shown[at] = found
+    return {r: shown[same[r]] for r in range(len(ranks)) if same[r] in shown}
+
+
+def _child(sender, config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> None:  # type: ignore
+    try:
+        sender.send(rehearse_rank(config, plan, rank, answers, steps))
+    except UserError as error:
+        sender.send(str(error))
+
+
+def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING) -> Forecast:
+    """The whole run, from ranks of it. Stages of ranks that were not rehearsed cost what equal ones do, or by FLOPs."""
+    place, ranks = plan.schedule.placement, range(plan.schedule.placement.num_ranks)
+    count = len(next(iter(shown.values())).steps)
+    rows = [[shown[r].passes(n, place.stages_on(r)) if r in shown else [] for r in ranks] for n in range(count)]
+    costs = _filled(config, plan, measured_costs(rows, place, plan.costs))
+    costs = with_messages(costs, plan, config, device)
+    table = unpaired(plan.schedule)
+    timeline = simulate(table, costs)
+    busy = sum(timeline.busy) - costs.overhead * sum(len(row) for row in table.ranks)
+    beside = max(x.beside for x in shown.values()) + sums(plan, config, device)
+    return Forecast(costs, timeline.makespan, timeline.makespan + beside, 1 - busy / len(ranks) / timeline.makespan)
+
+
+def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
+    """With the stages that nobody has timed."""
+    assert isinstance(costs.f, tuple)
+    kinds = [stage_like(config, plan, s) for s in range(len(costs.f))]
+    timed = [s for s, f in enumerate(costs.f) if f]
+    columns: dict[str, Any] = {}
+    for name in ("f", "b", "w"):
+        took, flops = getattr(costs, name), getattr(plan.costs, name)
+        rate = sum(took[s] for s in timed) / (sum(flops[s] for s in timed) or 1.0)
+        like = [next((t for t in timed if kinds[t] == kind), None) for kind in kinds]
+        columns[name] = tuple(
+            x if s in timed else flops[s] * rate if like[s] is None else took[like[s]] for s, x in enumerate(took)
+        )
+    return replace(costs, **columns)
+
+
+def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib: float | None) -> str:
+    """What each rank needs and takes, and the step."""
+    place, costs = plan.schedule.placement, told.costs
+    names = [*next(iter(shown.values())).parts]
+    rows = [("rank", "stages", "F ms", "B ms", "W ms", "beside ms", *(f"{name} GiB" for name in names), "peak GiB")]
+    peaks = []
+    for rank in range(place.num_ranks):
+        own = place.stages_on(rank)
+        at = [place.position(s) for s in own]
+        times = [f"{1e3 * sum(getattr(costs, name)[s] for s in at):.4g}" for name in ("f", "b", "w")]
+        found = shown.get(rank)
+        parts = [f"{x / GIB:.3g}" for x in found.parts.values()] if found else ["by the plan"] + [""] * (len(names) - 1)
+        peaks.append(found.peak if found else plan.peak_bytes[rank])
+        beside = f"{1e3 * found.beside:.4g}" if found else ""
+        rows.append((str(rank), ",".join(map(str, own)), *times, beside, *parts, f"{peaks[-1] / GIB:.4g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    worst = peaks.index(max(peaks))
+    over = memory_gib is not None and peaks[worst] > memory_gib * GIB
+    tokens = config.global_batch_size * config.train.sequence / told.step
+    lines += [
+        f"pipeline rank {worst} {'runs out of memory first' if over else 'needs most'}: {peaks[worst] / GIB:.4g} GiB"
+        + (f" of {memory_gib:g}" if memory_gib else ""),
+        f"step {told.step * 1e3:.4g} ms, {told.passes * 1e3:.4g} of it passes; bubble {told.bubble:.1%}; "
+        f"{tokens:,.0f} tokens/s on {config.world_size} processes under {plan.schedule.name}",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
