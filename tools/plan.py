@@ -3,6 +3,8 @@
 Takes the flags of pretrain_gpt.py. With --measure costs are timed on this machine; a layout found so can be copied into
 the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated
 devices: real processes and messages, passes that sleep as long as the plan says (tools/emulated.py).
+With --search it looks for the best layout, micro batch, recomputation and schedule on so many devices
+(tools/plan_search.py); flags that name these are not looked at.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ from megapipe.models.overrides import inline  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
 from megapipe.pipeline_parallel.layout_string import layout_string  # noqa: E402
 from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
-from megapipe.plan import Plan, changes, make_plan, pieces_of, plan_of, table  # noqa: E402
+from megapipe.plan import GIB, Plan, changes, make_plan, pieces_of, plan_of, table  # noqa: E402
 from megapipe.schedule import Costs  # noqa: E402
 from megapipe.schedule.costs_file import dump_costs  # noqa: E402
+from megapipe.training.check import vocabulary  # noqa: E402
 from megapipe.training.measure import measure  # noqa: E402
+from tools.links import Device, load_device  # noqa: E402
+from tools.plan_search import report, search  # noqa: E402
 
 
 def main() -> int:
     """Print the plan. Returns the exit status."""
     args, flags = _arguments()
     try:
+        if args.search:
+            print(_search(parse(Config, flags), args))
+            return 0
         plan = _plan(parse(Config, flags), args)
     except UserError as error:
         stop(error)
@@ -59,7 +67,24 @@ def _arguments() -> tuple[Namespace, list[str]]:
     parser.add_argument("--save-costs", metavar="FILE", help="write such a file of this plan's stages")
     parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
     parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
+    parser.add_argument("--search", action="store_true", help="the ten best plans on --gpus devices of --memory-gib")
+    parser.add_argument("--gpus", type=int, default=8, help="of --search")
+    parser.add_argument("--memory-gib", type=float, default=80.0, help="of each, of --search")
+    parser.add_argument(
+        "--device", metavar="FILE", help="JSON: flops, node, inside, outside, latency, overhead (tools/links.py)"
+    )
     return parser.parse_known_args()
+
+
+def _search(config: Config, args: Namespace) -> str:
+    device = load_device(args.device) if args.device else Device()
+    size, said = vocabulary(config)
+    if args.gpus < 1 or args.memory_gib <= 0:
+        raise ConfigError(f"--gpus {args.gpus} and --memory-gib {args.memory_gib:g} must be above 0.")
+    memory = args.memory_gib * GIB
+    found = search(replace(config, model=inline(config.model)), args.gpus, memory, device, size)
+    told = f"{args.gpus} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
+    return "\n".join([told, *said, report(found, memory)])
 
 
 def _plan(config: Config, args: Namespace) -> Plan:

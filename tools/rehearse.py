@@ -26,10 +26,10 @@ from megapipe.errors import ConfigError, UserError  # noqa: E402
 from megapipe.flags.parse import parse, stop  # noqa: E402
 from megapipe.models.overrides import inline, layer_config  # noqa: E402
 from megapipe.plan import GIB, Plan, make_plan  # noqa: E402
-from megapipe.plan.links import NOTHING, Device, load_device, sums, with_messages  # noqa: E402
 from megapipe.schedule import Costs, simulate, unpaired  # noqa: E402
 from megapipe.schedule.measured import measured_costs  # noqa: E402
 from megapipe.training.check import as_here, vocabulary  # noqa: E402
+from tools.links import NOTHING, Device, load_device, sums, with_messages  # noqa: E402
 from tools.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank  # noqa: E402
 
 Shown = Mapping[int, Rehearsed]
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     config, plan = prepared(argv[at + 1 :], flags.world_size)
     shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)
     print(report(config, plan, shown, forecast(config, plan, shown, device), flags.memory_gib))
-    print(f"not measured: communication, {device.said}")
+    print(f"communication is not measured: {'it takes no time here' if device == NOTHING else device.links}")
 
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:

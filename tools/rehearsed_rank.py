@@ -220,7 +220,9 @@ def rehearsed(run: Run, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
 
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Run:
     """A run that is ready for its first step, of which no other rank is there."""
-    run = run_on(mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate(), config, plan)
+    mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
+    with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
+        run = run_on(mesh, config, plan)
     run.pipeline.transport.post = delivered  # type: ignore[method-assign]
     return run
 
@@ -233,8 +235,7 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Run:
     if config.train.fp16:  # noise would overflow under a large one, and the update be skipped
         config = replace(config, train=replace(config.train, loss_scale=1.0))
     data = Datasets(_Noise(config.train.sequence, vocab), None, None)
-    with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
-        return Run(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
+    return Run(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
 
 
 def delivered(ops: list[Op]) -> Sequence[_There]:

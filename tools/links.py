@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, tensor_bytes
-from megapipe.plan.make import Plan
 from megapipe.schedule import Costs
 
 
@@ -27,6 +27,7 @@ class Device:
         node: devices that the fast link joins.
         inside, outside: bytes per second that a device sends within a node and beyond.
         latency: seconds of a message, and of a collective.
+        overhead: seconds that a pass takes beside its work.
     """
 
     flops: float = 4e14
@@ -34,16 +35,13 @@ class Device:
     inside: float = 3e11
     outside: float = 4e10
     latency: float = 1e-5
+    overhead: float = 4e-4
 
     @property
-    def said(self) -> str:
-        """The links in words."""
-        if self.inside == inf:
-            return "which costs nothing here"
-        return (
-            f"which is {self.inside / 1e9:g} GB/s among {self.node} devices, {self.outside / 1e9:g} GB/s beyond, and "
-            f"{self.latency * 1e6:g} us"
-        )
+    def links(self) -> str:
+        """In words."""
+        near, far = self.inside / 1e9, self.outside / 1e9
+        return f"{near:g} GB/s among {self.node}, {far:g} GB/s beyond, {self.latency * 1e6:g} us a message"
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
         """Of so many bytes from each rank, in so many collectives. extent: devices from the first rank to the last."""
@@ -68,7 +66,7 @@ def load_device(path: str) -> Device:
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or value < 0
-            or (value == 0 and name != "latency")
+            or (value == 0 and name not in ("latency", "overhead"))
         ):
             raise ConfigError(f"--device {path}: {name} must be a number above 0, got {json.dumps(value)}.")
     return Device(**given)

@@ -1,0 +1,82 @@
+"""The best plan that is found, against every plan there is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megapipe.checks.run import flag_problems
+from megapipe.config import Config
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB, counts_of, pieces_of, plan_of
+from megapipe.schedule import SCHEDULES
+from megapipe.training.check import check
+from tools.links import Device
+from tools.plan_search import flags_of, report, search, table, timed
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --train-iters 9 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
+    "--bf16 "
+)
+FIXED = {name: entry.chunks for name, entry in SCHEDULES.items() if name != "zb-auto"}
+SLOW = Device(flops=1e11, inside=1e9, outside=1e8, latency=1e-5, overhead=1e-5, node=2)
+
+
+def every_step(config, gpus, memory, device):
+    """Of each plan that fits, whatever a search may think of it."""
+    model = replace(config.model, padded_vocab_size=config.model.padded_vocab(1000))
+    sizes = [n for n in (1, 2, 4) if gpus % n == 0]
+    for tp, cp, pp, micro, recompute, zero in product(sizes, sizes, sizes, (1, 2, 4, 8), (None, "full"), (False, True)):
+        par = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            use_distributed_optimizer=zero,
+        )
+        one = replace(
+            config,
+            model=replace(model, recompute_granularity=recompute, sequence_parallel=tp > 1),
+            parallel=par,
+            train=replace(config.train, micro_batch_size=micro),
+            world_size=gpus,
+        )
+        if gpus % (tp * cp * pp) or tp > device.node or flag_problems(one):
+            continue
+        plan = plan_of(one, pieces_of(one, one.model))
+        for name, fixed in FIXED.items() if pp > 1 else [("1f1b", 1)]:
+            for chunks in (None,) if fixed else (2, 4):
+                with suppress(UserError):
+                    schedule = table(name, pp, one.num_microbatches, chunks)
+                    counts = counts_of(one, schedule.placement)
+                    known = timed(replace(plan, schedule=schedule, counts=counts), one, device)
+                    if known.peak <= memory:
+                        yield known.step
+
+
+@pytest.mark.parametrize(
+    "gpus, batch, memory, device",
+    [(2, 32, 1.0, SLOW), (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))],
+    ids=["two devices", "four devices", "little memory"],
+)
+def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, capsys):
+    flags = [*MODEL.split(), "--global-batch-size", str(batch)]
+    config = parse(Config, flags)
+    found = search(config, gpus, memory * GIB, device, 1000)
+    steps = sorted(every_step(config, gpus, memory * GIB, device))
+    first = min(found.best.values(), key=lambda x: x.step)
+    assert first.step <= steps[0] * 1.03
+    assert first.peak <= memory * GIB
+    check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
+    assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
+    assert " ".join(flags_of(first.config)) in report(found, memory * GIB)
+
+
+def test_what_does_not_fit_is_said():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
+    assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")
