@@ -8,7 +8,8 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Pass
 from megapipe.schedule.measured import Ran
 from tools import rehearse
-from tools.rehearsed_rank import Rehearsed, answers_of, parts_of, rank_alone, run_on
+from tools.held_bytes import parts_of
+from tools.rehearsed_rank import Rehearsed, answers_of, rank_alone, run_on
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "

@@ -34,16 +34,16 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch  # noqa: E402
 from megapipe.plan import Plan  # noqa: E402
 from megapipe.schedule import Costs, Schedule, build, simulate, unpaired  # noqa: E402
 from megapipe.schedule.measured import Ran, measured_costs  # noqa: E402
-from tools import bench_schedules  # noqa: E402
+from tools.bench_pool import Job, run_pool  # noqa: E402
 from tools.emulated import sharpen_sleep  # noqa: E402
 from tools.emulated_runs import Ours  # noqa: E402
+from tools.held_bytes import parts_of  # noqa: E402
 from tools.rehearse import forecast, prepared, world_ranks  # noqa: E402
-from tools.rehearsed_rank import (  # noqa: E402  # noqa: E402
+from tools.rehearsed_rank import (  # noqa: E402
     Alone,
     Answers,
     answers_of,
     delivered,
-    parts_of,
     rank_alone,
     rehearsed,
     run_on,
@@ -163,7 +163,7 @@ def emulated(ranks: int, name: str, steps: int) -> tuple[Seen, Seen]:
     """The same of devices that sleep, each rank rehearsed in turn."""
     schedule = unpaired(build(name, ranks, 2 * ranks, chunks=2 if name == "interleaved" else None))
     settings = Namespace(pp=ranks, message_kib=4, repeats=steps)
-    (real,) = bench_schedules._run_pool([bench_schedules.Job("megapipe", schedule)], F_B_W, settings)
+    (real,) = run_pool([Job("megapipe", schedule)], F_B_W, settings)
     runners = [_alone(rank, schedule) for rank in range(ranks)]
     rows = [[_passes(runner) for _ in range(steps + 1)][1:] for runner in runners]
     costs = measured_costs([*map(list, zip(*rows, strict=True))], schedule.placement, F_B_W)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 
 from megapipe.checks.run import flag_problems  # noqa: E402
 from megapipe.config import Config  # noqa: E402
-from megapipe.distributed.mesh import rank_grid  # noqa: E402
 from megapipe.errors import ConfigError, UserError  # noqa: E402
 from megapipe.flags.parse import parse, stop  # noqa: E402
 from megapipe.models.overrides import inline, layer_config  # noqa: E402
@@ -30,7 +29,7 @@ from megapipe.schedule import Costs, simulate, unpaired  # noqa: E402
 from megapipe.schedule.measured import measured_costs  # noqa: E402
 from megapipe.training.check import as_here, vocabulary  # noqa: E402
 from tools.links import NOTHING, Device, load_device, sums, with_messages  # noqa: E402
-from tools.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank  # noqa: E402
+from tools.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank  # noqa: E402
 
 Shown = Mapping[int, Rehearsed]
 """By pipeline rank."""
@@ -96,10 +95,7 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
 
 def world_ranks(config: Config) -> list[int]:
     """Of one pipeline."""
-    par = config.parallel
-    cp, tp = par.context_parallel_size, par.tensor_model_parallel_size
-    shape = (par.pipeline_model_parallel_size, config.data_parallel_size, cp, tp)
-    return [int(r) for r in rank_grid(shape, dp_last=par.use_tp_pp_dp_mapping)[:, 0, 0, 0]]
+    return [int(rank) for rank in grid_of(config)[:, 0, 0, 0]]
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
@@ -108,11 +104,7 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
         return None
     if not all(r.isdecimal() and int(r) < config.world_size for r in ranks.split(",")):
         raise ConfigError(f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas.")
-    par = config.parallel
-    step = par.ranks_of_a_replica // par.pipeline_model_parallel_size * config.data_parallel_size
-    if par.use_tp_pp_dp_mapping:
-        step //= config.data_parallel_size
-    return {int(r) // step % par.pipeline_model_parallel_size for r in ranks.split(",")}
+    return {int((grid_of(config) == int(r)).nonzero()[0, 0]) for r in ranks.split(",")}
 
 
 def alike(config: Config, plan: Plan) -> list[int]:

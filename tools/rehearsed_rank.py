@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from statistics import median
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megapipe.config import CheckpointConfig, Config, LogConfig
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis, Pending
-from megapipe.distributed.device import memory_bytes, pick_device
+from megapipe.distributed.device import pick_device
 from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.optim.census import take_census
@@ -35,7 +35,7 @@ from megapipe.schedule.measured import Ran
 from megapipe.training.ownership import check_ownership
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
-from tools.compare_runs import Held, Kept
+from tools.held_bytes import parts_of
 
 Answers = Sequence[Sequence[Any]]
 """What the ranks of a pipeline ask of each other once: of each question every rank's answer."""
@@ -114,18 +114,19 @@ class _Asking(Alone):
 
 def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()) -> ProcessMesh:
     """The mesh of a rank of the run, without the others. rank: of the world."""
-    par = config.parallel
-    tp, cp, pp = (
-        par.tensor_model_parallel_size,
-        par.context_parallel_size,
-        par.pipeline_model_parallel_size,
-    )
-    grid = rank_grid((pp, config.data_parallel_size, cp, tp), dp_last=par.use_tp_pp_dp_mapping)
-    mesh = build_mesh(grid, rank, device, lambda name, sets: None, shares=plan.shares)
+    mesh = build_mesh(grid_of(config), rank, device, lambda name, sets: None, shares=plan.shares)
     axes = {x.name: getattr(mesh, x.name) for x in fields(mesh) if isinstance(getattr(mesh, x.name), Axis)}
     alone = {name: (_World if name == "world" else Alone)(**vars(axis)) for name, axis in axes.items()}
     changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers)}
     return replace(mesh, **changed)
+
+
+def grid_of(config: Config) -> Tensor:
+    """The run's ranks by (pp, dp, cp, tp)."""
+    par = config.parallel
+    cp, tp = par.context_parallel_size, par.tensor_model_parallel_size
+    shape = (par.pipeline_model_parallel_size, config.data_parallel_size, cp, tp)
+    return rank_grid(shape, dp_last=par.use_tp_pp_dp_mapping)
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
@@ -181,28 +182,6 @@ class _Noise:
 
     def __getitem__(self, sample: int) -> Any:
         return torch.randint(self.vocab, (self.length + 1,)).numpy()
-
-
-class _Parts(Held):
-    """Bytes that graphs hold, those of the logits apart. wide: their last dimension."""
-
-    def __init__(self, run: Run, wide: int) -> None:
-        super().__init__(run)
-        self.wide, self.sizes, self.of_head = wide, dict[int, int](), 0
-
-    def pack(self, tensor: Tensor) -> Tensor | Kept:
-        kept = super().pack(tensor)
-        if isinstance(kept, Kept) and self.wide in tensor.shape[-1:]:
-            self.sizes[kept.key] = kept.size
-        return kept
-
-    def add(self, key: int, size: int, uses: int) -> None:
-        before = self.peak
-        super().add(key, size, uses)
-        if not self.uses[key]:
-            self.sizes.pop(key, None)
-        if self.peak > before:
-            self.of_head = sum(self.sizes.values())
 
 
 def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> Rehearsed:
@@ -264,36 +243,14 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 def timed_step(run: Run) -> tuple[list[Ran], float]:
     """The passes of one step, and seconds of all of it. Pairs run one after the other."""
     schedule, costs = run.pipeline.schedule, run.plan.costs
-    run.pipeline.follow(unpaired(schedule), costs)
+    paired = any(len(step) > 1 for row in schedule.ranks for step in row)
+    if paired:
+        run.pipeline.follow(unpaired(schedule), costs)
     run.pipeline.stopwatch = watch = Stopwatch(run.mesh.device)
     began = watch.now()
     run.step()
     took = watch.now() - began
     run.pipeline.stopwatch = None
-    run.pipeline.follow(schedule, costs)
+    if paired:
+        run.pipeline.follow(schedule, costs)
     return watch.ran, took
-
-
-def parts_of(run: Run) -> dict[str, float]:
-    """Bytes at the peak of one more step: counted, and on a GPU as allocated."""
-    device, optimizer = run.mesh.device, run.optimizer
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        run.step()
-    allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
-    held = _Parts(run, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
-        run.step()
-    parts = {
-        "weights": float(sum(size for _, size in _storages(p for m in run.modules for p in m.parameters()))),
-        "gradients": float(sum(b.grads.nbytes for b in optimizer.buffers)),
-        "optimizer": float(sum(x.nbytes for flats in optimizer._kinds().values() for x in flats)),
-        "activations": float(held.peak - held.of_head),
-        "head": float(held.of_head),
-    }
-    return parts | ({"other": max(0.0, allocated - sum(parts.values()))} if allocated else {})
-
-
-def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
-    """Each storage once."""
-    return {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors}
