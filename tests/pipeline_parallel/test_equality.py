@@ -98,13 +98,21 @@ def test_processes_train_what_one_process_trains(pool, schedule, layout):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("dualpipe", "1f1b"), ("zb-v", "dualpipe"), ("interleaved", "dualpipe-v"), ("1f1b", "zb-v")]
+    ("before", "after", "c"),
+    [
+        ("dualpipe", "1f1b", (1, 1)),
+        ("zb-v", "dualpipe", (1, 1)),
+        ("interleaved", "dualpipe-v", (1, 2)),
+        ("1f1b", "zb-v", (2, 1)),
+    ],
 )
-def test_a_run_goes_on_under_another_schedule_and_layout(pool, tmp_path, before, after):
-    first = case_of(before, 4, 8)
-    then = case_of(after, 2, 8, tp=2)
+def test_a_run_goes_on_under_another_schedule_and_layout(pool, tmp_path, before, after, c):
+    """c: context-parallel ranks before and after."""
+    one, two = c
+    first, then = case_of(before, 4 // one, 8, cp=one), case_of(after, 2, 8, tp=2 // two, cp=two)
     then = replace(then, microbatches=first.microbatches)
-    assert differences(then, pool.run(go_on, [(4, 1, 1), (2, 1, 2)], first, then, tmp_path)) == []
+    layouts = [(4 // one, 1, 1, one), (2, 1, 2 // two, two)]
+    assert differences(then, pool.run(go_on, layouts, first, then, tmp_path)) == []
 
 
 CONTEXT = {"p2p": (2, 1, 1), "all_gather": (2, 2, 1), "a2a": (2, 1, 2)}  # cp, tp, dp
