@@ -24,6 +24,10 @@ LARGE = (
     "--bf16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50303 --cross-entropy-loss-fusion "
     "--global-batch-size 32 --train-iters 10"
 )
+LARGE_LAYER = (
+    "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --seq-length 2048 --vocab-size 50303 "
+    "--max-position-embeddings 2048"
+)
 GPT3_350M = (
     f"{LARGE} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 8"
 )
@@ -78,7 +82,7 @@ CASES = (
     Case("ceilings", script=f"{MEASURE} ceilings"),
     Case("B and W apart: time", script=f"{MEASURE} split"),
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
-    Case("one layer: the device waits for the host", script=f"{MEASURE} host"),
+    Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
     Case("float32"),
     Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
     Case("bf16", "--bf16", "float32", 2e-2),
