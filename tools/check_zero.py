@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--overlap", action="store_true", help="ZeRO-1 with --overlap-grad-reduce and --overlap-param-gather"
     )
+    parser.add_argument("--buckets", type=int, help="so many per stage, each a layer, with --overlap")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.microbatches,
                 dp=options.dp,
                 overlap=options.overlap,
+                layers=options.buckets or 1,
+                buckets=options.buckets,
                 precision=precision,
                 clip=options.clip,
                 steps=options.steps,

@@ -50,6 +50,8 @@ class Case:
 
     Attributes:
         bad: (step, what its gradient is multiplied by on rank `where`).
+        layers: of each stage.
+        buckets: --ddp-num-buckets.
         clip: --clip-grad; the norm lies between 0.5 and 2 mostly.
     """
 
@@ -60,6 +62,8 @@ class Case:
     dp: int = 1
     distributed: bool = False
     overlap: bool = False
+    layers: int = 1
+    buckets: int | None = None
     precision: str = "float32"
     tied: bool = True
     clip: float = 1.0
@@ -76,7 +80,7 @@ class Case:
         chunks = build(self.schedule, self.pp, self.microbatches, **_effort(self.schedule)).placement.chain
         return Config(
             model=ModelConfig(
-                num_layers=chunks,
+                num_layers=self.layers * chunks,
                 hidden_size=16,
                 num_attention_heads=2,
                 max_position_embeddings=8,
@@ -90,6 +94,7 @@ class Case:
                 use_distributed_optimizer=self.distributed,
                 overlap_grad_reduce=self.overlap,
                 overlap_param_gather=self.overlap and self.distributed,
+                ddp_num_buckets=self.buckets,
                 enable_optimizer_post_validation=late,
                 post_validation_after=self.after,
             ),
@@ -228,6 +233,8 @@ def draw(rng: random.Random) -> Case:
             dp=dp,
             distributed=dp > 1 and rng.random() < 0.5,
             overlap=dp > 1 and rng.random() < 0.5,
+            layers=(layers := rng.choice((1, 1, 2))),
+            buckets=rng.choice((None, layers)),
             precision=rng.choice(("float32", "bf16", "fp16")),
             tied=rng.random() < 0.5,
             clip=rng.choice((1.0, 2.0, 100.0, 100.0, 0.0)),

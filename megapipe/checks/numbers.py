@@ -42,7 +42,7 @@ _FIELDS = {
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "save_retain_interval save_keep_last max_bad_iterations_in_a_row "
-    "eval_global_batch_size eval_micro_batch_size "
+    "eval_global_batch_size eval_micro_batch_size ddp_bucket_size ddp_num_buckets "
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
     "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "

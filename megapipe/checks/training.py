@@ -24,6 +24,8 @@ def training_problems(config: Config) -> Iterator[str]:
             "--overlap-param-gather gathers what --use-distributed-optimizer splits, beside what --overlap-grad-reduce "
             "reduces. Add both, or leave --overlap-param-gather out."
         )
+    if par.ddp_bucket_size is not None and par.ddp_num_buckets is not None:
+        yield "--ddp-bucket-size and --ddp-num-buckets say the same. Leave one out."
     yield from _post_validation_problems(config)
     if t.bf16 and t.fp16:
         yield "--bf16 and --fp16 are two types for the same weights. Leave one out."

@@ -48,6 +48,11 @@ class ParallelConfig:
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
     overlap_grad_reduce: bool = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
+    ddp_bucket_size: int | None = None
+    """Gradient elements that are reduced at once, while a stage's last weight pass does the layers before. Default:
+    all of a stage, behind it."""
+    ddp_num_buckets: int | None = None
+    """The same as a number of buckets per stage."""
     overlap_param_gather: bool = False
     """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
     enable_optimizer_post_validation: bool = False
@@ -80,4 +85,9 @@ class ParallelConfig:
     @property
     def of_optimizer(self) -> dict[str, Any]:
         """What optim.optimizer takes of it."""
-        return {"distributed": self.use_distributed_optimizer, "gathers_later": self.overlap_param_gather}
+        buckets = {"bucket_size": self.ddp_bucket_size, "num_buckets": self.ddp_num_buckets}
+        return {
+            "distributed": self.use_distributed_optimizer,
+            "gathers_later": self.overlap_param_gather,
+            **(buckets if self.overlap_grad_reduce else {}),
+        }

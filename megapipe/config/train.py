@@ -55,7 +55,8 @@ class TrainConfig:
     grad_reduce_in_bf16: bool = False
     """Sum gradients over data-parallel ranks in bfloat16: half the bytes, three digits less. Added up in float32."""
     use_precision_aware_optimizer: bool = False
-    """Keep what the optimizer has in the types of the next four flags. Rounded ones change the numbers."""
+    """Keep what the optimizer has in the types that --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and
+    --exp-avg-sq-dtype say. bf16 changes the numbers."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the gradients: microbatches are added up, and ranks summed, in it."""
     main_params_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -23,7 +23,7 @@ _UNFUSED = "names a fused kernel that we do not have"
 _FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FIXED = "the schedule's table orders messages and passes; there is nothing to set"
-_REDUCED = "a stage's flat gradients are one bucket"
+_REDUCED = "each stage's reduction begins when its gradients are complete, flat and padded"
 _SAVED = "every rank writes a share of what it holds, and reads what it needs"
 _WRITER = "a process beside each rank writes for --async-save, from shared memory, as long as the run lives"
 _STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
@@ -98,7 +98,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("train-sync-interval", _ANY, "the host waits for the device once a step"),
     ("init-model-with-meta-device", _SWITCH, "a layer's weights are made where they stay"),
     ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
-    ("ddp-bucket-size ddp-num-buckets", _ANY, _REDUCED),
     ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),
     ("ddp-average-in-collective", _SWITCH, "gradients are added up and divided in float32"),
     ("overlap-p2p-communication overlap-p2p-communication-warmup-flush", _SWITCH, _FIXED),

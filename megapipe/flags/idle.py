@@ -38,6 +38,10 @@ def _kept(config: Config) -> bool:
     return config.model.recompute_granularity is None and not config.model.recompute_activations
 
 
+def _one_reduction(config: Config) -> bool:
+    return not config.parallel.overlap_grad_reduce
+
+
 def _one_chunk(config: Config) -> bool:
     par = config.parallel
     chunks = par.num_layers_per_virtual_pipeline_stage or par.num_virtual_stages_per_pipeline_rank
@@ -79,6 +83,10 @@ IDLE: tuple[Idle, ...] = (
         "--group-query-attention",
         lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
         "each query head has its own key and value",
+    ),
+    *(
+        Idle("parallel", name, "--overlap-grad-reduce", _one_reduction, "all is reduced at the end")
+        for name in ("ddp_bucket_size", "ddp_num_buckets")
     ),
     Idle("model", "recompute_num_layers", "--recompute-granularity full", _kept, "nothing is computed again"),
     Idle("model", "recompute_method", "--recompute-granularity full", _kept, "nothing is computed again"),

@@ -1,4 +1,5 @@
-"""Parameters and gradients of a stage, laid out flat: one all-reduce, one fused update and one copy each.
+"""Parameters and gradients of a stage, or of a bucket of its layers, laid out flat: one all-reduce, one fused update
+and one copy each.
 
     gradients    [ ends | decayed | not decayed | borrowed ]     float32 (float64 for a float64 model)
     main         [ ends | decayed | not decayed ]                as the gradients; what the optimizer updates

@@ -21,10 +21,11 @@ from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+from megapipe.optim.buckets import buckets_of
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
 from megapipe.optim.norm import Norm
-from megapipe.optim.reduction import Reduction
+from megapipe.optim.reduction import Reduction, all_of
 from megapipe.optim.rule import Groups, Part, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 
@@ -58,9 +59,10 @@ class Optimizer:
             whole model.
         gathers_later: a step leaves updated weights to `start_gather` of the next, or to `settle`.
         groups: which parameters have a rate or decay of their own.
+        bucket_size, num_buckets: elements, or of a stage, that are summed over data parallel at once; see buckets_of.
         distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
     Attributes:
-        buffers: one per stage, in the same order.
+        chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
         reduction: sums their gradients; what it has not begun by then, `step` begins.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
@@ -79,6 +81,8 @@ class Optimizer:
         groups: Groups = usual_groups,
         distributed: bool = False,
         gathers_later: bool = False,
+        bucket_size: int | None = None,
+        num_buckets: int | None = None,
     ) -> None:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
         self.distributed = distributed and mesh.dp_cp.size > 1
@@ -96,33 +100,31 @@ class Optimizer:
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
         ties_here, ties_across = ties(census, self.params, mesh)
         borrowed = {user for user, _ in ties_here}
-        self.buffers: list[FlatBuffers] = []
+        self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
         self.owned: list[FlatBuffers] = []
         shared: list[tuple[int, str, FlatBuffers]] = []
         types = {"grads_as": _dtype(train.main_grads_dtype), "main_as": _dtype(train.main_params_dtype)}
-        for stage in stages:
-            params = dict(trained(stage))
-            name = min(params, default="")
+        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
+        for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
+            name = min(bucket.params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
             buffers = FlatBuffers(
-                params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups, **types
+                bucket.params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups, **types
             )
-            self.buffers.append(buffers)
+            chunk.append(buffers)
             if here:
                 self.owned.append(buffers)
             if name in twins:
                 shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
+        self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
         twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
-        self.reduction = Reduction(mesh, self.buffers, twice, self.params, ties_here, across, dtype)
-        kept_as = {"exp_avg": _dtype(train.exp_avg_dtype), "exp_avg_sq": _dtype(train.exp_avg_sq_dtype)}
-        self.moments = {
-            kind: [torch.zeros_like(b.main, dtype=kept_as.get(kind) or wide_of(b.main)) for b in self.owned]
-            for kind in self.rule.state
-        }
+        ready = [[(bucket.first, bucket.layers) for bucket in of] for of in of_stages]
+        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties_here, across, dtype)
+        self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
         for user, owner in ties_here:
             self.params[user].data = self.params[owner].data
         for name, source in ties_across:
@@ -230,7 +232,7 @@ class Optimizer:
         if chunk not in self._stale:
             return lambda: None
         self._stale.remove(chunk)
-        return self.buffers[chunk].start_gather()
+        return all_of([buffers.start_gather() for buffers in self.chunks[chunk]])
 
     def settle(self) -> None:
         """Gather the weights that a step has left for the next. Collective over data parallel."""
@@ -267,13 +269,19 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
-        self._stale = set(range(len(self.buffers)))
+        self._stale = set(range(len(self.chunks)))
         if not self.gathers_later:
             self.settle()
 
     @property
     def _grads(self) -> list[Tensor]:
         return [b.reduced if self.distributed else b.grads for b in self.owned]
+
+
+def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
+    """A moment before the first step."""
+    kept_as = {"exp_avg": _dtype(train.exp_avg_dtype), "exp_avg_sq": _dtype(train.exp_avg_sq_dtype)}
+    return torch.zeros_like(buffers.main, dtype=kept_as.get(kind) or wide_of(buffers.main))
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,23 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import FlatBuffers
 
 
+def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Waits for each in turn."""
+
+    def finish() -> None:
+        for end in ends:
+            end()
+
+    return finish
+
+
 @dataclass(frozen=True)
 class Reduction:
     """Sums over tensor parallel, data parallel and twins, and the uses of tied weights.
 
     Attributes:
-        buffers: of this rank's stages, in ascending order.
+        chunks: of each of this rank's stages, in ascending order, its buckets in the order in which they are done.
+        ready: of each bucket the first of its layers, and how many its stage has.
         twins: those of them that exist on another rank too, in one order on both.
         params: of all stages by name.
         ties_here: (user, owner) of a weight whose two uses are on this rank.
@@ -26,13 +38,23 @@ class Reduction:
     """
 
     mesh: ProcessMesh
-    buffers: Sequence[FlatBuffers]
+    chunks: Sequence[Sequence[FlatBuffers]]
+    ready: Sequence[Sequence[tuple[int, int]]]
     twins: Sequence[FlatBuffers]
     params: Mapping[str, nn.Parameter]
     ties_here: Sequence[tuple[str, str]]
     ties_across: Sequence[str]
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
+    _early: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
+
+    def start_early(self, chunk: int, layer: int, layers: int) -> None:
+        """A stage's gradients from this layer on, of so many, are complete: begin to sum their buckets."""
+        early = self._early[chunk]
+        for n, buffers in enumerate(self.chunks[chunk][:-1]):
+            first, count = self.ready[chunk][n]
+            if n >= len(early) and layer <= first and layers == count:
+                early.append(self._start(buffers))
 
     def start(self, chunk: int) -> Callable[[], None]:
         """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
@@ -40,7 +62,11 @@ class Reduction:
         Returns: what waits for the sums.
         """
         self._begun.add(chunk)
-        buffers, dp = self.buffers[chunk], self.mesh.dp_cp
+        early = self._early.pop(chunk, [])
+        return all_of([*early, *(self._start(buffers) for buffers in self.chunks[chunk][len(early) :])])
+
+    def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
+        dp = self.mesh.dp_cp
         buffers.sum_over_tp(self.mesh.tp)
         # The two uses of a weight have other shares on their two ranks, so under ZeRO-1 each is summed whole.
         sharded = buffers.shares.size > 1
@@ -57,7 +83,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
-        for finish in [self.start(chunk) for chunk in range(len(self.buffers)) if chunk not in self._begun]:
+        for finish in [self.start(chunk) for chunk in range(len(self.chunks)) if chunk not in self._begun]:
             finish()
         for buffers in self.twins:
             for part in buffers.parts:
@@ -68,6 +94,7 @@ class Reduction:
         for name in self.ties_across:
             self.mesh.ends.all_reduce(self._main_grad(name))
         self._begun.clear()
+        self._early.clear()
 
     def _main_grad(self, name: str) -> Tensor:
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

@@ -54,11 +54,7 @@ def _programs(
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)
 
 
-@lru_cache(maxsize=16)
-def _built(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    return build(name, ranks, microbatches, chunks=chunks)
-
-
+_built = lru_cache(maxsize=16)(build)
 _kept = lru_cache(maxsize=16)(share_of_window)
 
 
@@ -94,6 +90,7 @@ class Request:
         variable_seq_lengths: for this step, as for all of an engine.
         on_last_backward: called with a stage's number before the backward pass of its last microbatch.
         on_stage_done: called with a stage's number when its last pass is over.
+        on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
         of_stage: how to begin the table's passes of a stage as a whole, see pipeline_parallel.execute.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         stopwatch: takes the time of every pass.
@@ -114,6 +111,7 @@ class Request:
     variable_seq_lengths: bool = False
     on_last_backward: Callable[[int], None] | None = None
     on_stage_done: Callable[[int], None] | None = None
+    on_layer_done: Callable[[int, int, int], None] | None = None
     of_stage: Mapping[Kind, StartOfStage] | None = None
     on_loss: Callable[[Loss], None] | None = None
     stopwatch: Stopwatch | None = None
@@ -204,7 +202,7 @@ class ForwardBackward:
         """The schedule of a step. Raises: ConfigError if it is a table for other numbers."""
         ranks, table = self.mesh.pp.size, self.schedule
         if isinstance(table, str):
-            return _built(table, ranks, num_microbatches, self.chunks)
+            return _built(table, ranks, num_microbatches, chunks=self.chunks)
         if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
             raise ConfigError(
                 f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
@@ -260,6 +258,7 @@ def _stages(
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
             on_last_backward=None if last is None else (share, partial(last, number)),
+            on_layer_done=step.on_layer_done and (share, partial(step.on_layer_done, number)),
         )
         for number, (module, _) in chunks.items()
     }

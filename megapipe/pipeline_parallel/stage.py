@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,6 +94,8 @@ class PipelineStage:
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
         on_last_backward: (n, what to call before the n-th backward).
+        on_layer_done: (n, what to call with the number of a layer and of all, as soon as the gradients of its weights
+            and of those behind have the last microbatch's part, which has the n-th forward).
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data.
@@ -114,6 +117,7 @@ class PipelineStage:
         share: VocabularyShare | None = None,
         combines: bool = False,
         on_last_backward: tuple[int, Callable[[], None]] | None = None,
+        on_layer_done: tuple[int, Callable[[int, int], None]] | None = None,
     ) -> None:
         self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
         self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
@@ -127,6 +131,7 @@ class PipelineStage:
                 "the one before it (None on the first). Add it to the model."
             ) from None
         self._backwards, self._on_last_backward = 0, on_last_backward
+        self._forwards, self._on_layer_done = 0, on_layer_done
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
@@ -173,7 +178,8 @@ class PipelineStage:
         stream = self.stream(microbatch)
         stream.activate()
         meanwhile(cuts.advance)
-        with self._layered.between_layers(cuts) if self._layered else nullcontext():
+        self._forwards += 1
+        with self._between_layers(cuts if self._layered else None):
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
         if self.combines:
@@ -184,6 +190,32 @@ class PipelineStage:
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad, cuts)
         return None if self.holds_loss and not self.combines else output.detach()
+
+    def _between_layers(self, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
+        """For a forward: cut there, and in the stage's last one see to it that layers are reported."""
+        done, module = self._on_layer_done, self.module
+        if done is not None and self._forwards == done[0] and torch.is_grad_enabled() and isinstance(module, Layered):
+            return module.between_layers(self._reporting(done[1], cut or (lambda x: x)))
+        return self._layered.between_layers(cut) if self._layered and cut else nullcontext()
+
+    def _reporting(
+        self, done: Callable[[int, int], None], cut: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """`cut`, at which the gradient says that all layers behind have had their backward."""
+        seen: list[None] = []
+
+        def report(layer: int) -> None:
+            if not self.weight_grads.owed:  # of earlier microbatches, under another order than usual
+                done(layer, len(seen))
+
+        def at(x: Tensor) -> Tensor:
+            if x.requires_grad:
+                job = partial(report, len(seen))  # products that wait for their W pass stand before it
+                x.register_hook(lambda _: self.weight_grads.submit(job))  # type: ignore[no-untyped-call]
+            seen.append(None)
+            return cut(x)
+
+        return at
 
     def combine(self, microbatch: int, shares: list[Tensor]) -> Tensor | None:
         """What all shares of the vocabulary say of a microbatch -> what their weight gradients need; the stage then has
@@ -224,6 +256,7 @@ class PipelineStage:
         """The forwards so far, none of which has had a backward: they come again."""
         assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
+        self._forwards = 0
         if isinstance(self.data_iterator, Rewinding):
             self.data_iterator.rewind()
 

@@ -84,7 +84,8 @@ class PostValidation:
 
         def validate(chunk: int) -> bool:
             wrong = self.end()
-            self.optimizer.buffers[chunk].zero_grad()
+            for buffers in self.optimizer.chunks[chunk]:
+                buffers.zero_grad()
             return wrong
 
         passes = {Kind.U: lambda _: update, Kind.V: lambda chunk: lambda: validate(chunk)}

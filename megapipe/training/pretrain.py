@@ -164,6 +164,8 @@ class Run:
         self.evaluation = self._pipeline(config.evaluation)
         self.seams, how = with_rescheduling(seams, config, plan), config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
+        if any(len(chunk) > 1 for chunk in self.optimizer.chunks):
+            self.pipeline.on_layer_done = self.optimizer.reduction.start_early
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.late = PostValidation(self) if config.parallel.enable_optimizer_post_validation else None
         self.reading = Reading(config, mesh, place, also)

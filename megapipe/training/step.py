@@ -85,6 +85,7 @@ class Pipeline:
         costs: what the stages take, by which messages are ordered.
     Attributes:
         stopwatch: takes the time of every pass of training, while there is one.
+        on_layer_done: as in a Request, with a stage's number among this rank's.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Pipeline:
     ) -> None:
         self.config, self.modules, self.mesh = config, modules, mesh
         self.stopwatch: Stopwatch | None = None
+        self.on_layer_done: Callable[[int, int, int], None] | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
         self._forward_backward = ForwardBackward(
@@ -162,7 +164,7 @@ class Pipeline:
         self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
         for module in self.modules:
             module.train(not evaluate)
-        losses: list[Loss] = []
+        losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
         batches = [self._batches(stage, microbatches) for stage in self._own]
         self._forward_backward(
@@ -177,6 +179,7 @@ class Pipeline:
             loss_scale=loss_scale,
             on_loss=losses.append,
             stopwatch=None if evaluate else self.stopwatch,
+            on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
             of_stage={kind: lambda stage, start=start: start(chunk[stage]) for kind, start in of_chunk.items()},
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)

@@ -21,7 +21,7 @@ from megapipe.training.step import with_overlap
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
 
-def trained(mesh: ProcessMesh, *, parallel: dict[str, bool], steps: int = 3, style: str, **flags) -> Result:
+def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, style: str, **flags) -> Result:
     """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
     plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
     run = run_of(
@@ -47,7 +47,7 @@ OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 
 
-def compare(dp: int, pp: int = 1, ours: dict[str, bool] = ZERO, **how) -> list[tuple[Result, Result]]:
+def compare(dp: int, pp: int = 1, ours: dict[str, int] = ZERO, **how) -> list[tuple[Result, Result]]:
     datasets()
     plain, split = (run_threads(partial(trained, parallel=parallel, **how), dp=dp, pp=pp) for parallel in ({}, ours))
     return list(zip(plain, split, strict=True))
@@ -76,9 +76,10 @@ def test_two_ranks_train_the_same_bits_as_without_it(schedule, pp, style, flags)
     ("schedule", "pp", "ours", "flags"),
     [
         ("zb-v", 2, OVERLAP, {"bf16": True}),
-        ("dualpipe", 2, OVERLAP, {"bf16": True, "grad_reduce_in_bf16": True}),
+        ("dualpipe", 2, {**OVERLAP, "ddp_bucket_size": 1}, {"bf16": True, "grad_reduce_in_bf16": True}),
+        ("zb-h1", 2, {"overlap_grad_reduce": True, "ddp_num_buckets": 2}, {}),
         ("interleaved", 2, {"overlap_grad_reduce": True}, {}),
-        ("1f1b", 1, OVERLAP, {}),
+        ("1f1b", 1, {**OVERLAP, "ddp_num_buckets": 3}, {}),
     ],
 )
 def test_what_overlaps_trains_the_same_bits(schedule, pp, ours, flags):

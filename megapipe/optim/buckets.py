@@ -1,0 +1,51 @@
+"""A stage's parameters in buckets: what is summed over data parallel at once.
+
+In its last weight pass a stage's layers are done from the last to the first, so a bucket has layers that follow each
+other, and its sum can begin while the layers before them are still computed (Li et al. 2020, PyTorch DDP, sec. 3.2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Bucket(NamedTuple):
+    """Some layers of a stage.
+
+    Attributes:
+        first: which of the stage's layers is the first of these, counted from 0. Before their sum can begin, all from
+            it on must be done; what belongs to no layer is in the bucket of 0, which waits for the whole stage.
+        layers: how many the stage has.
+    """
+
+    first: int
+    layers: int
+    params: dict[str, nn.Parameter]
+
+
+def buckets_of(params: Mapping[str, nn.Parameter], least: int | None = None, number: int | None = None) -> list[Bucket]:
+    """In the order in which they are done; the last one has `first` 0.
+
+    Args:
+        least: elements of each but that.
+        number: how many there are at most, instead; neither: one.
+    """
+    layer_of = {name: int(match[1]) for name in params if (match := _LAYER.search(name))}
+    numbers = sorted(set(layer_of.values()))
+    if number is not None:
+        least = -(-sum(params[name].numel() for name in layer_of) // number)
+    made: list[Bucket] = []
+    end = len(numbers)
+    for first in range(end - 1, 0, -1):
+        own = {name: p for name, p in params.items() if layer_of.get(name) in numbers[first:end]}
+        if least is not None and sum(p.numel() for p in own.values()) >= least:
+            made.append(Bucket(first, len(numbers), own))
+            end = first
+    begun = {name for bucket in made for name in bucket.params}
+    return [*made, Bucket(0, len(numbers), {name: p for name, p in params.items() if name not in begun})]
