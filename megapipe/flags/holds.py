@@ -20,10 +20,8 @@ _SWITCH: tuple[str, ...] = ()
 _ANY = ("*",)
 SEVERAL = ("*", "...")
 _UNFUSED = "names a fused kernel that we do not have"
-_FLOAT32 = "always float32"
 _STREAMS = "there is no random state to keep: streams follow from the seed, the layer and the sample"
 _FIXED = "the schedule's table orders messages and passes; there is nothing to set"
-_REDUCED = "each stage's reduction begins when its gradients are complete, flat and padded"
 _SAVED = "every rank writes a share of what it holds, and reads what it needs"
 _WRITER = "a process beside each rank writes for --async-save, from shared memory, as long as the run lives"
 _STRICT = "a checkpoint's tensors must be exactly the model's, whatever layout wrote it"
@@ -87,7 +85,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("data-parallel-sharding-strategy", ("no_shard",), "parameters and gradients are whole on each rank"),
     # overlap, collectives, memory
-    ("overlap-param-gather-with-optimizer-step", _SWITCH, "stages are updated together, when the norm is known"),
+    (
+        "overlap-param-gather-with-optimizer-step",
+        _SWITCH,
+        "weights are gathered in the next step, each stage's before its first forward",
+    ),
     ("DDP-impl", ("local", "torch"), "gradients are reduced out of flat buffers, stage by stage"),
     ("use-nccl-ub disable-symmetric-registration high-priority-a2a-comm-stream", _SWITCH, "NCCL has its defaults"),
     (
@@ -97,8 +99,12 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("train-sync-interval", _ANY, "the host waits for the device once a step"),
     ("init-model-with-meta-device", _SWITCH, "a layer's weights are made where they stay"),
-    ("no-align-grad-reduce disable-align-grad-reduce no-align-param-gather", _SWITCH, _REDUCED),
-    ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, _REDUCED),
+    (
+        "no-align-grad-reduce disable-align-grad-reduce no-align-param-gather",
+        _SWITCH,
+        "each stage is reduced and gathered where the table says, at no common moment",
+    ),
+    ("ddp-pad-buckets-for-high-nccl-busbw", _SWITCH, "each rank's part of a bucket is padded to 64 elements"),
     ("ddp-average-in-collective", _SWITCH, "gradients are added up and divided in float32"),
     ("overlap-p2p-communication overlap-p2p-communication-warmup-flush", _SWITCH, _FIXED),
     ("defer-embedding-wgrad-compute delay-wgrad-compute", _SWITCH, "zero-bubble schedules defer weight gradients"),
