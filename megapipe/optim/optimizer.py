@@ -116,8 +116,8 @@ class Optimizer:
                 self.owned.append(buffers)
             if name in twins:
                 shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
-        # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
+        # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)

@@ -13,6 +13,7 @@ from itertools import combinations
 import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
+from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.views.draw import COLOURS, shades, to_svg
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
@@ -191,3 +192,15 @@ def test_an_arrow_leaves_inside_its_pass_and_lands_after_the_latency():
         )
         assert lands[number]["ts"] >= event["ts"] + 1000 * COSTS.comm
         assert any(s["tid"] == lands[number]["tid"] and s["ts"] == lands[number]["ts"] for s in slices)
+
+
+def test_two_steps_without_a_barrier_are_a_parallelogram_with_the_rest_of_the_step_on_its_lanes():
+    """Each rank works from its first pass to its last, a column later than the rank before; G is beside, U and V in."""
+    table = repeated(with_whole_step(build("zb-h2", 4, 8), barrier=False), 2)
+    lines = [line.split("|")[1] for line in to_terminal(table).splitlines()[:8]]
+    assert [row.strip(".").count(".") for row in lines[::2]] == [0] * 4
+    assert [len(row) - len(row.lstrip(".")) for row in lines[::2]] == [0, 1, 2, 3]
+    assert [len(row) - len(row.rstrip(".")) for row in lines[::2]] == [3, 2, 1, 0]
+    assert [row.count("G") for row in lines[1::2]] == [2] * 4
+    wide = to_terminal(table, width=220).splitlines()[0]
+    assert wide.index("V") < wide.index("B0") < wide.index("U") < wide.index("F8") < wide.rindex("V")
