@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies, faults
-# at random moments. MINUTES (of the comparison, 30) and SEED change it. A case that differs is printed as a command.
+# at random moments. MINUTES (of the comparison, 30), CASES (of
+# post-validation, 300) and SEED change it. A case that differs is printed as a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -8,11 +9,15 @@ install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
 python -m pytest tests/schedule/test_schedule_properties.py tests/training/test_two_hosts.py
 python tools/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
+python tools/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
+python tools/check_zero.py
+python tools/check_zero.py --overlap --buckets 2
 TINY="--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
   --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --lr 1e-3
   --eval-iters 0 --save-interval 20 --save-keep-last 3 --distributed-timeout-seconds-after-init 20"
 # shellcheck disable=SC2086  # the flags are words
-for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--pipeline-model-parallel-size 2"; do
+for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--pipeline-model-parallel-size 2" \
+  "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"; do
   python tools/chaos.py --minutes 20 -- torchrun --standalone --nproc-per-node 2 pretrain_gpt.py $layout $TINY
 done
 python tools/soak.py
