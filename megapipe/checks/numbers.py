@@ -51,7 +51,7 @@ _FIELDS = {
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
     "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
     "post_validation_after lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad "
-    "num_workers ckpt_step profile_step_start",
+    "num_workers ckpt_step profile_step_start error_injection_rate",
     "at least -1": "eval_iters",
     "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more
     "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
