@@ -6,6 +6,7 @@ of torchrun itself and of imports start interpreters of their own.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -65,6 +66,7 @@ class Program:
 
 
 def _run(command: list[str], log: Path, stdout: Path, env: dict[str, str], cwd: Path) -> None:
+    gc.freeze()  # what was imported before the fork stays shared: a search for garbage would write to all of it
     os.setsid()
     for path, number in ((log, 2), (stdout, 1)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

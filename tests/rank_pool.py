@@ -3,6 +3,7 @@
 Tasks are found by name in the new processes, so they must lie in a module of this folder, not in a test file.
 """
 
+import gc
 import queue
 
 import torch
@@ -16,6 +17,7 @@ WORLD = 4
 
 
 def rank_main(rank, store, commands, results):
+    gc.freeze()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     meshes = {}
