@@ -16,8 +16,14 @@ fi
 echo "== ruff"
 ruff check .
 ruff format --check --quiet .
+types="$(mktemp)"
+mypy > "$types" 2>&1 &
+echo "== pytest, beside mypy"
+# Three workers for two cores: some tests wait for a timeout or for processes. WORKERS=0 uses none.
+failed=0
+python -m pytest -n "${WORKERS:-3}" --dist worksteal "$@" || failed=$?
 echo "== mypy"
-mypy
-echo "== pytest"
-# As many workers as cores are worth it: ranks are threads and forked processes in each of them. WORKERS=0 uses none.
-python -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
+wait $! || failed=$?
+cat "$types"
+rm "$types"
+exit "$failed"
