@@ -5,6 +5,7 @@ Cases, their training and the comparison are those of the fuzzer (tools/equivale
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import cycle
 from random import Random
@@ -67,7 +68,7 @@ def test_four_ranks_train_what_one_process_trains(schedule, style):
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULES[name].copies == 1])
 def test_float32_has_the_bits_of_one_process_for_many_steps(schedule):
-    case = case_of(schedule, 2, 4, dtype="float32", steps=20 if schedule in ("1f1b", "zb-v", "interleaved-zb") else 5)
+    case = case_of(schedule, 2, 4, dtype="float32", steps=20 if schedule in ("1f1b", "zb-v", "interleaved-zb") else 3)
     assert case.same_bits
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60)) == []
 
@@ -86,10 +87,17 @@ def pool(tmp_path_factory):
 
 
 LAYOUTS = [(4, 1, 1), (2, 1, 2), (2, 2, 1)]  # pp, dp, tp
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # under every schedule; here of each placement and way to split B
+IN_PROCESSES = [
+    (schedule, layout)
+    for schedule, layout in zip(SCHEDULES, cycle(LAYOUTS))
+    if NIGHTLY or schedule in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "dualpipe", "dualpipe-v", "zb-auto")
+]
 
 
-@pytest.mark.parametrize(("schedule", "layout"), list(zip(SCHEDULES, cycle(LAYOUTS))))
+@pytest.mark.parametrize(("schedule", "layout"), IN_PROCESSES)
 def test_processes_train_what_one_process_trains(pool, schedule, layout):
+    """As with ranks that are threads, what differs is the process: its random numbers, groups and pickles."""
     pp, dp, tp = layout
     number = list(SCHEDULES).index(schedule)
     recompute = ("none", "full", "selective", "modules", "partial")[number // 3 % 5]
@@ -169,6 +177,6 @@ def test_a_printed_command_is_the_case():
 
 def test_drawn_cases():
     """Of each kind a few; scripts/nightly.sh draws for half an hour."""
-    count, case, found = fuzz(600, seed=4, most=8)
+    count, case, found = fuzz(600, seed=4, most=5)
     assert (case, found) == (None, [])
-    assert count == 8
+    assert count == 5

@@ -5,8 +5,11 @@ Ranks are threads here; test_launch.py does the same with torchrun.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,18 @@ from tiny import STYLES
 
 from megapipe.pipeline_parallel.threads import run_threads
 
-DUALPIPE = {"pp": 2, "schedule": "dualpipe"}
+SCHEDULES = [
+    *((2, name) for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")),
+    *((2, name) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")),
+    (4, "1f1b"),
+]
+LAYOUTS = [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}, {"pp": 2, "schedule": "dualpipe"}]
+
+
+def with_a_style(cases: list[Any]) -> list[tuple[Any, str]]:
+    """The styles in turn; scripts/nightly.sh trains every case with each."""
+    nightly = os.environ.get("MEGAPIPE_NIGHTLY")
+    return list(product(cases, STYLES) if nightly else zip(cases, cycle(STYLES)))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -24,23 +38,15 @@ def test_the_loss_falls(style):
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    ("pp", "schedule"),
-    [
-        *((2, name) for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")),
-        *((2, name) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")),
-        (4, "1f1b"),
-    ],
-)
-def test_pipeline_parallel_runs_have_the_same_bits_as_one_process(style, pp, schedule):
+@pytest.mark.parametrize(("table", "style"), with_a_style(SCHEDULES))
+def test_pipeline_parallel_runs_have_the_same_bits_as_one_process(table, style):
+    pp, schedule = table
     for rank in split(style, pp=pp, schedule=schedule):
         assert rank == alone(style)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}, DUALPIPE])
-def test_tensor_and_data_parallel_runs_agree_to_five_digits(style, layout):
+@pytest.mark.parametrize(("layout", "style"), with_a_style(LAYOUTS))
+def test_tensor_and_data_parallel_runs_agree_to_five_digits(layout, style):
     for rank in split(style, **layout):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)), rtol=1e-5, atol=0)
 
