@@ -78,7 +78,7 @@ class Flags:
     steps: int = 4
     """Timed steps of each; 0 compares memory alone."""
     only: tuple[str, ...] = ()
-    """Cells that begin so."""
+    """Cells that begin so: emulated, or the name of a schedule, for trainings."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> None:
         if text.startswith(flags.only or ("",)):
             row(2, text, *training(text, flags.steps))
     for pp, name in EMULATED if flags.steps else ():
-        if name.startswith(flags.only or ("",)):
-            row(pp, f"{name}, emulated", *emulated(pp, name, flags.steps))
+        if (cell := f"emulated {name}").startswith(flags.only or ("",)):
+            row(pp, cell, *emulated(pp, name, flags.steps))
 
 
 def row(pp: int, cell: str, rehearsal: Seen, real: Seen) -> None:
@@ -162,7 +162,7 @@ def _bubble(rows: list[list[Ran]]) -> float:
 def emulated(ranks: int, name: str, steps: int) -> tuple[Seen, Seen]:
     """The same of devices that sleep, each rank rehearsed in turn."""
     schedule = unpaired(build(name, ranks, 2 * ranks, chunks=2 if name == "interleaved" else None))
-    settings = Namespace(pp=ranks, message_kib=4, repeats=steps)
+    settings = Namespace(pp=ranks, dp=1, message_kib=4, repeats=steps)
     (real,) = run_pool([Job("megapipe", schedule)], F_B_W, settings)
     runners = [_alone(rank, schedule) for rank in range(ranks)]
     rows = [[_passes(runner) for _ in range(steps + 1)][1:] for runner in runners]

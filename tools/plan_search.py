@@ -116,6 +116,7 @@ def _cells(
                     found.lost["out of memory"] += len(_schedules(cell))
                     continue
                 work = work_of(with_messages(in_seconds(plan, cell, device), plan, cell, device)) / pp
+                work += 2 * device.overhead  # of F and BW at least
                 yield work * cell.num_microbatches + sums(plan, cell, device), cell, plan
 
 
@@ -196,7 +197,7 @@ def screen(found: Search, plan: Plan, config: Config, device: Device, memory: fl
         schedule = table(name, par.pipeline_model_parallel_size, short.num_microbatches, chunks)
         return timed(replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement)), short, device)
 
-    near, far = _short(config, 2), _short(config, 3)
+    near, far = _short(config, 1), _short(config, 2)
     one = replace(under(near), config=config)
     left = m - near.num_microbatches
     if one.peak > memory or left == 0:
@@ -231,8 +232,9 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
     """The work of a microbatch without recomputation."""
-    model = replace(config.model, recompute_granularity=None, recompute_activations=False)
-    return work_of(in_seconds(replace(plan, pieces=pieces_of(config, model)), config, device))
+    model = replace(config.model, recompute_granularity=None)
+    pieces = plan.pieces if model == config.model else pieces_of(config, model)
+    return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
 
 
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
