@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Pass
 from megapipe.schedule.measured import Ran
@@ -78,3 +79,14 @@ def test_two_of_sixty_four_ranks_are_rehearsed(capsys):
     assert [n for n, line in enumerate(lines[1:17]) if "by the plan" not in line] == [0, 15]
     assert "runs out of memory first" in said
     assert "on 64 processes under gpipe" in said
+
+
+def test_what_cannot_be_rehearsed_is_refused_at_once():
+    flags = "--global-batch-size 8 --vocab-parallel-pipeline --transformer-impl auto --num-layers 5"
+    with pytest.raises(ConfigError) as refused:
+        rehearse.prepared(f"{MODEL} {flags}".split(), 2)
+    assert [said.split()[0] for said in refused.value.problems] == [
+        "--num-layers",
+        "--vocab-parallel-pipeline",
+        "--transformer-impl",
+    ]

@@ -85,6 +85,8 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
         problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
     if config.parallel.enable_optimizer_post_validation:
         problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
+    if (impl := config.model.transformer_impl) != "local":
+        problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
     if problems:
         raise ConfigError(problems)
     vocab = config.model.padded_vocab(vocabulary(config)[0])
