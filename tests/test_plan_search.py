@@ -16,7 +16,8 @@ from megapipe.plan import GIB, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
 from tools.links import Device
-from tools.plan_search import flags_of, report, search, table, timed
+from tools.plan import flags_of, report
+from tools.plan_search import search, table, timed
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 from megapipe.checks.run import validate  # noqa: E402
-from megapipe.config import Config  # noqa: E402
+from megapipe.config import Config, ModelConfig, TrainConfig  # noqa: E402
 from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
 from megapipe.distributed.device import has_cuda, pick_device  # noqa: E402
 from megapipe.errors import ConfigError, ScheduleError, UserError  # noqa: E402
-from megapipe.flags.parse import parse, stop  # noqa: E402
+from megapipe.flags.parse import parse, stop, to_flags  # noqa: E402
 from megapipe.models.overrides import inline  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
 from megapipe.pipeline_parallel.layout_string import layout_string  # noqa: E402
@@ -33,7 +33,7 @@ from megapipe.schedule.costs_file import dump_costs  # noqa: E402
 from megapipe.training.check import vocabulary  # noqa: E402
 from megapipe.training.measure import measure  # noqa: E402
 from tools.links import Device, load_device  # noqa: E402
-from tools.plan_search import report, search  # noqa: E402
+from tools.plan_search import BEST, Search, search  # noqa: E402
 
 
 def main() -> int:
@@ -101,6 +101,44 @@ def _plan(config: Config, args: Namespace) -> Plan:
         return make_plan(config)
     counted = pieces_of(config, config.model)
     return plan_of(config, measure(config, counted, gpt_provider, pick_device(config.parallel)).on(pipeline))
+
+
+def report(found: Search, memory: float) -> str:
+    """The best plans, each with the flags to paste, and what became of the rest."""
+    best = sorted(found.best.values(), key=lambda x: x.step)[:BEST]
+    if not best:
+        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
+    first = best[0]
+    lines = []
+    for n, x in enumerate(best, 1):
+        tp, cp, pp, micro = x.layout
+        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
+        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
+        more = (x.parts[worst] - first.parts[worst]) / first.step
+        lines += [
+            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
+            f"{x.parts['bubble'] / x.step:.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
+            f"x {tp} tensor, micro batch {micro}, {x.schedule}, "
+            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
+            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
+            f"      {' '.join(flags_of(x.config))}",
+        ]
+    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
+
+
+def _lost(found: Search) -> str:
+    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
+
+
+def flags_of(config: Config) -> list[str]:
+    """What the search has chosen, as flags."""
+    model = config.model
+    chosen = Config(
+        ModelConfig(recompute_granularity=model.recompute_granularity, sequence_parallel=model.sequence_parallel),
+        config.parallel,
+        TrainConfig(micro_batch_size=config.train.micro_batch_size),
+    )
+    return to_flags(chosen)
 
 
 def _save(costs: Costs, path: str) -> None:

@@ -1,8 +1,8 @@
 """The best plans of a model on so many devices: layouts, micro batches, recomputation, schedules, by the simulator.
 
-A cell is a layout (tp, cp, pp, micro batch) with its recomputation. Cells are tried by what their work alone takes, and
-not where that is more than a plan known takes in all. Steps are timed under two shorter batches, which tell the time of
-a microbatch more, and the best once more as they are.
+A cell is a layout (tp, cp, pp, micro batch) with its recomputation. Its plans are tried in the order of what work and
+filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two shorter
+batches, which tell the time of a microbatch more, and the best once more as they are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from operator import add, itemgetter
 from typing import Literal
 
 from megapipe.checks.run import flag_problems, validate_vocab
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.flags.parse import to_flags
 from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.simulate import memory_curves, run_clock
@@ -79,16 +78,14 @@ class Search:
 def search(config: Config, gpus: int, memory: float, device: Device, vocab: int) -> Search:
     """The best plans. memory: bytes of a device; vocab: ids of the tokenizer."""
     found = Search()
-    for bound, cell, plan in sorted(_cells(config, gpus, vocab, memory, device, found), key=itemgetter(0)):
-        schedules = _schedules(cell)
-        if bound > found.limit(layout_of(cell)):
-            found.lost["slower by their work alone"] += len(schedules)
+    for bound, one, plan in sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0)):
+        if bound > found.limit(layout_of(one)):
+            found.lost["slower by their work alone"] += 1
             continue
-        for one in schedules:
-            try:
-                screen(found, plan, one, device, memory, bound)
-            except (ConfigError, ScheduleError):
-                found.lost["without such stages or microbatches"] += 1
+        try:
+            screen(found, plan, one, device, memory, bound)
+        except (ConfigError, ScheduleError):
+            found.lost["without such stages or microbatches"] += 1
     best = sorted(found.best.values(), key=lambda x: x.step)[: BEST + 2]
     found.best = {}
     searched = [_searched(x.config, memory) for x in best[:3] if x.layout[2] > 1]
@@ -97,10 +94,10 @@ def search(config: Config, gpus: int, memory: float, device: Device, vocab: int)
     return found
 
 
-def _cells(
+def _candidates(
     config: Config, gpus: int, vocab: int, memory: float, device: Device, found: Search
 ) -> Iterator[tuple[float, Config, Plan]]:
-    """(least step, configuration, plan) of every cell that the model allows and the least memory of which fits."""
+    """(least step, configuration, plan of its layout) of all that the model allows and the state of which fits."""
     batch = config.global_batch_size
     for pp, cp, tp in product(_divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
@@ -115,9 +112,23 @@ def _cells(
                 if sum(plan.state_bytes) > memory * pp:
                     found.lost["out of memory"] += len(_schedules(cell))
                     continue
-                work = work_of(with_messages(in_seconds(plan, cell, device), plan, cell, device)) / pp
-                work += 2 * device.overhead  # of F and BW at least
-                yield work * cell.num_microbatches + sums(plan, cell, device), cell, plan
+                costs = with_messages(in_seconds(plan, cell, device), plan, cell, device)
+                work = work_of(costs) / pp + 2 * device.overhead  # of F and BW at least
+                least = work * cell.num_microbatches + sums(plan, cell, device)
+                yield from ((least + _fill(one, costs), one, plan) for one in _schedules(cell))
+
+
+def _fill(config: Config, costs: Costs) -> float:
+    """Time in which the last rank waits for its first microbatch, and the others for its last gradient."""
+    par = config.parallel
+    pp, entry = par.pipeline_model_parallel_size, SCHEDULES[par.pipeline_schedule or "1f1b"]
+    before = (
+        (pp - 1) // 2
+        if entry.copies > 1
+        else (pp - 1) / (par.num_virtual_stages_per_pipeline_rank or entry.chunks or 1)
+    )
+    forth, back, weights = (sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
+    return before / pp * (forth if entry.split else forth + back + weights)
 
 
 def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab: int) -> Config:
@@ -261,41 +272,3 @@ def layout_of(config: Config) -> Layout:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def report(found: Search, memory: float) -> str:
-    """The best plans, each with the flags to paste, and what became of the rest."""
-    best = sorted(found.best.values(), key=lambda x: x.step)[:BEST]
-    if not best:
-        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
-    first = best[0]
-    lines = []
-    for n, x in enumerate(best, 1):
-        tp, cp, pp, micro = x.layout
-        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
-        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
-        more = (x.parts[worst] - first.parts[worst]) / first.step
-        lines += [
-            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
-            f"{x.parts['bubble'] / x.step:.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
-            f"x {tp} tensor, micro batch {micro}, {x.schedule}, "
-            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
-            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
-            f"      {' '.join(flags_of(x.config))}",
-        ]
-    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
-
-
-def _lost(found: Search) -> str:
-    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
-
-
-def flags_of(config: Config) -> list[str]:
-    """What the search has chosen, as flags."""
-    model = config.model
-    chosen = Config(
-        ModelConfig(recompute_granularity=model.recompute_granularity, sequence_parallel=model.sequence_parallel),
-        config.parallel,
-        TrainConfig(micro_batch_size=config.train.micro_batch_size),
-    )
-    return to_flags(chosen)
