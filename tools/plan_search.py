@@ -30,6 +30,8 @@ _DOMINATED = ("zb-auto", "naive", "gpipe", "breadth-first")
 """Searched at the end; and those that take as long as another and hold more."""
 Recompute = Literal["full", "selective"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
+SEARCHED = 512
+"""Microbatches times ranks of a table that is searched at most."""
 MICRO = 16
 """Sequences of a micro batch at most."""
 SLOWER = "slower than another of the same layout or ten others"
@@ -41,6 +43,7 @@ class Timed:
     """A plan and its step. parts: seconds of it by what for; the rest is computed once on every plan."""
 
     config: Config
+    plan: Plan
     schedule: str
     step: float
     peak: float
@@ -88,9 +91,12 @@ def search(config: Config, gpus: int, memory: float, device: Device, vocab: int)
             found.lost["without such stages or microbatches"] += 1
     best = sorted(found.best.values(), key=lambda x: x.step)[: BEST + 2]
     found.best = {}
-    searched = [_searched(x.config, memory) for x in best[:3] if x.layout[2] > 1]
-    for exact in [*(x.config for x in best), *searched]:
-        found.take(timed(plan_of(exact, pieces_of(exact, exact.model)), exact, device), memory)
+    for x in best:
+        found.take(under(x.plan, x.config, x.config, device), memory)
+    for x in best[:3]:
+        if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches:
+            one = _searched(x.config, memory)
+            found.take(timed(plan_of(one, pieces_of(one, one.model)), one, device), memory)
     return found
 
 
@@ -201,24 +207,26 @@ def screen(found: Search, plan: Plan, config: Config, device: Device, memory: fl
 
     bound: the least step of the layout. Raises: ConfigError, ScheduleError if there is no such plan.
     """
-    par, m = config.parallel, config.num_microbatches
-
-    def under(short: Config) -> Timed:
-        name, chunks = par.pipeline_schedule or "1f1b", par.num_virtual_stages_per_pipeline_rank
-        schedule = table(name, par.pipeline_model_parallel_size, short.num_microbatches, chunks)
-        return timed(replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement)), short, device)
-
-    near, far = _short(config, 1), _short(config, 2)
-    one = replace(under(near), config=config)
+    m, near, far = config.num_microbatches, _short(config, 1), _short(config, 2)
+    one = under(plan, config, near, device)
     left = m - near.num_microbatches
     if one.peak > memory or left == 0:
         return found.take(one, memory)
     if one.step + bound * left / m > found.limit(one.layout):
         found.lost[SLOWER] += 1
         return None
-    other, turns = under(far), left / (far.num_microbatches - near.num_microbatches)
+    other, turns = under(plan, config, far, device), left / (far.num_microbatches - near.num_microbatches)
     parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
     return found.take(replace(one, step=one.step + turns * (other.step - one.step), parts=parts), memory)
+
+
+def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
+    """A layout's plan under the schedule of a configuration and the batch of another; errors as above."""
+    par = config.parallel
+    name, chunks = par.pipeline_schedule or "1f1b", par.num_virtual_stages_per_pipeline_rank
+    schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
+    there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
+    return replace(timed(there, batch, device), config=config)
 
 
 def timed(plan: Plan, config: Config, device: Device) -> Timed:
@@ -238,7 +246,7 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
         "gradient sums": sums(plan, config, device),
     }
     step = makespan + parts["gradient sums"]
-    return Timed(config, schedule.name, step, max(map(add, held, plan.state_bytes)), parts)
+    return Timed(config, plan, schedule.name, step, max(map(add, held, plan.state_bytes)), parts)
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
