@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint, load_full
-from megapipe.data.build import build_datasets
+from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, to_flags
@@ -68,10 +69,15 @@ def train(root: Path, model: ModelConfig, out: Path) -> Path:
         data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=101, num_workers=0),
         checkpoint=CheckpointConfig(load=str(root), finetune=True, save=str(out), save_interval=3),
     )
-    tokenizer = build_tokenizer(config.data)
-    data = build_datasets(replace(config, data=replace(config.data, eval_iters=0)), tokenizer)
-    Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic()).train()
+    data = _datasets(replace(config, model=ModelConfig(), checkpoint=CheckpointConfig()))
+    eod = build_tokenizer(config.data).eod
+    Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, eod, time.monotonic()).train()
     return commit.folder_of(out, 3)
+
+
+@cache
+def _datasets(config: Config) -> Datasets:
+    return build_datasets(replace(config, data=replace(config.data, eval_iters=0)), build_tokenizer(config.data))
 
 
 @pytest.mark.parametrize("family, seed", CASES)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -9,7 +10,7 @@ from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
-from megapipe.plan import GIB, changes, counts_of, make_plan, schedule_of, table
+from megapipe.plan import GIB, Plan, changes, counts_of, make_plan, schedule_of, table
 from megapipe.schedule import SCHEDULES, Costs, simulate
 from megapipe.schedule.costs_file import dump_costs
 
@@ -81,12 +82,18 @@ def wide(flags: str, vocab: int) -> Config:
     return replace(given, model=replace(given.model, padded_vocab_size=vocab))
 
 
+@cache
+def planned(name: str, vocab: int) -> Plan:
+    """A search takes seconds."""
+    return make_plan(wide(f"--pipeline-schedule {name}", vocab))
+
+
 def test_zb_auto_is_predicted_no_slower_than_any_schedule_of_its_memory():
     """It was searched with F = B = W whatever the model was: ZB-V was 2.0% shorter by the same prediction."""
-    searched = {vocab: make_plan(wide("--pipeline-schedule zb-auto", vocab)) for vocab in (128, 4096)}
+    searched = {vocab: planned("zb-auto", vocab) for vocab in (128, 4096)}
     for vocab, auto in searched.items():
         for name in (name for name, entry in SCHEDULES.items() if entry.copies == 1 and name != "zb-auto"):
-            other = make_plan(wide(f"--pipeline-schedule {name}", vocab))
+            other = planned(name, vocab)
             if max(other.timeline.peak) <= max(auto.timeline.peak) * (1 + 1e-9):
                 assert auto.timeline.makespan <= other.timeline.makespan * (1 + 1e-9), name
     assert searched[128].schedule != searched[4096].schedule
@@ -103,7 +110,7 @@ def test_an_automatic_layout_shares_a_large_vocabulary_alone():
 
 
 def test_the_search_of_a_run_keeps_its_memory_limit():
-    free, lean = (make_plan(wide(f"--pipeline-schedule {name}", 4096)) for name in ("zb-auto", "v-half"))
+    free, lean = planned("zb-auto", 4096), planned("v-half", 4096)
     limit = max(lean.peak_bytes) / GIB
     kept = make_plan(wide(f"--pipeline-schedule zb-auto --memory-limit-gib {limit}", 4096))
     assert max(kept.peak_bytes) <= limit * GIB < max(free.peak_bytes)
