@@ -67,7 +67,7 @@ def singly(item: Step | Exchange) -> list[Step | Exchange]:
     return [Exchange((message,)) for message in item.messages] if isinstance(item, Exchange) else [item]
 
 
-@settings(max_examples=2000 if NIGHTLY else 200, deadline=None)
+@settings(max_examples=2000 if NIGHTLY else 80, deadline=None)
 @given(st.data())
 def test_every_schedule_is_valid_under_every_cost(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
@@ -99,7 +99,7 @@ def test_every_schedule_is_valid_under_every_cost(data: st.DataObject) -> None:
     assert len(messages) == sum(clock.sent)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600 if NIGHTLY else 30, deadline=None)
 @given(st.data())
 def test_stages_run_their_microbatches_in_order(data: st.DataObject) -> None:
     """So gradients are summed in one order, and losses do not depend on the schedule."""
@@ -113,7 +113,7 @@ def test_stages_run_their_microbatches_in_order(data: st.DataObject) -> None:
             assert microbatches == sorted(microbatches), key
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600 if NIGHTLY else 30, deadline=None)
 @given(st.data())
 def test_files_hold_the_whole_schedule_and_forwards_alone_can_run(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
