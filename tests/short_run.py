@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -19,6 +20,8 @@ from megapipe.training.seams import NONE, Seams
 from pretrain_gpt import forward_step
 
 STEPS = 20
+SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 8
+"""Of ranks, whose numbers are compared with one process's: scripts/nightly.sh goes on to the last."""
 
 
 def config(model: ModelConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, schedule: str = "1f1b", **train) -> Config:
@@ -57,10 +60,10 @@ def run_of(mesh: ProcessMesh, config: Config, seams: Seams = NONE) -> Run:
     return Run(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), seams=seams)
 
 
-def train(mesh: ProcessMesh, config: Config) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+def train(mesh: ProcessMesh, config: Config, steps: int = STEPS) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each of the first steps."""
     run = run_of(mesh, config)
-    return [(result.losses["lm loss"], result.grad_norm) for result in (run.step() for _ in range(STEPS))]
+    return [(result.losses["lm loss"], result.grad_norm) for result in (run.step() for _ in range(steps))]
 
 
 @cache
@@ -71,4 +74,5 @@ def alone(style: str, **train_flags) -> list[tuple[float, float]]:
 def split(style: str, **layout) -> list[list[tuple[float, float]]]:
     datasets()  # before the threads would each make them
     sizes = {axis: layout.get(axis, 1) for axis in ("tp", "dp", "pp")}
-    return run_threads(partial(train, config=config(STYLES[style], **layout)), **sizes, timeout_s=60)
+    body = partial(train, config=config(STYLES[style], **layout), steps=SPLIT_STEPS)
+    return run_threads(body, **sizes, timeout_s=60)
