@@ -16,7 +16,7 @@ from megapipe.plan import GIB, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
 from tools.links import Device
-from tools.plan import flags_of, report
+from tools.plan import flags_of, main, report
 from tools.plan_search import search, table, timed
 
 MODEL = (
@@ -81,3 +81,11 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
 def test_what_does_not_fit_is_said():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
     assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")
+
+
+def test_a_search_without_a_batch_and_devices_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan.py", "--search", "--gpus", "0", *MODEL.split(), "--num-layers", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert all(words in said for words in ("--num-layers 0", "--search needs --global-batch-size", "--gpus 0"))

@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
-from megapipe.checks.run import validate  # noqa: E402
-from megapipe.config import Config, ModelConfig, TrainConfig  # noqa: E402
+from megapipe.checks.run import flag_problems, validate  # noqa: E402
+from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
 from megapipe.distributed.device import has_cuda, pick_device  # noqa: E402
 from megapipe.errors import ConfigError, ScheduleError, UserError  # noqa: E402
@@ -78,9 +78,15 @@ def _arguments() -> tuple[Namespace, list[str]]:
 
 def _search(config: Config, args: Namespace) -> str:
     device = load_device(args.device) if args.device else Device()
-    size, said = vocabulary(config)
+    config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
+    problems = flag_problems(config)
+    if config.train.global_batch_size is None:
+        problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
     if args.gpus < 1 or args.memory_gib <= 0:
-        raise ConfigError(f"--gpus {args.gpus} and --memory-gib {args.memory_gib:g} must be above 0.")
+        problems.append(f"--gpus {args.gpus} and --memory-gib {args.memory_gib:g} must be above 0.")
+    if problems:
+        raise ConfigError(problems)
+    config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
     memory = args.memory_gib * GIB
     found = search(replace(config, model=inline(config.model)), args.gpus, memory, device, size)
     told = f"{args.gpus} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"

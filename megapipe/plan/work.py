@@ -166,7 +166,8 @@ def pieces(
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
-    layers = tuple(_layer(layer_config(model, layer), load) for layer in range(model.layers))
+    different = 1 if model.per_layer_overrides is None else model.layers
+    layers = tuple(_layer(layer_config(model, layer), load) for layer in range(different)) * (model.layers // different)
     return Pieces(Work(held=masks, parameters=rows * h), layers, _head(model, load))
 
 
