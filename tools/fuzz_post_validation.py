@@ -122,7 +122,7 @@ class Case:
                 num_workers=0,
                 eval_interval=self.evaluates,
                 eval_iters=1 if self.evaluates else 0,
-                split="90,10,0",
+                split="2,1,97",  # of 100,000 documents
             ),
             checkpoint=CheckpointConfig(save_interval=self.saves or None),
             world_size=self.tp * self.dp * self.pp,

@@ -12,9 +12,10 @@ from megapipe.plan import make_plan
 from megapipe.schedule import SCHEDULES, Exchange, Kind, ScheduleError, build, lower, verify
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
-from tools.fuzz_post_validation import STEPS, Case, run_case
+from tools.fuzz_post_validation import Case, run_case
 
 NAN, INF = math.nan, math.inf
+STEPS = 12  # scripts/nightly.sh draws runs of thirty
 
 
 @pytest.mark.parametrize(
@@ -26,16 +27,16 @@ NAN, INF = math.nan, math.inf
         (Case("dualpipe", 2, 4, clip=1e-3), STEPS - 1),
     ],
 )
-def test_thirty_steps_have_the_bits_of_a_run_with_a_barrier(case, undone):
-    differences, late, wrong = run_case(case)
+def test_a_run_has_the_bits_of_one_with_a_barrier(case, undone):
+    differences, late, wrong = run_case(replace(case, steps=STEPS))
     assert not differences
     assert wrong == undone
-    assert late >= STEPS - 10, "only evaluations, saves and the end wait"
+    assert late >= STEPS - 3, "only evaluations, saves and the end wait"
 
 
 def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
-    """Step 12 is undone; 13 to 15 wait, with 0 to 2 and the last."""
-    differences, late, wrong = run_case(Case("zb-h2", 2, 4, clip=100.0, bad=((12, NAN),), after=3))
+    """Step 5 is undone; 6 to 8 wait, with 0 to 2 and the last."""
+    differences, late, wrong = run_case(Case("zb-h2", 2, 4, clip=100.0, bad=((5, NAN),), after=3, steps=STEPS))
     assert (differences, late, wrong) == ([], STEPS - 7, 1)
 
 
