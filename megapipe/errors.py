@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "RanksDiffer", "ScheduleError", "TrainingError", "UserError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DataLost",
+    "RanksDiffer",
+    "ScheduleError",
+    "TrainingError",
+    "UserError",
+]
 
 
 class UserError(Exception):
@@ -29,6 +38,12 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data set, text or tokenizer file that is missing, damaged or of another kind."""
+
+
+class DataLost(DataError):
+    """A file that could be read and cannot be any more: its disk or file system, which may come back."""
+
+    exit_code = 1
 
 
 class CheckpointError(UserError):

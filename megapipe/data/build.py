@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,9 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     sources: list[TokenSource] = []
     problems: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a .bin stays open; often no more than 1,024 files may
+    if soft < (wanted := len(blend.prefixes) + 512) <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     for prefix in blend.prefixes:
         try:
             source = IndexedDataset(prefix)
@@ -107,6 +111,8 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
             sources.append(source)
         except DataError as error:
             problems.extend(error.problems)
+        except OSError as error:
+            problems.append(f"--data-path {prefix}: {error.filename or ''}: {error.strerror} (ulimit -n: {soft})")
     if problems:
         raise DataError(said(blend.said, problems))
     return sources

@@ -26,7 +26,7 @@ class TokenSource(Protocol):
     prefix: str
     lengths: NDArray[np.int32]
 
-    def __getitem__(self, sequence: int) -> NDArray[Any]: ...
+    def read(self, sequence: int, begin: int, end: int) -> NDArray[Any]: ...
 
 
 Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
@@ -124,8 +124,9 @@ class GPTDataset:
         out = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         for position in range(first, last + 1):
-            tokens = self.source[int(documents[position])]
-            piece = tokens[begin if position == first else 0 : end + 1 if position == last else None]
+            sequence = int(documents[position])
+            until = end + 1 if position == last else int(self.source.lengths[sequence])
+            piece = self.source.read(sequence, begin if position == first else 0, until)
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
         assert filled == len(out)
@@ -156,3 +157,7 @@ class MockTokens:
         tokens = np.arange(1, int(self.lengths[sequence]) + 1) % self._vocab_size
         tokens[-1] = self._eod
         return tokens
+
+    def read(self, sequence: int, begin: int, end: int) -> NDArray[np.int64]:
+        """Tokens begin..end-1 of a sequence."""
+        return self[sequence][begin:end]

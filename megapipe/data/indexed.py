@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megapipe.data.files import writing
-from megapipe.errors import DataError
+from megapipe.errors import DataError, DataLost
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -68,6 +68,7 @@ class IndexedDataset:
         _check_index(idx, bin, self.lengths, pointers, self.documents, self.dtype.itemsize)
         self._pointers = pointers
         self.tokens: NDArray[Any] = np.memmap(bin, self.dtype, "r").view(np.ndarray)
+        self._file = bin.open("rb", buffering=0)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,6 +80,23 @@ class IndexedDataset:
     def __getitem__(self, sequence: int) -> NDArray[Any]:
         begin = self.start(sequence)
         return self.tokens[begin : begin + int(self.lengths[sequence])]
+
+    def read(self, sequence: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens begin..end-1 of a sequence, as they are in the file now.
+
+        Not by way of the map, where a file that has been cut off, or whose file system is gone, ends the process by
+        SIGBUS. Raises: DataError for the first, DataLost for the second.
+        """
+        size, at = self.dtype.itemsize, self.start(sequence) + begin
+        try:
+            data = os.pread(self._file.fileno(), (end - begin) * size, at * size)
+        except OSError as error:
+            text = f"{self.prefix}.bin could be read until now: {error.strerror}. Look at its disk"
+            raise DataLost(f"{text}, then start again with --load.") from error
+        if len(data) < (end - begin) * size:
+            now = os.fstat(self._file.fileno()).st_size
+            raise _damaged(Path(f"{self.prefix}.bin"), f"was cut off to {now} bytes while the run read it")
+        return np.frombuffer(data, self.dtype)
 
 
 def glance(prefix: str) -> None:

@@ -6,7 +6,8 @@ They stand in the flags, or in a file that a flag names; messages spell what was
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def in_a_file(data: DataConfig) -> str | None:
     return data.data_args_path or data.per_split_data_args_path
 
 
+def is_named(data: DataConfig) -> bool:
+    """Do flags name files? A program of one's own may need none."""
+    return not data.mock_data and bool(data.data_path or data.train_data_path or in_a_file(data))
+
+
 def choice_problems(data: DataConfig) -> Iterator[str]:
     """Flags that exclude each other."""
     parts = [f"--{part}-data-path" for part in _PARTS if _of_part(data, part)]
@@ -78,6 +84,31 @@ def blends(data: DataConfig) -> tuple[Blend | None, ...]:
     if data.data_args_path is not None:
         return (_blend(f"{data.data_args_path}:", _read("--data-args-path", data.data_args_path).split()),)
     return (_blend(_FLAG, data.data_path),)
+
+
+def mapped_files(data: DataConfig) -> dict[str, tuple[int, int]]:
+    """(inode, bytes) of every .bin and .idx that a run reads."""
+    prefixes = {prefix for blend in (blends(data) if is_named(data) else ()) if blend for prefix in blend.prefixes}
+    return _sizes(f"{prefix}.{end}" for prefix in sorted(prefixes) for end in ("bin", "idx"))
+
+
+def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
+    """What is missing at the end of a file that is mapped ends the process that reads it by SIGBUS, without a word.
+
+    Raises: DataError for files that are shorter than before. One that was removed or replaced is read on as it was.
+    """
+    problems = [
+        f"{path} had {files[path][1]} bytes at the start and has {size}. Copy it again, then start again with --load."
+        for path, (inode, size) in _sizes(files).items()
+        if inode == files[path][0] and size < files[path][1]
+    ]
+    if problems:
+        raise DataError(problems)
+
+
+def _sizes(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
+    found = {path: os.stat(path) for path in paths if os.path.exists(path)}
+    return {path: (status.st_ino, status.st_size) for path, status in found.items()}
 
 
 def _of_part(data: DataConfig, part: str) -> tuple[str, ...]:

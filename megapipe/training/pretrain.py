@@ -14,6 +14,7 @@ from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.loader import Microbatch
+from megapipe.data.sources import mapped_files, refuse_cut_off
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
@@ -175,7 +176,7 @@ class Run:
         self.contents = on_first(mesh, lambda: contents(config)) if flags.save or flags.load else {}
         self.progress = resumed(self)
         self.guard, self.saving = Guard(config.train, self.say), Saving(self)
-        self.batches_at = self.reading.training(data.train, self.progress)
+        self.batches_at, self.files = self.reading.training(data.train, self.progress), mapped_files(config.data)
         if config.checkpoint.save:
             size = plan.saved_bytes(parameters, optimizer=not config.checkpoint.no_save_optim)
             check_save(config.checkpoint.save, self.progress.iteration, mesh, size)
@@ -208,6 +209,7 @@ class Run:
                 self.report.pause()
             if (every := config.checkpoint.save_interval) and progress.iteration % every == 0:
                 self.saving.save()
+                refuse_cut_off(self.files)
                 self.report.pause()
             if reason := stopping.reason(progress.iteration):
                 self.say(reason)
@@ -279,6 +281,7 @@ class Run:
     def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
         """consumed: where to begin; default: where the last evaluation has ended."""
         config, progress = self.config, self.progress
+        refuse_cut_off(self.files)
         if batches_at is None or not config.data.eval_batches:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed

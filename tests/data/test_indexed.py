@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config import DataConfig
 from megapipe.data import indexed
 from megapipe.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from megapipe.errors import DataError
+from megapipe.data.sources import mapped_files, refuse_cut_off
+from megapipe.errors import DataError, DataLost
 
 SHA256 = {  # of files that Megatron-LM d98e8a64 wrote from these documents
     ("uint16", "bin"): "819f9811a5ab7a051ea2f17b0ddd49a05ba29667d742608458952cb9754f7d42",
@@ -139,6 +142,40 @@ def test_the_suffix_of_preprocessing_is_proposed(golden: str, tmp_path: Path) ->
         IndexedDataset(tmp_path / "my")
     with pytest.raises(DataError, match=r"Use --data-path .*golden$"):
         IndexedDataset(f"{golden}.bin")
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(golden: str) -> None:
+    """A slice of the map ended the process by SIGBUS, without a word."""
+    dataset = IndexedDataset(golden)
+    dataset.read(4, 0, 1)
+    os.truncate(f"{golden}.bin", 20)
+    assert dataset.read(0, 0, 1).size == 1
+    with pytest.raises(
+        DataError, match=r"golden\.bin was cut off to 20 bytes while the run read it\. .* copy it again"
+    ):
+        dataset.read(4, 0, 1)
+
+
+def test_a_file_system_that_is_gone_is_named_and_worth_a_restart(golden: str, monkeypatch) -> None:
+    def gone(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    dataset = IndexedDataset(golden)
+    monkeypatch.setattr(os, "pread", gone)
+    with pytest.raises(DataLost, match=r"golden\.bin could be read until now: Stale file handle") as caught:
+        dataset.read(0, 0, 1)
+    assert caught.value.exit_code == 1
+
+
+def test_a_run_looks_whether_its_files_have_been_cut_off(golden: str) -> None:
+    files = mapped_files(DataConfig(data_path=(golden,)))
+    assert [Path(path).suffix for path in files] == [".bin", ".idx"]
+    os.truncate(f"{golden}.idx", 100)
+    with pytest.raises(DataError, match=r"golden\.idx had 142 bytes at the start and has 100\. Copy it again"):
+        refuse_cut_off(files)
+    for path in files:  # a new pair under the name: the run reads the former one to its end
+        os.unlink(path)
+    refuse_cut_off(files)
 
 
 def test_a_glance_reads_no_more_than_the_ends_of_an_index_and_finds_a_pair_cut_off(golden: str, monkeypatch) -> None:
