@@ -60,6 +60,8 @@ def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
         record = json.loads(_decoded(raw))
     except json.JSONDecodeError as error:
         raise DataError(f"{raw.where}: not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise DataError(f"{raw.where}: JSON nested too deep to be read") from error
     if not isinstance(record, dict):
         raise DataError(f'{raw.where}: a JSON {type(record).__name__}; each line must be an object, {{"text": "..."}}')
     return [_text(raw, record, key) for key in keys]

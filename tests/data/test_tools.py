@@ -72,6 +72,7 @@ BAD = {  # line of a file whose first line is good and whose second is blank
     b'{"text": 1}': "c.jsonl:3: key 'text' must be a text, but is of type int",
     b'{"text": "\\ud800"}': "c.jsonl:3: key 'text' has a lone surrogate at character 0",
     b'{"text": "\xff"}': "c.jsonl:3: not UTF-8 at byte 10",
+    b"[" * 100_000: "c.jsonl:3: JSON nested too deep to be read",
     b'{"text": "100"}': "c.jsonl:3: '100' is not an id from 0 to 99",
 }
 
