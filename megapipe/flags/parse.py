@@ -58,7 +58,13 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     argv = list(sys.argv[1:] if argv is None else argv)
     flags = flags_of(cls)
     if _asks_for_help(argv, flags):
-        tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
+        try:
+            with contextlib.suppress(SystemExit):
+                tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
+        sys.exit(0)
     given, others, problems = _split(argv, flags)
     holding: dict[str, str] = {}
     if issubclass(cls, Config):
@@ -92,14 +98,20 @@ def to_flags(config: object) -> list[str]:
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with its code; 130 after Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write(f"{program()}: interrupted\n" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+        _complain("interrupted" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
         sys.exit(130)
     # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed the same text.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)
-    sys.stderr.write(f"{program()}: error: {error}\n")
-    sys.stderr.flush()
+    _complain(f"error: {error}")
     sys.exit(error.exit_code)
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the exit code stays
+        if text and sys.stderr is not None:
+            sys.stderr.write(f"{program()}: {text}\n")
+            sys.stderr.flush()
 
 
 def program() -> str:

@@ -78,7 +78,8 @@ class Watch:
         ours = error is not None and (lost or not isinstance(error, UserError | SystemExit))
         if ours and self.mesh.store is not None:
             if not lost:
-                traceback.print_exception(error)
+                with suppress(OSError):
+                    traceback.print_exception(error)
             cause = None if lost else f"{type(error).__name__}: {error}"
             self._failure = report_of(self.mesh, _short(str(error)), cause), LOST if lost else FAULT
             self._bell.send(b"\0")

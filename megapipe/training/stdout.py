@@ -12,6 +12,10 @@ from typing import Any, TextIO, cast
 @contextmanager
 def stdout_may_break() -> Iterator[None]:
     """While entered, a standard output that nobody reads any more (`| head`, a full disk) costs one warning."""
+    # A standard stream that is closed would lend its number to the next file, whose contents all warnings would become.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
     with redirect_stdout(cast(TextIO, _Forgiving(sys.stdout))):
         yield
 

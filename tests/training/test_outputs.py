@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.config import LogConfig
+from megapipe.errors import DataError
+from megapipe.flags.parse import stop
 from megapipe.training.log import TensorBoard
 
 PROGRAM = """
@@ -21,7 +24,8 @@ from megapipe.training.stdout import stdout_may_break
 def run():
     for n in range(3000):
         print(n, "x" * 100, flush=True)
-    open("done", "w").write("")
+    file = open("done", "w")
+    print(file.fileno(), file=file)
 
 run()
 """
@@ -53,6 +57,21 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(tmp_path):
 
 def test_an_output_that_is_closed_from_the_start_does_not_end_the_run(tmp_path):
     assert run(tmp_path, preexec_fn=lambda: os.close(1)) == ""
+
+
+def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(tmp_path):
+    """A checkpoint opened after `2>&-` had number 2, and warnings would have been written into it."""
+    run(tmp_path, preexec_fn=lambda: os.closerange(0, 3))
+    assert int((tmp_path / "done").read_text()) > 2
+
+
+def test_an_error_that_nobody_reads_has_its_exit_code(monkeypatch):
+    with open("/dev/full", "wb", 0) as full:
+        for stream in (None, io.TextIOWrapper(full, write_through=True)):
+            monkeypatch.setattr("sys.stderr", stream)
+            with pytest.raises(SystemExit) as caught:
+                stop(DataError("no such file"))
+            assert caught.value.code == 2
 
 
 @pytest.fixture
