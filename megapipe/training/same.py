@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from megapipe.config import Config
-from megapipe.data.sources import blends, in_a_file
+from megapipe.data.sources import blends, in_a_file, is_named
 from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import DataError
 from megapipe.plan import Plan
@@ -36,6 +37,7 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
     return {
         **flags,
         "torch": torch.__version__,
+        "Python": platform.python_version(),
         "megapipe (SHA-256 of its source)": _package(),
         "the schedule (SHA-256 of its table)": hashlib.sha256(table.encode()).hexdigest()[:16],
         **dict(_files(config)),
@@ -48,7 +50,7 @@ def contents(config: Config) -> dict[str, str]:
     data, found = config.data, {}
     if files := tokenizer_files(data):
         found["tokenizer_model"] = " ".join(_digest(path) for path in files)
-    if not data.mock_data and (data.data_path or data.train_data_path or in_a_file(data)):
+    if is_named(data):
         read = [
             blend and (blend.weights, [[value for _, value in _pair(prefix)] for prefix in blend.prefixes])
             for blend in blends(data)

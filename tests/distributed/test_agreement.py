@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from megapipe.data.indexed import IndexedWriter
 from megapipe.distributed.agreement import agree
 from megapipe.errors import ConfigError
+from tools.drawn_starts import starts
 
 
 class Counting(HashStore):
@@ -79,6 +80,13 @@ def test_a_rank_asks_a_handful_of_times_however_many_there_are():
     found, store = meet(*({"a": "1"} for _ in range(200)))
     assert found == [None] * 200
     assert store.requests <= 4 * 200
+
+
+def test_of_twenty_drawn_starts_none_trains_with_a_difference_and_each_is_named():
+    """Flags, layouts, files, versions; 1,000 by `python tools/drawn_starts.py`."""
+    kinds, wrong, _ = starts(20, seed=3)
+    assert wrong == []
+    assert kinds.total() == 20
 
 
 # Processes without a launcher, each in a folder of its own as on machines with disks of their own.
