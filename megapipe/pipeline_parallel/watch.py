@@ -33,7 +33,7 @@ FAULT, LOST, STUCK = 1, 3, 4
 LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 """The process of torchrun; a rank that was started by hand may outlive its shell."""
 
-POLL_S = 0.5
+POLL_S = 1.0
 ANSWER_S = 3.0
 """How long the other ranks have to say where they are."""
 SILENCE_S = 6.0
