@@ -110,7 +110,6 @@ class Plan:
         return total / self.tp
 
 
-@lru_cache(maxsize=8)
 def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
     """Of a parameter: its gradient, its moments (SGD has one), and its main parameter beside a rounded weight."""
     size = {"fp32": 4, "bf16": 2}
@@ -118,6 +117,7 @@ def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
     return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
 
 
+@lru_cache(maxsize=8)
 def make_plan(config: Config) -> Plan:
     """The plan of a validated configuration with a padded vocabulary.
 
