@@ -21,4 +21,5 @@ for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--
   "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"; do
   python tools/chaos.py --minutes 20 -- torchrun --standalone --nproc-per-node 2 pretrain_gpt.py $layout $TINY
 done
+python tools/drawn_starts.py --seed "${SEED:-$(date +%j)}"
 python tools/soak.py
