@@ -17,6 +17,7 @@ from megapipe.config import Config
 from megapipe.data.sources import blends, in_a_file, is_named
 from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import DataError
+from megapipe.flags.parse import flags_of
 from megapipe.plan import Plan
 from megapipe.schedule import to_json
 
@@ -31,8 +32,10 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
             them, not what it imports.
     Raises: DataError for a file that cannot be read.
     """
+    spelled = {flag.field: name for name, flag in flags_of(Config).items() if flag.section}
     groups = (group for group in vars(config).values() if dataclasses.is_dataclass(group))
-    flags = {f"--{name.replace('_', '-')}": str(value) for group in groups for name, value in vars(group).items()}
+    fields = {name: value for group in groups for name, value in vars(group).items()}
+    flags = {spelled.get(name, name): str(value) for name, value in fields.items()}
     table = to_json(plan.schedule) + str(plan.counts)
     return {
         **flags,

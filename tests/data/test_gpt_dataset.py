@@ -91,8 +91,8 @@ def test_items_are_windows_of_the_stream(documents: list[list[int]], s: int) -> 
         prefix = "list"
         lengths = np.array([len(d) for d in documents], np.int32)
 
-        def __getitem__(self, sequence: int) -> np.ndarray:
-            return np.array(documents[sequence], np.uint8)
+        def read(self, sequence: int, begin: int, end: int) -> np.ndarray:
+            return np.array(documents[sequence][begin:end], np.uint8)
 
     built = build_indices(Source.lengths, np.arange(len(documents)), s, 10, 7)
     dataset = GPTDataset(Source(), built, s, vocab_size=100)
