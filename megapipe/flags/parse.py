@@ -59,12 +59,10 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     flags = flags_of(cls)
     if _asks_for_help(argv, flags):
         try:
-            with contextlib.suppress(SystemExit):
-                tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
-            sys.stdout.flush()
+            tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
         except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
-        sys.exit(0)
+            sys.exit(0)
     given, others, problems = _split(argv, flags)
     holding: dict[str, str] = {}
     if issubclass(cls, Config):
@@ -97,21 +95,15 @@ def to_flags(config: object) -> list[str]:
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with its code; 130 after Ctrl-C."""
-    if isinstance(error, KeyboardInterrupt):
-        _complain("interrupted" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
-        sys.exit(130)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    text, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else (f"error: {error}", error.exit_code)
     # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed the same text.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not first and code != 130:
         time.sleep(5)
-    _complain(f"error: {error}")
-    sys.exit(error.exit_code)
-
-
-def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it: the exit code stays
-        if text and sys.stderr is not None:
-            sys.stderr.write(f"{program()}: {text}\n")
-            sys.stderr.flush()
+    with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or it is closed: the exit code stays
+        sys.stderr.write(f"{program()}: {text}\n" if first or code != 130 else "")
+        sys.stderr.flush()
+    sys.exit(code)
 
 
 def program() -> str:
