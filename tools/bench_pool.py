@@ -16,7 +16,7 @@ import torch
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.measured import Ran
 from tools.emulated import sharpen_sleep
@@ -97,6 +97,6 @@ def _step(runner: Runner) -> list[list[float]]:
 
 def _passes(runner: Runner) -> list[list[Ran]]:
     """Those of every rank in one step."""
-    runner.watch = watch = Stopwatch(CPU)
+    runner.watch = watch = Stopwatch(CPU, runner.schedule)
     _step(runner)
-    return watch.of_all(runner.mesh.pp)
+    return ran_by_all([watch], runner.mesh.pp)[0]

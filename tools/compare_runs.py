@@ -34,10 +34,11 @@ from megapipe.distributed.axis import CPU  # noqa: E402
 from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
 from megapipe.errors import UserError  # noqa: E402
 from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.pipeline_parallel.stopwatch import Stopwatch  # noqa: E402
+from megapipe.pipeline_parallel.stopwatch import ran_by_all  # noqa: E402
 from megapipe.pipeline_parallel.transport import Op  # noqa: E402
 from megapipe.plan import Plan, make_plan  # noqa: E402
 from megapipe.schedule import SCHEDULES, entry_of, simulate  # noqa: E402
+from megapipe.schedule.measured import spent  # noqa: E402
 from megapipe.training.pretrain import Run  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
 
@@ -215,14 +216,13 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     run.step()
     sent, took, bubbles, loss = _count_sent(run), [], [], 0.0
     for _ in range(steps):
-        run.pipeline.stopwatch = watch = Stopwatch(CPU)
         mesh.world.barrier()
         began = time.perf_counter()
         loss = run.step().losses["lm loss"]
         took.append(time.perf_counter() - began)
-        ranks = watch.of_all(mesh.pp)
+        (ranks,) = ran_by_all([run.pipeline.stopwatch], mesh.pp)
         span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
-        bubbles.append(1 - sum(x.end - x.begin for row in ranks for x in row) / span / len(ranks))
+        bubbles.append(1 - sum(spent(row).busy for row in ranks) / span / len(ranks))
     sent_bytes, held = sent[0] / steps, Held(run)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
         run.step()

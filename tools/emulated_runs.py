@@ -17,7 +17,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
-from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.transport import Op, Transport
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
 from megapipe.tensor_parallel.rng import Stream
@@ -156,10 +156,8 @@ class Ours(Runner):
                 for number, module in self.modules.items()
             }
         )
-        watch = self.watch
-        timed = stages if watch is None else {n: Timed(watch, n, stage) for n, stage in stages.items()}
         beside = {Kind.G: self._reduce, Kind.U: self._update, Kind.V: lambda _: self._norm}
-        execute(self.program, place, timed, self.comm, of_stage=beside)
+        execute(self.program, place, stages, self.comm, of_stage=beside, watch=self.watch)
 
     def _reduce(self, stage: int) -> Callable[[], None]:
         place = self.schedule.placement

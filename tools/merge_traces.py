@@ -1,4 +1,4 @@
-"""One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, and the bubble per rank.
+"""One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, and idle time per rank.
 
 python tools/merge_traces.py runs/quickstart/torch_profile --output merged.json.gz
 """
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         schedule, predicted = predict(ranks)
         print(f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches")
-        print("rank   step ms   busy ms  bubble  predicted ms  bubble")
+        print("rank   step ms   busy ms    idle  predicted ms    idle")
         for row in summarise(ranks, schedule, predicted):
             print(
                 f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%} "

@@ -131,8 +131,16 @@ class LogConfig:
 
     log_interval: int = 100
     """Print a line every so many steps."""
+    log_format: Literal["megatron", "short"] = "megatron"
+    """megatron: its line, our fields behind. short: one of 80 characters."""
     log_throughput: bool = False
-    """TFLOP/s per device in the line."""
+    """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
+    log_straggler: bool = False
+    """With every line the slowest stage and rank, also while it is not slow enough to be named."""
+    device_peak_tflops: float | None = None
+    """Of one device, for the MFU. Default: of dense 16-bit products by its data sheet, where the device is known."""
+    metrics_file: str | None = None
+    """Append a JSON object of every step to this file; every step's passes are then collected."""
     log_params_norm: bool = False
     """Norm of the parameters in the line."""
     log_num_zeros_in_grad: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from typing import Any
 
 import torch
 
@@ -74,6 +76,63 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Clock:
+    """A device's time without waiting for it: `mark` now, and `seconds` once what was marked is over.
+
+    Of a GPU marks are events in the order of its work, counted from the making of the clock; for that its queue should
+    be empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._at = time.perf_counter()
+        self._origin = _event() if device.type == "cuda" else None
+
+    def mark(self) -> Any:
+        return time.perf_counter() if self._origin is None else _event()
+
+    def seconds(self, mark: Any) -> float:
+        """Of the host's `time.perf_counter`."""
+        return float(mark if self._origin is None else self._at + self._origin.elapsed_time(mark) / 1e3)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+_PEAK_TFLOPS = {
+    "V100": 125.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A10": 125.0,
+    "A40": 149.7,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H200": 989.4,
+    "GH200": 989.4,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+}
+"""Dense 16-bit products, from the makers' data sheets, by a part of the device's name; the longest that fits."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The most TFLOP/s that a device's data sheet names for dense 16-bit products; None if it is not in the table."""
+    return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """As `peak_tflops`, by what the driver calls the device: NVIDIA H100 80GB HBM3."""
+    words = name.replace("-", " ")
+    fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words.split())]
+    return _PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
 
 
 def versions(device: torch.device) -> str:

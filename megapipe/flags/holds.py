@@ -198,7 +198,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard", _SWITCH, "it is one more curve there"),
     ("logging-level log-memory-interval straggler-ctrlr-port straggler-minmax-count", _ANY, _NOT_LOGGED),
     (
-        "log-energy log-straggler disable-straggler-on-startup log-progress log-device-memory-used "
+        "log-energy disable-straggler-on-startup log-progress log-device-memory-used "
         "log-max-attention-logit record-memory-history measure-activation-memory dump-param-to-param-group-map",
         _SWITCH,
         _NOT_LOGGED,

@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.overlap import Layered
 from megapipe.pipeline_parallel.share import VocabularyShare, check_shares, data_of_shares, shape_of
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
-from megapipe.pipeline_parallel.stopwatch import Stopwatch, Timed
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
     Costs,
@@ -170,11 +170,12 @@ class ForwardBackward:
             execute(
                 programs[rank],
                 table.placement,
-                stages if (watch := step.stopwatch) is None else {n: Timed(watch, n, s) for n, s in stages.items()},
+                stages,
                 comm,
                 on_stage_done=step.on_stage_done,
                 of_stage=step.of_stage,
                 position=self.mesh.position,
+                watch=step.stopwatch,
             )
         return _reported(stages.values(), step.on_loss)
 
@@ -186,7 +187,7 @@ class ForwardBackward:
         dtype = getattr(config, "pipeline_dtype", None) or dtype
         place = self.table(step.num_microbatches).placement
         if place.vocabulary:
-            check_shares(variable, self.mesh.cp.size, step.stopwatch is not None)
+            check_shares(variable, self.mesh.cp.size)
         return Messenger(
             self.mesh.pp,
             shape,

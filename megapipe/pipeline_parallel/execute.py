@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import lru_cache, reduce
+from functools import reduce
 from time import monotonic
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -15,10 +14,12 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from megapipe.distributed.position import Position
-from megapipe.pipeline_parallel.messenger import Messenger, receive_ahead
-from megapipe.pipeline_parallel.transport import Ahead, InFlight
+from megapipe.pipeline_parallel.calls import Call, looked_up
+from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
-from megapipe.schedule.kinds import Lane, Where
+from megapipe.schedule.kinds import Lane
 
 
 class Stage(Protocol):
@@ -53,37 +54,18 @@ class OverlappedStage(Protocol):
         """What `forward(microbatch, x)` and `backward_stage.backward(backward_microbatch, grad)` return."""
 
 
-class Call(NamedTuple):
-    """A pass as the engine needs it.
-
-    Attributes:
-        takes: the passes whose results it uses, each with the rank that it is made on; none at an end of the model, and
-            for W.
-        gives: how often its result is used here, by passes and by messages.
-        ends: is it the last pass of a microbatch on its stage?
-        awaits: passes of other lanes that must have ended.
-    """
-
-    item: Pass
-    takes: tuple[tuple[Pass, int], ...]
-    gives: int
-    ends: bool
-    awaits: tuple[Pass, ...]
-
-
 StartOfStage = Callable[[int], Callable[[], bool | None]]
 """Begins what is done to a stage as a whole, by its number; what it returns waits for the end. V's says True if what
 stands before it is to run again."""
 
 
 class Lanes(NamedTuple):
-    """What runs beside the passes of microbatches: how each kind begins, and how to wait for those that have begun."""
+    """What runs beside the passes of microbatches: how each kind begins, and how to wait for those that have begun;
+    and who takes the time of all."""
 
     start: Mapping[Kind, StartOfStage]
     under_way: dict[Pass, Callable[[], bool | None]]
-
-
-_Plan = tuple[tuple[Call, ...] | Exchange, ...]
+    watch: Stopwatch
 
 
 class _Hand(dict[Pass, Tensor | InFlight]):
@@ -118,6 +100,7 @@ def execute(
     on_stage_done: Callable[[int], None] | None = None,
     of_stage: Mapping[Kind, StartOfStage] | None = None,
     position: Position | None = None,
+    watch: Stopwatch | None = None,
 ) -> None:
     """Run one rank's program from first to last item.
 
@@ -131,23 +114,26 @@ def execute(
         on_stage_done: called with a stage's number when its last pass is over.
         of_stage: how the kinds of a stage as a whole that the program has are begun. A pass that needs one waits for
             it, and the end of the program for all.
-        position: kept up to date, for `watch`.
+        position: kept up to date, for `pipeline_parallel.watch`.
+        watch: takes the time of every pass.
     Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
     """
     hand = _Hand()
-    lanes = Lanes(of_stage or {}, {})
+    lanes = Lanes(of_stage or {}, {}, watch or Stopwatch(comm.pp.device))
     step = _run_labelled if profiler._is_profiler_enabled else _run
     item: tuple[Call, ...] | Exchange = ()
     position = position or Position()
-    plan = _plan(program, placement, comm.pp.rank, comm.receives_ahead)
+    plan = looked_up(program, placement, comm.pp.rank, comm.receives_ahead)
     position.plan, position.hand, position.comm = plan, hand, comm
     at = 0
     try:
         while at < len(plan):
             item = plan[at]
             position.at = item, monotonic()
+            lanes.watch.ask()
             if step(item, stages, hand, comm, lanes):
                 _forget(stages, hand)
+                lanes.watch.restart()
                 at = 0
                 continue
             at += 1
@@ -164,32 +150,6 @@ def execute(
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")
         raise
     assert not hand, f"never used: {', '.join(map(str, hand))}"
-
-
-@lru_cache(maxsize=64)
-def _plan(program: Program, placement: Placement, rank: int, ahead: Ahead) -> _Plan:
-    """The program with everything looked up that does not change from step to step."""
-    items = receive_ahead(program, rank, ahead)
-    passes = [p for item in items if not isinstance(item, Exchange) for p in item]
-    messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
-    made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
-    takes = {p: [made[what, stage, p.microbatch] for what, stage in placement.sources(p)] for p in passes}
-    uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
-    last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
-    beside = [p for p in passes if p.kind.rule.lane is not Lane.COMPUTE]
-
-    def call(p: Pass) -> Call:
-        taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        return Call(p, taken, uses[p], last.get(p.stage) == p, tuple(_awaited(p, beside)))
-
-    return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
-
-
-def _awaited(item: Pass, beside: Sequence[Pass]) -> Iterator[Pass]:
-    """Of the passes on other lanes those whose results a pass needs: its stage's own, or any if it needs all."""
-    for need in item.kind.rule.needs:
-        own = need.where is Where.STEP
-        yield from (p for p in beside if need.made in p.kind.rule.makes and (p.stage == item.stage or not own))
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
@@ -214,20 +174,27 @@ def _run(
         lanes.under_way.pop(needed)()
     kind, stage, _ = item[0].item
     if kind.rule.per_stage:
+        begin = lanes.watch.mark()
         finish = lanes.start[kind](stage)
         if kind.rule.lane is Lane.COMPUTE:
-            return bool(finish())
+            again = bool(finish())
+            lanes.watch.note(begin)
+            return again
         lanes.under_way[item[0].item] = finish
     elif len(item) == 2:
-        _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand)
+        _run_pair(cast(OverlappedStage, stages[item[0].item.stage]), item, stages, hand, lanes.watch)
     else:
-        _run_pass(item[0], stages[item[0].item.stage], hand)
+        _run_pass(item[0], stages[item[0].item.stage], hand, lanes.watch)
     return False
 
 
-def _run_pass(call: Call, stage: Stage, hand: _Hand) -> None:
+def _run_pass(call: Call, stage: Stage, hand: _Hand, watch: Stopwatch) -> None:
     kind, _, microbatch = call.item
-    _give(call, _DISPATCH[kind](stage, microbatch, [hand.take(taken) for taken, _ in call.takes]), hand)
+    given = [hand.take(taken) for taken, _ in call.takes]
+    begin = watch.mark()
+    made = _DISPATCH[kind](stage, microbatch, given)
+    watch.note(begin)
+    _give(call, made, hand)
 
 
 _DISPATCH: Mapping[Kind, Callable[[Any, int, list[Tensor]], Tensor | None]] = {
@@ -244,16 +211,16 @@ _DISPATCH: Mapping[Kind, Callable[[Any, int, list[Tensor]], Tensor | None]] = {
 """How a stage runs a pass of one microbatch."""
 
 
-def _run_pair(forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand) -> None:
+def _run_pair(
+    forward: OverlappedStage, pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand, watch: Stopwatch
+) -> None:
     f, b = pair
+    x, grad = (_sum([hand.take(taken) for taken, _ in call.takes]) for call in pair)
+    begin = watch.mark()
     made = forward.overlapped_forward_backward(
-        f.item.microbatch,
-        _sum([hand.take(taken) for taken, _ in f.takes]),
-        stages[b.item.stage],
-        b.item.microbatch,
-        _sum([hand.take(taken) for taken, _ in b.takes]),
-        weights=not b.item.kind.is_split,
+        f.item.microbatch, x, stages[b.item.stage], b.item.microbatch, grad, weights=not b.item.kind.is_split
     )
+    watch.note(begin, passes=2)
     for call, tensor in zip(pair, made, strict=True):
         _give(call, tensor, hand)
 

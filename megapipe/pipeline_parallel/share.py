@@ -129,14 +129,12 @@ def shape_of(
     return whole if looked_up else None
 
 
-def check_shares(variable_seq_lengths: bool, context: int, timed: bool) -> None:
+def check_shares(variable_seq_lengths: bool, context: int) -> None:
     """Raises: ConfigError for what shares of the vocabulary do not do."""
     if variable_seq_lengths:
         raise ConfigError(f"{FLAG} needs microbatches of one length. Leave it or variable_seq_lengths out.")
     if context > 1:
         raise ConfigError(f"{FLAG} takes whole sequences. Leave it or --context-parallel-size out.")
-    if timed:
-        raise ConfigError(f"{FLAG}: its passes are not timed. Leave it or the stopwatch out.")
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:

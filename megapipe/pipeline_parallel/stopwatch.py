@@ -1,76 +1,76 @@
-"""When each pass of a rank ran: two reads of the clock around it, in a step that is measured."""
+"""When each pass of a rank ran: two reads of its device's clock around it, and one before its input is asked for."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import synchronize
-from megapipe.pipeline_parallel.stage import PipelineStage
-from megapipe.schedule import Kind, Pass
+from megapipe.distributed.device import Clock
+from megapipe.schedule import Pass, Schedule
+from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured import Ran
 
 
-@dataclass(frozen=True)
 class Stopwatch:
-    """The passes of one step as they were timed, in their order.
+    """The passes of one step as they were timed, in their order; both of an overlapped pair have the pair's times.
 
-    On a GPU each read waits for the device, so a measured step is slower than others. Overlapped pairs are not timed.
+    Nothing waits for the device: read them when the step is over.
+
+    Attributes:
+        schedule: the table they are of; only needed to tell others.
+        passes: marks when one asked for its input, had it and was over, and whether it was one or a pair.
     """
 
-    device: torch.device
-    ran: list[Ran] = field(default_factory=list)
+    def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
+        self._clock, self._asked, self._schedule = Clock(device), None, schedule
+        self.passes: list[tuple[Any, Any, Any, int]] = []
+        self.mark = self._clock.mark
 
-    def now(self) -> float:
-        """Seconds."""
-        synchronize(self.device)
-        return time.perf_counter()
+    @property
+    def schedule(self) -> Schedule:
+        assert self._schedule is not None
+        return self._schedule
 
-    def of_all(self, pp: Axis) -> list[list[Ran]]:
-        """What every rank of the pipeline has timed."""
-        rows = pp.gather_json([(kind.value, s, i, *x[1:]) for x in self.ran for kind, s, i in [x.item]])
-        return [[Ran(Pass(Kind(kind), s, i), begin, end) for kind, s, i, begin, end in row] for row in rows]
+    def ask(self) -> None:
+        """The next pass is to run, and may wait for its input."""
+        self._asked = self.mark()
+
+    def note(self, begin: Any, passes: int = 1) -> None:
+        """A pass has run, or a pair, whose input was there at the mark `begin`."""
+        self.passes.append((self._asked, begin, self.mark(), passes))
+
+    def restart(self) -> None:
+        """The step begins again."""
+        self.passes.clear()
+
+    def times(self) -> list[tuple[float, float, float]]:
+        """(asked, begin, end) of every pass, in seconds."""
+        seconds = self._clock.seconds
+        rows = [((seconds(asked), seconds(begin), seconds(end)), n) for asked, begin, end, n in self.passes]
+        return [row for row, n in rows for _ in range(n)]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A stage whose passes are timed, from the moment when their input is there."""
+def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
+    """[step][rank]: what every rank of the pipeline has timed, under one table. Collective."""
+    rows = [_timed(steps[0].schedule, rank) for rank in range(pp.size)]
+    mine = torch.zeros(len(steps), max(map(len, rows)), 3, dtype=torch.float64)
+    for step, watch in enumerate(steps):
+        times = watch.times()
+        assert len(times) == len(rows[pp.rank]), "every pass of the table is timed"
+        mine[step, : len(times)] = torch.tensor(times, dtype=torch.float64).view(-1, 3)
+    everyone: Tensor = pp.all_gather(mine.to(pp.device)[None]).cpu()
+    return [
+        [
+            [Ran(item, begin, end, begin - asked) for item, (asked, begin, end) in zip(row, times, strict=False)]
+            for row, times in zip(rows, everyone[:, step].tolist(), strict=True)
+        ]
+        for step in range(len(steps))
+    ]
 
-    watch: Stopwatch
-    number: int
-    stage: PipelineStage
 
-    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        begin = self.watch.now()
-        made = self.stage.forward(microbatch, x)
-        self._note(Kind.F, microbatch, begin)
-        return made
-
-    def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        begin = self.watch.now()
-        made = self.stage.backward(microbatch, grad, weights=weights)
-        self._note(Kind.BW if weights else Kind.B, microbatch, begin)
-        return made
-
-    def weight(self, microbatch: int) -> None:
-        begin = self.watch.now()
-        self.stage.weight(microbatch)
-        self._note(Kind.W, microbatch, begin)
-
-    def forget(self) -> None:
-        self.stage.forget()
-
-    def overlapped_forward_backward(
-        self, microbatch: int, x: Tensor | None, backward_stage: Timed, *rest: object, **named: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        pair = cast("Callable[..., tuple[Tensor | None, Tensor | None]]", self.stage.overlapped_forward_backward)
-        return pair(microbatch, x, backward_stage.stage, *rest, **named)
-
-    def _note(self, kind: Kind, microbatch: int, begin: float) -> None:
-        self.watch.ran.append(Ran(Pass(kind, self.number, microbatch), begin, self.watch.now()))
+def _timed(schedule: Schedule, rank: int) -> list[Pass]:
+    return [p for step in schedule.ranks[rank] for p in step if p.kind.rule.lane is Lane.COMPUTE]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -16,15 +16,51 @@ from megapipe.schedule.passes import Pass, Placement
 
 
 class Ran(NamedTuple):
-    """A pass of a step, from when its input was there to its end, in seconds of its host's clock."""
+    """A pass of a step, from when its input was there to its end, in seconds of its host's clock; `waited` is how long
+    its rank stood still for that input. The two of an overlapped pair have the same times."""
 
     item: Pass
     begin: float
     end: float
+    waited: float = 0.0
 
 
 StepsRan = Sequence[Sequence[Sequence[Ran]]]
 """[step][pipeline rank]: the passes in the order in which they ran."""
+
+
+class Spent(NamedTuple):
+    """A rank's step in seconds: from its first question for an input, and from its first pass, to its last end; what
+    passes took, and waiting for inputs between them. The rest of `span` is the host's."""
+
+    makespan: float
+    span: float
+    busy: float
+    waited: float
+
+    @property
+    def idle(self) -> float:
+        """Between its first and its last pass: the papers' bubble."""
+        return self.span - self.busy
+
+
+def spent(row: Sequence[Ran]) -> Spent:
+    """What the passes of a rank say; a validation counts as waiting."""
+    groups = list(_groups(row))
+    first, end = groups[0][0], max(x.end for x in row)
+    validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind is Kind.V)
+    busy = sum(x.end - x.begin for x, *_ in groups) - validated
+    waited = sum(max(x.waited for x in group) for group in groups[1:]) + validated
+    return Spent(end - first.begin + first.waited, end - first.begin, busy, waited)
+
+
+def _groups(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
+    """One by one, overlapped pairs together."""
+    return (tuple(group) for _, group in groupby(row, lambda x: (x.begin, x.end)))
+
+
+_At = tuple[Kind, int]
+"""A kind of pass at a position of the chain."""
 
 
 def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
@@ -32,35 +68,47 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
 
     The overhead is the time between two passes where the second waits for no other rank. A link's latency is the least
     time in a step from an end to the begin of what needed it, the mean of both directions: that knows nothing of two
-    hosts' clocks.
+    hosts' clocks. A pass that ran in overlapped pairs alone counts as half of them.
 
     Args:
         counted: says how a whole backward divides into B and W where nothing split was run, and what is held.
     """
-    took: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    between: list[float] = []
+    took, halves = defaultdict[_At, list[float]](list), defaultdict[_At, list[float]](list)
+    between, pairs = list[float](), list[float]()
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for step, ranks in enumerate(steps):
         ran = {x.item: x for row in ranks for x in row}
         for rank, row in enumerate(ranks):
-            for last, x in pairwise((None, *row)):
-                assert x is not None
-                took[x.item.kind, place.position(x.item.stage)].append(x.end - x.begin)
-                made = _made(x.item, place, ran)
-                if made is not None and place.rank_of[made.item.stage] != rank:
-                    of_link = least[place.rank_of[made.item.stage], rank]
-                    of_link[step] = min(of_link.get(step, inf), x.begin - made.end)
-                elif last is not None:
-                    between.append(x.begin - last.end)
+            last: Ran | None = None
+            for group in _groups(row):
+                into = took if len(group) == 1 else halves
+                for x in group:
+                    into[x.item.kind, place.position(x.item.stage)].append((x.end - x.begin) / len(group))
+                if len(group) > 1:
+                    pairs.append(group[0].end - group[0].begin)
+                made = [y for x in group if (y := _made(x.item, place, ran)) and place.rank_of[y.item.stage] != rank]
+                for y in made:
+                    of_link = least[place.rank_of[y.item.stage], rank]
+                    of_link[step] = min(of_link.get(step, inf), group[0].begin - y.end)
+                if last is not None and not made:
+                    between.append(group[0].begin - last.end)
+                last = group[0]
+    known = {**halves, **took}
     overhead = median(between) if between else 0.0
-    f, b, w = zip(*_stages(took, place, counted), strict=True)
+    f, b, w = zip(*_stages(known, place, counted), strict=True)
     comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
-    return replace(counted, f=f, b=b, w=w, fb=None, comm=comm or 0.0, overhead=overhead)
+    fb = median(pairs) * place.chain / place.num_ranks if pairs else None
+    s, t, e = (_shares(known, kinds) for kinds in ((Kind.S,), (Kind.T,), (Kind.E, Kind.C, Kind.EW)))
+    return replace(counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead)
 
 
-def _stages(
-    took: dict[tuple[Kind, int], list[float]], place: Placement, counted: Costs
-) -> Iterator[tuple[float, float, float]]:
+def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
+    """Of a rank's share of the vocabulary; 0 where it is not shared."""
+    times = [seconds for (kind, _), row in took.items() if kind in kinds for seconds in row]
+    return median(times) if times else 0.0
+
+
+def _stages(took: Mapping[_At, list[float]], place: Placement, counted: Costs) -> Iterator[tuple[float, float, float]]:
     """F, B and W at each position of the chain."""
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):

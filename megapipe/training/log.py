@@ -15,6 +15,8 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megapipe.config import Config, LogConfig
+from megapipe.plan import GIB
+from megapipe.training.counters import Measured
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class IterationReport:
         tflops: model TFLOP/s per device, if asked for.
         tokens_per_second: of the whole run.
         late: updates that did not wait for the norm, and those of them that were undone.
+        device_tflops: model TFLOP/s per device. mfu: as a share of its peak, where that is known.
+        now: the passes of the last steps.
     """
 
     iteration: int
@@ -44,6 +48,30 @@ class IterationReport:
     late: tuple[int, int] | None
     tflops: float | None
     tokens_per_second: float
+    device_tflops: float
+    mfu: float | None
+    now: Measured | None
+
+
+def short_line(report: IterationReport) -> str:
+    """The same in 80 characters."""
+    r = report
+    loss = " ".join(f"{value:.4f}" for value in list(r.losses.values())[:1]) or "-"
+    parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"lr {r.learning_rate:.2e}"]
+    parts += [] if r.grad_norm is None else [f"norm {r.grad_norm:.2f}"]
+    parts += [f"{_brief(r.elapsed_ms)} ms", f"{_brief(r.tokens_per_second)} tok/s"]
+    parts += [] if r.mfu is None else [f"MFU {r.mfu:.0%}"]
+    parts += [] if r.now is None else [f"bubble {r.now.bubble:.0%}"]
+    return "  ".join(parts)[:80]
+
+
+def _brief(x: float) -> str:
+    """Three digits and a letter."""
+    for letter in ("", "k", "M", "G"):
+        if x < 999.5:
+            return f"{x:.3g}{letter}"
+        x /= 1000
+    return f"{x:.3g}T"
 
 
 def iteration_line(report: IterationReport, now: datetime) -> str:
@@ -71,7 +99,27 @@ def iteration_line(report: IterationReport, now: datetime) -> str:
     if r.late is not None:
         parts.append(f" updates ahead of the norm: {r.late[0]:3d} | updates undone: {r.late[1]:3d} |")
     parts.append(f" tokens per second: {r.tokens_per_second:.0f} |")
+    if r.tflops is None:
+        parts.append(f" TFLOP/s per device: {r.device_tflops:.4g} |")
+    if r.mfu is not None:
+        parts.append(f" MFU: {r.mfu:.1%} |")
+    if r.now is not None:
+        parts += passes_fields(r.now)
     return "".join(parts)
+
+
+def passes_fields(now: Measured) -> Iterator[str]:
+    """What was measured beside its prediction; the parts of the bubble in percent."""
+    yield f" passes (ms): {now.passes * 1e3:.1f}, predicted {now.predicted_passes * 1e3:.1f} |"
+    if len(now.ranks) > 1:
+        of = (now.of_table, now.of_stages, now.of_messages, now.of_host)
+        parts = ", ".join(
+            f"{name} {x:.1%}" for name, x in zip(("table", "stages", "messages", "host"), of, strict=True)
+        )
+        yield f" bubble: {now.bubble:.1%}, predicted {now.predicted_bubble:.1%} ({parts}) |"
+    if now.peak_bytes:
+        held, most = max((x, rank) for rank, x in enumerate(now.peak_bytes))
+        yield f" peak memory (GiB): {held / GIB:.2f} on rank {most}, predicted {now.predicted_peaks[most] / GIB:.2f} |"
 
 
 def validation_lines(prefix: str, losses: Mapping[str, float]) -> str:
@@ -117,13 +165,14 @@ class TensorBoard:
             with self._warning():
                 self._writer = SummaryWriter(self._folder, max_queue=log.tensorboard_queue_size)
 
-    def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int) -> None:
-        """Write those that are there, each also against samples."""
+    def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
+        """Write those that are there, each also against samples if these are given."""
         with self._warning():
             for tag, value in values.items():
                 if value is not None and self._writer is not None:
                     self._writer.add_scalar(tag, value, iteration)
-                    self._writer.add_scalar(f"{tag} vs samples", value, samples)
+                    if samples is not None:
+                        self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
         """Flush."""

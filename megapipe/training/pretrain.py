@@ -136,7 +136,7 @@ class Run:
         self.config, self.mesh, self.started = config, mesh, started
         self.plan = plan = plan or make_plan(config)
         schedule, place = plan.schedule, plan.schedule.placement
-        self.report = Reporter(config, mesh, place)
+        self.report = Reporter(config, mesh, plan)
         self.say = self.report.say
         self.say(f"{arguments(config)}\n{start_block(config)}".rstrip())
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
@@ -195,7 +195,7 @@ class Run:
         while progress.iteration + self._open < last:
             self.profiler.before(progress.iteration + self._open)
             seams.tell("before_step", self)
-            self.ended(self.step()) if self.late is None else self.late.step()
+            self._step()
             self.profiler.after(progress.iteration + self._open)
             if (seconds := config.parallel.distributed_timeout_seconds_after_init) and progress.iteration == began + 1:
                 self.mesh.set_timeout(seconds)
@@ -229,6 +229,16 @@ class Run:
     def _open(self) -> bool:
         """Has an iteration begun that has not ended?"""
         return self.late is not None and self.late.open
+
+    def _step(self) -> None:
+        """The next iteration's passes, and an iteration's end."""
+        if self.late is None:
+            result = self.step()
+            self.report.measure(self.pipeline.stopwatch)
+            self.ended(result)
+        else:
+            self.late.step()
+            self.report.measure(self.pipeline.stopwatch, over=not self._open)
 
     def step(self) -> StepResult:
         """One iteration of training."""

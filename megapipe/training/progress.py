@@ -61,6 +61,7 @@ class Window:
 
     def __init__(self) -> None:
         self.first = True
+        self.last_seconds = 0.0
         self._last: dict[str, float] = {}
         self.clear()
 
@@ -80,7 +81,8 @@ class Window:
 
     def add(self, result: StepResult) -> None:
         """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
-        self.seconds += time.monotonic() - self._since
+        self.last_seconds = time.monotonic() - self._since
+        self.seconds += self.last_seconds
         self._since = time.monotonic()
         self._iterations += 1
         self.samples += result.batch

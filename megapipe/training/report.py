@@ -7,12 +7,23 @@ from dataclasses import replace
 from datetime import datetime
 
 from megapipe.config import Config
-from megapipe.distributed.device import memory_bytes, synchronize
+from megapipe.distributed.device import memory_bytes, peak_tflops, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
-from megapipe.schedule import Placement
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.plan import Plan
+from megapipe.training.counters import THIRD, Counters, table
 from megapipe.training.flops import flops_per_token
-from megapipe.training.log import IterationReport, TensorBoard, iteration_line, perplexity, validation_lines
+from megapipe.training.log import (
+    IterationReport,
+    TensorBoard,
+    iteration_line,
+    passes_fields,
+    perplexity,
+    short_line,
+    validation_lines,
+)
+from megapipe.training.metrics import PREFIX, MetricsFile, of_passes, tags_of
 from megapipe.training.progress import Progress, Window
 from megapipe.training.step import StepResult
 
@@ -20,18 +31,33 @@ from megapipe.training.step import StepResult
 class Reporter:
     """Speaks on one rank, the one with the loss (as Megatron's last rank does under 1F1B); silent on the others."""
 
-    def __init__(self, config: Config, mesh: ProcessMesh, place: Placement) -> None:
-        self.config, self.mesh = config, mesh
+    def __init__(self, config: Config, mesh: ProcessMesh, plan: Plan) -> None:
+        self.config, self.mesh, place = config, mesh, plan.schedule.placement
         speaker = place.rank_of[place.chain - 1]
         self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
         self._board = TensorBoard(config.log if self.speaks else replace(config.log, tensorboard_dir=None))
+        self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
         self._flops = flops_per_token(config.model, config.train.sequence)
+        self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
+        self._place, self._compared = place, False
+        self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)
 
     def say(self, text: str) -> None:
         """Print on the speaking rank."""
         if self.speaks:
             print(text, flush=True)
+
+    def measure(self, watch: Stopwatch, *, over: bool = True) -> None:
+        """Add a step's passes; some are collectives of every rank. Not to be called within passes, see Counters."""
+        slow = self._counters.add(watch, over=over)
+        for one in slow:
+            self.say(f"slow: {one.text}" if one.cost is not None else f"slow no more: {one.text}")
+        now = self._counters.now
+        if now is not None and not self._compared and self._counters.steps >= THIRD:
+            self._compared = True
+            self.say(f"measured over {now.steps} step(s), beside the plan's prediction at the same speed:")
+            self.say("\n".join([table(now, self._place), " ".join(x.strip(" |") for x in passes_fields(now))]))
 
     def iteration(self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer) -> None:
         """The line every --log-interval iterations and after the first, TensorBoard at its own interval.
@@ -41,6 +67,7 @@ class Reporter:
         """
         config, log, n, window = self.config, self.config.log, progress.iteration, self._window
         window.add(result)
+        self._write_metrics(result, progress, lr)
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
@@ -66,7 +93,7 @@ class Reporter:
         synchronize(self.mesh.device)
         seconds = window.seconds_per_iteration()
         tokens_per_second = window.samples * config.train.sequence / window.seconds
-        tflops = self._flops * tokens_per_second / config.world_size / 1e12 if log.log_throughput else None
+        device_tflops, mfu = self._speed(tokens_per_second)
         report = IterationReport(
             iteration=n,
             train_iters=progress.last_iteration(config),
@@ -82,11 +109,18 @@ class Reporter:
             skipped=window.skipped,
             nan=window.nan,
             late=(window.late, window.undone) if config.parallel.enable_optimizer_post_validation else None,
-            tflops=tflops,
+            tflops=device_tflops if log.log_throughput else None,
             tokens_per_second=tokens_per_second,
+            device_tflops=device_tflops,
+            mfu=mfu,
+            now=self._counters.now,
         )
-        self.say(iteration_line(report, datetime.now()))
-        self._scalars({"iteration-time": seconds, "throughput": tflops}, progress)
+        self.say(short_line(report) if log.log_format == "short" else iteration_line(report, datetime.now()))
+        if log.log_straggler and (text := self._counters.straggler()):
+            self.say(text)
+        self._scalars({"iteration-time": seconds, "throughput": report.tflops}, progress)
+        ours = {"tokens-per-second": tokens_per_second, "tflops-per-device": device_tflops, "mfu": mfu}
+        self._board.scalars({f"{PREFIX}{tag}": x for tag, x in (ours | tags_of(report.now, self._place)).items()}, n)
         window.told(regular=regular)
 
     def validation(self, losses: Mapping[str, float], where: str, progress: Progress) -> None:
@@ -104,6 +138,34 @@ class Reporter:
     def close(self) -> None:
         """Flush."""
         self._board.close()
+        self._metrics.close()
+
+    def _speed(self, tokens_per_second: float) -> tuple[float, float | None]:
+        """TFLOP/s of a device, and that as a share of its peak."""
+        tflops = self._flops * tokens_per_second / self.config.world_size / 1e12
+        return tflops, None if self._peak is None else tflops / self._peak
+
+    def _write_metrics(self, result: StepResult, progress: Progress, lr: float) -> None:
+        now, seconds = self._counters.now, self._window.last_seconds
+        tokens_per_second = result.batch * self.config.train.sequence / seconds
+        tflops, mfu = self._speed(tokens_per_second)
+        self._metrics.write(
+            {
+                "iteration": progress.iteration,
+                "consumed_samples": progress.consumed_train_samples,
+                "losses": result.losses,
+                "grad_norm": result.grad_norm,
+                "learning_rate": lr,
+                "loss_scale": progress.loss_scale.scale,
+                "batch": result.batch,
+                "skipped": result.skipped,
+                "step_ms": seconds * 1e3,
+                "tokens_per_second": tokens_per_second,
+                "tflops_per_device": tflops,
+                "mfu": mfu,
+                **(of_passes(now, self._place, self._counters.slow) if now else {}),
+            }
+        )
 
     def _scalars(self, values: Mapping[str, float | None], progress: Progress) -> None:
         self._board.scalars(values, progress.iteration, progress.consumed_train_samples)

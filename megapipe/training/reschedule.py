@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
-from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
-from megapipe.schedule.measured import StepsRan, measured_costs
+from megapipe.schedule.measured import Ran, StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.step import StepResult
@@ -94,14 +94,12 @@ class Rescheduling(Callback):
         run.say(f"rescheduling gained {1 - b / a:.1%}: a step took {a * 1e3:.1f} ms before, {b * 1e3:.1f} ms after it")
 
     def _timed(self, run: Run) -> Generator[None, None, tuple[list[float], StepsRan]]:
-        """Times of `after` - 1 steps and of their passes. The watch is there after the swap too: a GPU pays for it."""
-        times, steps = [], []
+        """Times of `after` - 1 steps and of their passes."""
+        times, steps = list[float](), list[list[list[Ran]]]()
         for _ in range(self.after - 1):
-            run.pipeline.stopwatch = watch = Stopwatch(run.mesh.device)
             yield
-            run.pipeline.stopwatch = None
             times.append(self._took)
-            steps.append(watch.of_all(run.mesh.pp))
+            steps += ran_by_all([run.pipeline.stopwatch], run.mesh.pp)
         return times, steps
 
     def _room(self) -> tuple[float, ...]:

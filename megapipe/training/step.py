@@ -84,7 +84,7 @@ class Pipeline:
         also_read: stages that get batches beside those with embedding or loss.
         costs: what the stages take, by which messages are ordered.
     Attributes:
-        stopwatch: takes the time of every pass of training, while there is one.
+        stopwatch: of the last step of training whose passes are over.
         on_layer_done: as in a Request, with a stage's number among this rank's.
     """
 
@@ -102,7 +102,7 @@ class Pipeline:
         costs: Costs = UNIT,
     ) -> None:
         self.config, self.modules, self.mesh = config, modules, mesh
-        self.stopwatch: Stopwatch | None = None
+        self.stopwatch = Stopwatch(mesh.device)
         self.on_layer_done: Callable[[int, int, int], None] | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
@@ -167,6 +167,7 @@ class Pipeline:
         losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
         batches = [self._batches(stage, microbatches) for stage in self._own]
+        watch = Stopwatch(self.mesh.device, self.schedule)
         self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=batches,
@@ -178,13 +179,15 @@ class Pipeline:
             calculate_per_token_loss=config.train.calculate_per_token_loss,
             loss_scale=loss_scale,
             on_loss=losses.append,
-            stopwatch=None if evaluate else self.stopwatch,
+            stopwatch=watch,
             on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
             of_stage={kind: lambda stage, start=start: start(chunk[stage]) for kind, start in of_chunk.items()},
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
             ),
         )
+        if not (evaluate or config.train.freeze_all_layers):
+            self.stopwatch = watch
         self.mesh.position.enter("the sum of the losses")
         finish = self._add_up.start(losses, consumed, evaluate=evaluate)
         self.mesh.position.leave()

@@ -1,0 +1,223 @@
+"""What every step is measured by: its passes on every rank, beside what the plan predicts, and who is slow.
+
+Each rank times its own passes (pipeline_parallel.stopwatch). Every few steps the ranks of a pipeline tell each other,
+and one rank of each replica what they took.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from statistics import mean, median
+
+import torch
+
+from megapipe.config import Config
+from megapipe.distributed.device import memory_bytes
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
+from megapipe.plan import GIB, Plan
+from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
+from megapipe.schedule.measured import Ran, Spent, measured_costs, spent
+from megapipe.schedule.slow import History, Sample, Slow, extremes
+
+WINDOW = 5
+"""Steps at most between two gathers, and looked at by a sample that says who is slow."""
+SAMPLE = 4
+"""Steps at least between two samples."""
+THIRD = 3
+"""The first step is slower than all others; after this one there are two to compare with."""
+
+_simulated = lru_cache(maxsize=4)(simulate)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A pipeline's last steps, medians over them, in seconds.
+
+    Attributes:
+        steps: how many.
+        costs: of passes and messages.
+        ranks: what each pipeline rank has spent.
+        passes: from the first pass's first question to the last pass's end, on the rank where that is most.
+        bubble: the most that a rank is idle between its first and its last pass, as a share of `passes`; what it would
+            be if all stages were alike and nothing else took time, what unequal stages add, the host's part, and the
+            rest, for which messages are left.
+        predicted_passes, predicted_bubble: of the plan, at the speed that was measured over all ranks.
+        predicted: F, B and W at each position of the chain, likewise.
+        peak_bytes: of each rank; none on CPUs. predicted_peaks: of each rank.
+    """
+
+    steps: int
+    costs: Costs
+    ranks: tuple[Spent, ...]
+    passes: float
+    bubble: float
+    of_table: float
+    of_stages: float
+    of_host: float
+    predicted_passes: float
+    predicted_bubble: float
+    predicted: Costs
+    peak_bytes: tuple[float, ...]
+    predicted_peaks: tuple[float, ...]
+
+    @property
+    def of_messages(self) -> float:
+        return self.bubble - self.of_table - self.of_stages - self.of_host
+
+
+def measured(
+    steps: Sequence[Sequence[Sequence[Ran]]], schedule: Schedule, of_plan: Plan, peak_bytes: tuple[float, ...] = ()
+) -> Measured:
+    """Of [step][rank] passes under a table."""
+    counted = of_plan.costs
+    costs = measured_costs(steps, schedule.placement, counted)
+    by_rank = list(zip(*[[spent(row) for row in step] for step in steps], strict=True))
+    ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
+    passes, worst = max(r.makespan for r in ranks), max(ranks, key=lambda r: r.idle)
+    stages = replace(costs, comm=0.0, overhead=0.0)
+    f, b, w = ((mean(x),) * len(x) for x in _stages(stages))
+    even = replace(stages, f=f, b=b, w=w)
+    plan = _simulated(schedule, counted)
+    speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
+    of_table, of_stages = (_bubble(simulate(schedule, x)) for x in (even, stages))
+    f, b, w = (tuple(x * speed for x in row) for row in _stages(counted))
+    return Measured(
+        len(steps),
+        costs,
+        ranks,
+        passes,
+        worst.idle / passes,
+        of_table,
+        of_stages - of_table,
+        (worst.idle - worst.waited) / passes,
+        plan.makespan * speed,
+        _bubble(plan),
+        replace(counted, f=f, b=b, w=w),
+        peak_bytes,
+        of_plan.peak_bytes,
+    )
+
+
+def _bubble(timeline: Timeline) -> float:
+    return timeline.bubble / timeline.makespan
+
+
+class Counters:
+    """Of one rank. Every rank is to call `add` after each step, when none is within its passes.
+
+    Attributes:
+        steps: so far.
+        now: of the last steps, on the rank that tells of the run (`speaks`); None before the third step, and where
+            nothing is trained.
+        slow: what the last sample shows, whether it was to be named or not.
+        samples: the last, of every replica.
+    """
+
+    def __init__(self, config: Config, mesh: ProcessMesh, plan: Plan, speaker: int, *, speaks: bool) -> None:
+        self.mesh, self.plan, self.speaks, self._tells = mesh, plan, speaks, mesh.pp.rank == speaker
+        log = config.log
+        self._every = 1 if log.metrics_file is not None else min(WINDOW, log.log_interval)
+        self.steps = self._sampled = 0
+        self._watches: list[Stopwatch] = []
+        self._recent: deque[list[list[Ran]]] = deque(maxlen=WINDOW)
+        self._schedule: Schedule | None = None
+        self._history = History({})
+        self.now: Measured | None = None
+        self.slow: list[Slow] = []
+        self.samples: list[Sample] = []
+
+    def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:
+        """The step whose passes this rank has timed is at its end; a collective every few of them.
+
+        over: the device is through with it too; else it is read later.
+        Returns: what is to be named, on the rank that speaks.
+        """
+        self.steps += 1
+        if self.steps == 1 or not watch.passes:
+            return []
+        self._watches.append(watch)
+        if self.steps != THIRD and self.steps % self._every:
+            return []
+        ready, self._watches = (self._watches, []) if over else (self._watches[:-1], self._watches[-1:])
+        new: list[Slow] = []
+        while ready:
+            schedule = ready[0].schedule
+            same = [x for x in ready if x.schedule is schedule]
+            ready = [x for x in ready if x.schedule is not schedule]
+            new += self._read(same, schedule)
+        return new
+
+    def _read(self, watches: list[Stopwatch], schedule: Schedule) -> list[Slow]:
+        """Steps under one table."""
+        steps = ran_by_all(watches, self.mesh.pp)
+        if schedule is not self._schedule:
+            self._schedule, self._sampled, self._history = schedule, 0, History({})
+            self._recent.clear()
+        self._recent.extend(steps)
+        self._sampled += len(steps)
+        peaks = self._peaks()
+        if self.speaks:
+            self.now = measured(steps, schedule, self.plan, peaks)
+        return self._sample(schedule) if self._sampled >= SAMPLE and self._tells else []
+
+    def _sample(self, schedule: Schedule) -> list[Slow]:
+        """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
+        self._sampled, pp = 0, self.mesh.pp
+        costs = measured_costs(self._recent, schedule.placement, self.plan.costs)
+        comm = costs.comm if isinstance(costs.comm, tuple) else ()
+        n, row = schedule.placement.chain, [*chain(*_stages(costs)), *comm, *pp.ranks]
+        rows = self.mesh.dp_cp.all_gather(torch.tensor([row], dtype=torch.float64, device=pp.device)).tolist()
+        if not self.speaks:
+            return []
+        self.samples = []
+        for of in rows:
+            f, b, w, links, ranks = (
+                of[:n],
+                of[n : 2 * n],
+                of[2 * n : 3 * n],
+                of[3 * n : len(of) - pp.size],
+                of[-pp.size :],
+            )
+            those = replace(costs, f=tuple(f), b=tuple(b), w=tuple(w), comm=tuple(links) or 0.0)
+            self.samples.append(Sample(those, tuple(map(int, ranks))))
+        self._history, new, self.slow = self._history.after(self.samples, schedule, self.plan.costs)
+        return new
+
+    def straggler(self) -> str:
+        """The slowest and the fastest stage of the last sample; empty before the first."""
+        return extremes(self.samples, self._schedule, self.plan.costs) if self.samples and self._schedule else ""
+
+    def _peaks(self) -> tuple[float, ...]:
+        """Most bytes allocated so far on each rank of the pipeline."""
+        mine = memory_bytes(self.mesh.device).get("mem-max-allocated-bytes")
+        if mine is None:
+            return ()
+        return tuple(
+            self.mesh.pp.all_gather(torch.tensor([mine], dtype=torch.float64, device=self.mesh.device)).tolist()
+        )
+
+
+def _stages(costs: Costs) -> list[tuple[float, ...]]:
+    """F, B and W at each position of the chain."""
+    return [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
+
+
+def table(now: Measured, place: Placement) -> str:
+    """Every stage's passes beside their prediction, then every rank's time, in ms."""
+    lines = [f"{'stage':>5}  {'rank':>4}" + "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")]
+    for stage, rank in enumerate(place.rank_of):
+        cells = [(getattr(x, name)[place.position(stage)] * 1e3) for name in "fbw" for x in (now.costs, now.predicted)]
+        pairs = "".join(f"  {a:8.2f}  {b:9.2f}" for a, b in zip(cells[::2], cells[1::2], strict=True))
+        lines.append(f"{stage:5}  {rank:4}{pairs}")
+    memory = "  peak GiB  predicted" if now.peak_bytes else ""
+    lines.append(f"{'rank':>5}  passes ms   waits ms    host ms{memory}")
+    for rank, r in enumerate(now.ranks):
+        held = (now.peak_bytes[rank] / GIB, now.predicted_peaks[rank] / GIB) if now.peak_bytes else ()
+        parts = (r.busy * 1e3, r.waited * 1e3, (r.idle - r.waited) * 1e3)
+        lines.append(f"{rank:5}" + "".join(f"  {x:9.1f}" for x in parts) + "".join(f"  {x:9.3g}" for x in held))
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""A run's own measurements: of real passes on ranks that are threads, emulated to be slow, and what the log says."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from short_run import config, datasets, run_of
+from tiny import STYLES
+
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.device import peak_by_name
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.pipeline_parallel.transport import Op
+from megapipe.plan import make_plan
+from megapipe.schedule import Costs, build
+from megapipe.training.counters import Counters
+from tools.emulated_runs import Ours, _EmulatedLinks
+
+
+class Late:
+    """A message that leaves in the background, 10 ms late."""
+
+    def __init__(self, future: Future) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+class LateLink(_EmulatedLinks):
+    """The link between two ranks is late, both ways."""
+
+    def __init__(self, *given, ends=(2, 3)) -> None:
+        super().__init__(*given)
+        self.ends, self.pool = ends, ThreadPoolExecutor(1)
+
+    def one(self, op: Op):
+        if not op.sends or {self.pp.rank, op.peer} != set(self.ends):
+            return super().one(op)
+        due = time.monotonic() + 0.01
+
+        def send() -> None:
+            time.sleep(max(0.0, due - time.monotonic()))
+            super(LateLink, self).one(op).wait()
+
+        return Late(self.pool.submit(send))
+
+
+def named(mesh: ProcessMesh, wrong: str) -> list[str]:
+    """What ten emulated steps of 1F1B name."""
+    table, rank = build("1f1b", 4, 4), mesh.pp.rank
+    slower = 1.5 if (wrong, rank) == ("rank", 1) else 1.0
+    runner = Ours(mesh, table, Costs(*(0.02 * slower,) * 3), (8, 1, 1))
+    if wrong == "link":
+        runner.transport = runner.comm.transport = LateLink(mesh, runner.device)
+    asked = config(STYLES["gpt2"], pp=4)
+    counters = Counters(asked, mesh, make_plan(asked), 3, speaks=rank == 3)
+    found = []
+    for _ in range(10):
+        runner.watch = Stopwatch(CPU, table)
+        runner.step()
+        found += counters.add(runner.watch, over=True)
+    return [slow.text for slow in found]
+
+
+@pytest.mark.parametrize(
+    "wrong, text", [("rank", r"stage 1 on rank 1 computes 1\.[3-7] x its peers"), ("link", r"link 2->3 is \d+ ms late")]
+)
+def test_an_injected_slow_rank_or_link_is_named_within_ten_steps(wrong, text):
+    *others, speaker = run_threads(partial(named, wrong=wrong), pp=4, timeout_s=60)
+    assert others == [[], [], []]
+    assert any(re.match(text, said) for said in speaker), speaker
+
+
+def train(mesh: ProcessMesh, asked) -> None:
+    run_of(mesh, asked).train()
+
+
+@pytest.mark.parametrize("schedule, late", [("1f1b", True), ("dualpipe-v", False), ("zb-v", False)])
+def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, schedule, late):
+    datasets()
+    asked = config(STYLES["gpt2"], pp=2, schedule=schedule)
+    log = replace(asked.log, log_interval=5, metrics_file=str(tmp_path / "steps"), device_peak_tflops=1.0)
+    train_10 = replace(asked.train, train_iters=10)
+    par = replace(asked.parallel, enable_optimizer_post_validation=late)
+    run_threads(partial(train, asked=replace(asked, log=log, parallel=par, train=train_10)), pp=2, timeout_s=60)
+    said = capsys.readouterr().out
+    assert "beside the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
+    line = next(x for x in said.splitlines() if "iteration       10/" in x)
+    fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)%, predicted", line)
+    assert fields
+    rows = [json.loads(x) for x in (tmp_path / "steps").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 11))
+    row = rows[-1]
+    assert 0 < row["bubble"] < 1
+    assert sum(row["bubble_parts"].values()) == pytest.approx(row["bubble"])
+    assert row["passes_ms"] == max(r["makespan"] for r in row["ranks_ms"])
+    assert len(row["stages_ms"]) == (2 if schedule == "1f1b" else 4)
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
+
+
+def test_a_short_line_has_80_characters_at_most(capsys):
+    asked = config(STYLES["gpt2"])
+    log = replace(asked.log, log_interval=5, log_format="short", device_peak_tflops=1.0)
+    train(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=10)))
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("5/10", "10/10"))]
+    assert len(lines) == 2
+    assert all(len(x) <= 80 and "tok/s" in x and "bubble" in x for x in lines), lines
+
+
+def test_peaks_are_those_of_the_device_that_is_named():
+    assert peak_by_name("NVIDIA H100 80GB HBM3") == 989.4
+    assert peak_by_name("NVIDIA H100 PCIe") == 756.0
+    assert peak_by_name("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_by_name("Quadro") is None
+
+
+def test_timing_a_pass_costs_less_than_half_a_percent_of_20_ms():
+    watch, passes = Stopwatch(CPU, build("1f1b", 1, 1)), 20_000
+    began = time.thread_time()
+    for _ in range(passes):
+        watch.ask()
+        watch.note(watch.mark())
+    watch.times()
+    assert (time.thread_time() - began) / passes < 0.005 * 0.02
