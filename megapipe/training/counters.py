@@ -7,7 +7,6 @@ and one rank of each replica what they took.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -21,13 +20,15 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
-from megapipe.schedule.measured import Ran, Spent, measured_costs, spent
+from megapipe.schedule.measured import Ran, Spent, StepsRan, measured_costs, spent
 from megapipe.schedule.slow import History, Sample, Slow, extremes
 
 WINDOW = 5
-"""Steps at most between two gathers, and looked at by a sample that says who is slow."""
+"""Steps at most between two gathers."""
+READ = 2
+"""The last of them that are read: a pass that is told to all costs microseconds for every rank."""
 SAMPLE = 4
-"""Steps at least between two samples."""
+"""Steps at least between two samples that say who is slow."""
 THIRD = 3
 """The first step is slower than all others; after this one there are two to compare with."""
 
@@ -71,11 +72,10 @@ class Measured:
 
 
 def measured(
-    steps: Sequence[Sequence[Sequence[Ran]]], schedule: Schedule, of_plan: Plan, peak_bytes: tuple[float, ...] = ()
+    steps: StepsRan, costs: Costs, schedule: Schedule, of_plan: Plan, peak_bytes: tuple[float, ...] = ()
 ) -> Measured:
-    """Of [step][rank] passes under a table."""
+    """Of passes under a table. costs: measured of them."""
     counted = of_plan.costs
-    costs = measured_costs(steps, schedule.placement, counted)
     by_rank = list(zip(*[[spent(row) for row in step] for step in steps], strict=True))
     ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
     passes, worst = max(r.makespan for r in ranks), max(ranks, key=lambda r: r.idle)
@@ -122,9 +122,9 @@ class Counters:
         self.mesh, self.plan, self.speaks, self._tells = mesh, plan, speaks, mesh.pp.rank == speaker
         log = config.log
         self._every = 1 if log.metrics_file is not None else min(WINDOW, log.log_interval)
-        self.steps = self._sampled = 0
+        self.steps = self._sampled_at = 0
         self._watches: list[Stopwatch] = []
-        self._recent: deque[list[list[Ran]]] = deque(maxlen=WINDOW)
+        self._recent: deque[list[list[Ran]]] = deque(maxlen=1 if log.metrics_file is not None else READ)
         self._schedule: Schedule | None = None
         self._history = History({})
         self.now: Measured | None = None
@@ -149,26 +149,30 @@ class Counters:
             schedule = ready[0].schedule
             same = [x for x in ready if x.schedule is schedule]
             ready = [x for x in ready if x.schedule is not schedule]
-            new += self._read(same, schedule)
+            new += self._read(same[-READ:], schedule)
         return new
 
     def _read(self, watches: list[Stopwatch], schedule: Schedule) -> list[Slow]:
         """Steps under one table."""
         steps = ran_by_all(watches, self.mesh.pp)
         if schedule is not self._schedule:
-            self._schedule, self._sampled, self._history = schedule, 0, History({})
+            self._schedule, self._history = schedule, History({})
             self._recent.clear()
         self._recent.extend(steps)
-        self._sampled += len(steps)
         peaks = self._peaks()
-        if self.speaks:
-            self.now = measured(steps, schedule, self.plan, peaks)
-        return self._sample(schedule) if self._sampled >= SAMPLE and self._tells else []
-
-    def _sample(self, schedule: Schedule) -> list[Slow]:
-        """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
-        self._sampled, pp = 0, self.mesh.pp
+        if not self._tells:
+            return []
         costs = measured_costs(self._recent, schedule.placement, self.plan.costs)
+        if self.speaks:
+            self.now = measured(self._recent, costs, schedule, self.plan, peaks)
+        if self.steps - self._sampled_at < SAMPLE:
+            return []
+        self._sampled_at = self.steps
+        return self._sample(costs, schedule)
+
+    def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:
+        """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
+        pp = self.mesh.pp
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
         n, row = schedule.placement.chain, [*chain(*_stages(costs)), *comm, *pp.ranks]
         rows = self.mesh.dp_cp.all_gather(torch.tensor([row], dtype=torch.float64, device=pp.device)).tolist()

@@ -137,13 +137,15 @@ def perplexity(loss: float) -> float:
 
 
 def arguments(config: Config) -> str:
-    """Every setting of the run, sorted without case."""
-    values = {f.name: getattr(group, f.name) for group in config.sections for f in fields(group)}
+    """The settings that differ from their defaults, sorted without case."""
+    settings = [(f, getattr(group, f.name)) for group in config.sections for f in fields(group)]
+    values = {f.name: value for f, value in settings if value != f.default}
+    others = f"  {len(settings) - len(values)} others have their defaults, see --help"
     values["world_size"] = config.world_size
     values["data_parallel_size"] = config.data_parallel_size
     rows = [f"  {name} ".ljust(50, ".") + f" {values[name]}" for name in sorted(values, key=str.lower)]
     dashes = "-" * 24
-    return "\n".join([f"{dashes} arguments {dashes}", *rows, f"{'-' * 20} end of arguments {'-' * 21}"])
+    return "\n".join([f"{dashes} arguments {dashes}", *rows, others, f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
 def banner(title: str, *lines: str) -> str:

@@ -9,7 +9,7 @@ from megapipe.schedule.measured import Ran, measured_costs, spent
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.slow import History, Sample, extremes
 
-WINDOW = 5
+EVERY, READ = 5, 2  # steps between two samples, and those that one looks at
 SCHEDULE = build("1f1b", 4, 8)
 RANKS = (0, 1, 2, 3)
 
@@ -53,8 +53,8 @@ def step(noise: random.Random, slower=(), later=()) -> list[list[Ran]]:
 def told(steps: int, noise: random.Random, history=None, **wrong):
     """What is named in so many steps, and the history behind them."""
     history, found = history or History({}), []
-    for _ in range(steps // WINDOW):
-        costs = measured_costs([step(noise, **wrong) for _ in range(WINDOW)], SCHEDULE.placement, Costs())
+    for _ in range(steps // EVERY):
+        costs = measured_costs([step(noise, **wrong) for _ in range(READ)], SCHEDULE.placement, Costs())
         history, new, _ = history.after([Sample(costs, RANKS)], SCHEDULE, Costs())
         found += new
     return found, history
@@ -94,7 +94,7 @@ def test_a_link_that_is_ten_ms_late_is_named(link):
 def test_a_replica_that_is_slow_is_found_among_equals():
     noise, steps = random.Random(5), [[], []]
     for replica, slower in enumerate(([], [0])):
-        steps[replica] = [step(noise, slower) for _ in range(WINDOW)]
+        steps[replica] = [step(noise, slower) for _ in range(READ)]
     pair = [
         Sample(measured_costs(x, SCHEDULE.placement, Costs()), ranks)
         for x, ranks in zip(steps, (RANKS, (4, 5, 6, 7)), strict=True)
