@@ -46,7 +46,8 @@ _FIELDS = {
     "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
     "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
-    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps",
+    "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps "
+    "device_peak_tflops",
     # What a clock of the system can count.
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
     "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "

@@ -7,8 +7,9 @@ and one rank of each replica what they took.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
 from statistics import mean, median
 
@@ -19,7 +20,7 @@ from megapipe.distributed.device import memory_bytes
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.plan import GIB, Plan
-from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
+from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.measured import Ran, Spent, StepsRan, measured_costs, spent
 from megapipe.schedule.slow import History, Sample, Slow, extremes
 
@@ -80,12 +81,12 @@ def measured(
     ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
     passes, worst = max(r.makespan for r in ranks), max(ranks, key=lambda r: r.idle)
     stages = replace(costs, comm=0.0, overhead=0.0)
-    f, b, w = ((mean(x),) * len(x) for x in _stages(stages))
+    f, b, w = ((mean(x),) * len(x) for x in _stages(stages, schedule))
     even = replace(stages, f=f, b=b, w=w)
     plan = _simulated(schedule, counted)
     speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
     of_table, of_stages = (_bubble(simulate(schedule, x)) for x in (even, stages))
-    f, b, w = (tuple(x * speed for x in row) for row in _stages(counted))
+    f, b, w = (tuple(x * speed for x in row) for row in _stages(counted, schedule))
     return Measured(
         len(steps),
         costs,
@@ -112,8 +113,6 @@ class Counters:
 
     Attributes:
         steps: so far.
-        now: of the last steps, on the rank that tells of the run (`speaks`); None before the third step, and where
-            nothing is trained.
         slow: what the last sample shows, whether it was to be named or not.
         samples: the last, of every replica.
     """
@@ -127,9 +126,14 @@ class Counters:
         self._recent: deque[list[list[Ran]]] = deque(maxlen=1 if log.metrics_file is not None else READ)
         self._schedule: Schedule | None = None
         self._history = History({})
-        self.now: Measured | None = None
+        self._now: Callable[[], Measured] | None = None
         self.slow: list[Slow] = []
         self.samples: list[Sample] = []
+
+    @property
+    def now(self) -> Measured | None:
+        """Of the last steps, on the rank that speaks; None before the third step, and where nothing is trained."""
+        return None if self._now is None else self._now()
 
     def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:
         """The step whose passes this rank has timed is at its end; a collective every few of them.
@@ -163,8 +167,8 @@ class Counters:
         if not self._tells:
             return []
         costs = measured_costs(self._recent, schedule.placement, self.plan.costs)
-        if self.speaks:
-            self.now = measured(self._recent, costs, schedule, self.plan, peaks)
+        if self.speaks:  # simulated when somebody asks, which is not in every step
+            self._now = cache(partial(measured, tuple(self._recent), costs, schedule, self.plan, peaks))
         if self.steps - self._sampled_at < SAMPLE:
             return []
         self._sampled_at = self.steps
@@ -174,7 +178,7 @@ class Counters:
         """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
         pp = self.mesh.pp
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
-        n, row = schedule.placement.chain, [*chain(*_stages(costs)), *comm, *pp.ranks]
+        n, row = schedule.placement.chain, [*chain(*_stages(costs, schedule)), *comm, *pp.ranks]
         rows = self.mesh.dp_cp.all_gather(torch.tensor([row], dtype=torch.float64, device=pp.device)).tolist()
         if not self.speaks:
             return []
@@ -206,9 +210,11 @@ class Counters:
         )
 
 
-def _stages(costs: Costs) -> list[tuple[float, ...]]:
+def _stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]:
     """F, B and W at each position of the chain."""
-    return [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
+    place = schedule.placement
+    time = replace(costs, overhead=0.0).durations(place)
+    return [tuple(time[kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W)]
 
 
 def table(now: Measured, place: Placement) -> str:

@@ -53,8 +53,7 @@ class Reporter:
         slow = self._counters.add(watch, over=over)
         for one in slow:
             self.say(f"slow: {one.text}" if one.cost is not None else f"slow no more: {one.text}")
-        now = self._counters.now
-        if now is not None and not self._compared and self._counters.steps >= THIRD:
+        if not self._compared and self._counters.steps >= THIRD and (now := self._counters.now) is not None:
             self._compared = True
             self.say(f"measured over {now.steps} step(s), beside the plan's prediction at the same speed:")
             self.say("\n".join([table(now, self._place), " ".join(x.strip(" |") for x in passes_fields(now))]))
@@ -67,7 +66,8 @@ class Reporter:
         """
         config, log, n, window = self.config, self.config.log, progress.iteration, self._window
         window.add(result)
-        self._write_metrics(result, progress, lr)
+        if log.metrics_file is not None and self.speaks:
+            self._write_metrics(result, progress, lr)
         on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
