@@ -50,7 +50,9 @@ class Reporter:
 
     def measure(self, watch: Stopwatch, *, over: bool = True) -> None:
         """Add a step's passes; some are collectives of every rank. Not to be called within passes, see Counters."""
+        self.mesh.position.enter("the exchange of measured times")
         slow = self._counters.add(watch, over=over)
+        self.mesh.position.leave()
         for one in slow:
             self.say(f"slow: {one.text}" if one.cost is not None else f"slow no more: {one.text}")
         if not self._compared and self._counters.steps >= THIRD and (now := self._counters.now) is not None:
