@@ -183,9 +183,9 @@ def _alone(rank: int, schedule: Schedule) -> Ours:
 
 
 def _passes(runner: Ours) -> list[Ran]:
-    runner.watch = watch = Stopwatch(CPU)
+    runner.watch = watch = Stopwatch(CPU, runner.schedule)
     runner.step()
-    return watch.ran
+    return watch.ran(runner.mesh.pp.rank)
 
 
 if __name__ == "__main__":

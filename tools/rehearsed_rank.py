@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from megapipe.config import CheckpointConfig, Config, LogConfig
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis, Pending
-from megapipe.distributed.device import pick_device
+from megapipe.distributed.device import pick_device, synchronize
 from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.optim.census import take_census
 from megapipe.pipeline_parallel.engine import _agree
-from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.transport import Op
 from megapipe.plan import Plan
 from megapipe.schedule import unpaired
@@ -246,11 +245,12 @@ def timed_step(run: Run) -> tuple[list[Ran], float]:
     paired = any(len(step) > 1 for row in schedule.ranks for step in row)
     if paired:
         run.pipeline.follow(unpaired(schedule), costs)
-    run.pipeline.stopwatch = watch = Stopwatch(run.mesh.device)
-    began = watch.now()
+    synchronize(run.mesh.device)
+    began = time.perf_counter()
     run.step()
-    took = watch.now() - began
-    run.pipeline.stopwatch = None
+    synchronize(run.mesh.device)
+    took = time.perf_counter() - began
+    ran = run.pipeline.stopwatch.ran(run.mesh.pp.rank)
     if paired:
         run.pipeline.follow(schedule, costs)
-    return watch.ran, took
+    return ran, took

@@ -53,6 +53,10 @@ class Stopwatch:
         rows = [((seconds(asked), seconds(begin), seconds(end)), n) for asked, begin, end, n in self.passes]
         return [row for row, n in rows for _ in range(n)]
 
+    def ran(self, rank: int) -> list[Ran]:
+        """The passes, which are those of a pipeline rank."""
+        return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
+
 
 def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
     """[step][rank]: what every rank of the pipeline has timed, under one table. Collective."""
@@ -65,11 +69,16 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
     everyone: Tensor = pp.all_gather(mine.to(pp.device)[None]).cpu()
     return [
         [
-            [Ran(item, begin, end, begin - asked) for item, (asked, begin, end) in zip(row, times, strict=False)]
+            [_ran(item, marks) for item, marks in zip(row, times, strict=False)]
             for row, times in zip(rows, everyone[:, step].tolist(), strict=True)
         ]
         for step in range(len(steps))
     ]
+
+
+def _ran(item: Pass, marks: Sequence[float]) -> Ran:
+    asked, begin, end = marks
+    return Ran(item, begin, end, begin - asked)
 
 
 def _timed(schedule: Schedule, rank: int) -> list[Pass]:

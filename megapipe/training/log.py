@@ -57,12 +57,14 @@ def short_line(report: IterationReport) -> str:
     """The same in 80 characters."""
     r = report
     loss = " ".join(f"{value:.4f}" for value in list(r.losses.values())[:1]) or "-"
-    parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"lr {r.learning_rate:.2e}"]
-    parts += [] if r.grad_norm is None else [f"norm {r.grad_norm:.2f}"]
-    parts += [f"{_brief(r.elapsed_ms)} ms", f"{_brief(r.tokens_per_second)} tok/s"]
+    parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"{_brief(r.elapsed_ms)} ms"]
+    parts += [f"{_brief(r.tokens_per_second)} tok/s"]
     parts += [] if r.mfu is None else [f"MFU {r.mfu:.0%}"]
     parts += [] if r.now is None else [f"bubble {r.now.bubble:.0%}"]
-    return "  ".join(parts)[:80]
+    parts += [] if r.grad_norm is None else [f"norm {r.grad_norm:.2f}"]
+    parts.append(f"lr {r.learning_rate:.2e}")
+    fit = sum(len(" ".join(parts[: n + 1])) <= 80 for n in range(len(parts)))
+    return " ".join(parts[:fit])
 
 
 def _brief(x: float) -> str:

@@ -167,7 +167,6 @@ class Pipeline:
         losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
         batches = [self._batches(stage, microbatches) for stage in self._own]
-        watch = Stopwatch(self.mesh.device, self.schedule)
         self._forward_backward(
             forward_step_func=self._forward_step,
             data_iterator=batches,
@@ -179,7 +178,7 @@ class Pipeline:
             calculate_per_token_loss=config.train.calculate_per_token_loss,
             loss_scale=loss_scale,
             on_loss=losses.append,
-            stopwatch=watch,
+            stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
             on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
             of_stage={kind: lambda stage, start=start: start(chunk[stage]) for kind, start in of_chunk.items()},
             stream=lambda i: Stream(
