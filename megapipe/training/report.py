@@ -77,19 +77,7 @@ class Reporter:
             return
         norm = optimizer.params_norm() if log.log_params_norm else None
         if on_board:
-            scalars = {
-                "learning-rate": lr,
-                "batch-size": result.batch,
-                **result.losses,
-                "loss-scale": progress.loss_scale.scale,
-                "grad-norm": result.grad_norm,
-                "num-zeros": result.num_zeros,
-                "params-norm": norm,
-                "world-size": config.world_size if log.log_world_size_to_tensorboard else None,
-            }
-            if log.log_memory_to_tensorboard:
-                scalars.update(memory_bytes(self.mesh.device))
-            self._scalars(scalars, progress)
+            self._write_board(result, progress, lr, norm)
         if not in_line:
             return
         synchronize(self.mesh.device)
@@ -146,6 +134,23 @@ class Reporter:
         """TFLOP/s of a device, and that as a share of its peak."""
         tflops = self._flops * tokens_per_second / self.config.world_size / 1e12
         return tflops, None if self._peak is None else tflops / self._peak
+
+    def _write_board(self, result: StepResult, progress: Progress, lr: float, norm: float | None) -> None:
+        """Megatron's scalars of an iteration."""
+        config, log = self.config, self.config.log
+        scalars = {
+            "learning-rate": lr,
+            "batch-size": result.batch,
+            **result.losses,
+            "loss-scale": progress.loss_scale.scale,
+            "grad-norm": result.grad_norm,
+            "num-zeros": result.num_zeros,
+            "params-norm": norm,
+            "world-size": config.world_size if log.log_world_size_to_tensorboard else None,
+        }
+        if log.log_memory_to_tensorboard:
+            scalars.update(memory_bytes(self.mesh.device))
+        self._scalars(scalars, progress)
 
     def _write_metrics(self, result: StepResult, progress: Progress, lr: float) -> None:
         now, seconds = self._counters.now, self._window.last_seconds
