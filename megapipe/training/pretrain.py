@@ -35,11 +35,7 @@ from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary, with_batch
 from megapipe.training.check import as_here, check, start_block
-from megapipe.training.checkpoint import (
-    check_save,
-    find_checkpoint,
-    refuse_save,
-)
+from megapipe.training.checkpoint import check_save, find_checkpoint, refuse_save
 from megapipe.training.fallback import resumed
 from megapipe.training.guard import Guard
 from megapipe.training.lock import one_run
