@@ -101,10 +101,11 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
 
 
 def sums(plan: Plan, config: Config, device: Device) -> float:
-    """Seconds in which the slowest rank sums its gradients and gathers its weights after the passes."""
+    """Seconds in which the slowest rank sums its gradients, also with a second copy, and gathers weights at the end."""
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
     element = (2 if config.train.half else 4) if par.use_distributed_optimizer else 4
     extent = config.world_size if par.use_tp_pp_dp_mapping else config.world_size // place.num_ranks
     held = [sum(plan.works[s].parameters for s in place.stages_on(r)) for r in range(place.num_ranks)]
-    sent = max(held) / par.tensor_model_parallel_size * (4 + element) * (n - 1) / n
-    return device.seconds(sent, extent, 2)
+    most = max(held) / par.tensor_model_parallel_size
+    twins = 4 * most * (place.num_chains > 1)
+    return device.seconds(most * (4 + element) * (n - 1) / n, extent, 2) + device.seconds(twins, config.world_size)
