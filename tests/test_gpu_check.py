@@ -39,6 +39,12 @@ def test_a_case_is_judged_by_its_loss_its_reference_and_its_memory():
         assert verdict(memory, changed(peak=peak, predicted_peak=100)) == want
 
 
+def test_a_device_that_reaches_too_little_of_its_peak_fails():
+    case = Case("x", mfu=0.5)
+    assert [verdict(case, {n: step | {"mfu": mfu} for n, step in A.items()}) for mfu in (0.5, 0.4)] == ["pass", "FAIL"]
+    assert verdict(case, A) == "pass"  # a device that is not in the table
+
+
 def test_each_case_stands_behind_its_reference_on_every_device_it_runs_on():
     for n, case in enumerate(CASES):
         if case.like is not None:

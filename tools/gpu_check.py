@@ -175,6 +175,8 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
         return "FAIL", "a loss is not finite"
     if any(step["skipped"] for step in steps.values()):
         return "FAIL", "a step was skipped"
+    if (mfu := _median(steps, "mfu")) is not None and mfu < case.mfu:
+        return "FAIL", f"{mfu:.1%} of the device's peak, at least {case.mfu:.0%}"
     if case.memory is not None:
         last = [*steps.values()][-1]
         ratio = last["peak"] / last["predicted_peak"]
@@ -194,11 +196,15 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
     return ("pass", f"bits of '{case.like}'") if same else ("FAIL", f"not the bits of '{case.like}': {apart:.1e}")
 
 
+def _median(steps: Steps, name: str) -> float | None:
+    found = [step[name] for step in steps.values() if name in step]
+    return statistics.median(found) if found else None
+
+
 def speed(steps: Steps) -> str:
     """Tokens per second of the median step, and memory where it is known."""
-    rates = [step["tokens_per_second"] for step in steps.values()]
-    tflops = statistics.median(step["tflops"] for step in steps.values())
-    text = f"{statistics.median(rates):,.0f} tokens/s, {tflops:.3g} TFLOP/s"
+    text = f"{_median(steps, 'tokens_per_second'):,.0f} tokens/s, {_median(steps, 'tflops'):.3g} TFLOP/s"
+    text += "" if (mfu := _median(steps, "mfu")) is None else f", MFU {mfu:.1%}"
     last = [*steps.values()][-1]
     if "peak" in last:
         text += f"; peak {last['peak'] / GIB:.2f} GiB, predicted {last['predicted_peak'] / GIB:.2f}"

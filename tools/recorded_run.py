@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megapipe.config import Config
-from megapipe.distributed.device import memory_bytes, synchronize
+from megapipe.distributed.device import memory_bytes, peak_tflops, synchronize
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
@@ -26,7 +27,7 @@ from pretrain_gpt import forward_step
 
 class Recorder(Callback):
     """Rank 0 adds a line per step: iteration, loss, norm, skipped, seconds, tokens_per_second, tflops of a device, and
-    on a GPU its peak memory and the plan's prediction of it in bytes."""
+    on a GPU its mfu, its peak memory and the plan's prediction of that in bytes."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -42,7 +43,7 @@ class Recorder(Callback):
         if run.mesh.world.rank:
             return
         rate = config.global_batch_size * config.train.sequence / seconds
-        line = {
+        line: dict[str, Any] = {
             "iteration": run.progress.iteration,
             "loss": result.losses["lm loss"],
             "norm": result.grad_norm,
@@ -51,6 +52,8 @@ class Recorder(Callback):
             "tokens_per_second": rate,
             "tflops": rate * flops_per_token(config.model, config.train.sequence) / config.world_size / 1e12,
         }
+        if most := peak_tflops(device):
+            line["mfu"] = line["tflops"] / most
         if peak := memory_bytes(device).get("mem-max-allocated-bytes"):
             line |= {"peak": peak, "predicted_peak": make_plan(config).peak_bytes[run.mesh.pp.rank]}
         with self.file.open("a") as file:
