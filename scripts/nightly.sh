@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies, faults
-# at random moments. MINUTES (of the comparison, 30), CASES (of
-# post-validation, 300) and SEED change it. A case that differs is printed as a command.
+# What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies,
+# faults at random moments; and the GPU's check on a CPU. MINUTES (of the comparison, 30), CASES (of post-validation, 300)
+# and SEED change it. A case that differs is printed as a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -21,5 +21,6 @@ for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--
   "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"; do
   python tools/chaos.py --minutes 20 -- torchrun --standalone --nproc-per-node 2 pretrain_gpt.py $layout $TINY
 done
+python tools/gpu_check.py --device cpu
 python tools/drawn_starts.py --seed "${SEED:-$(date +%j)}"
 python tools/soak.py
