@@ -15,10 +15,12 @@ if [ -z "${VIRTUAL_ENV:-}$conda" ]; then
   . .venv/bin/activate
 fi
 
-install_megapipe() { # install_megapipe EXTRAS: once per environment and pyproject.toml
-  local stamp
-  stamp="$(python -c 'import sys; print(sys.prefix)')/.megapipe-$(cksum < pyproject.toml | tr -d ' ')-$(pwd | cksum | tr -d ' ')$1"
-  if [ -f "$stamp" ] || { [ -z "$1" ] && compgen -G "$stamp*" > /dev/null; }; then return; fi # extras bring megapipe too
+install_megapipe() { # install_megapipe EXTRAS: once per environment, checkout and pyproject.toml
+  local prefix mine found
+  prefix="$(python -c 'import sys; print(sys.prefix)')" mine="$(cksum < pyproject.toml) $(pwd)"
+  for found in "$prefix"/.megapipe-*; do # what is installed is the checkout that asked last
+    [ "$(cat "$found" 2> /dev/null)" != "$mine" ] || { [ -n "$1" ] && [ "$found" != "$prefix/.megapipe-$1" ]; } || return 0
+  done
   if ! python -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2> /dev/null; then
     if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
       echo "== Installing torch with CUDA (several GB)"
@@ -32,5 +34,6 @@ install_megapipe() { # install_megapipe EXTRAS: once per environment and pyproje
   fi
   echo "== Installing megapipe$1"
   python -m pip install --quiet --progress-bar off -e ".$1"
-  touch "$stamp"
+  rm -f "$prefix"/.megapipe-*
+  echo "$mine" > "$prefix/.megapipe-$1"
 }

@@ -1,12 +1,23 @@
-"""Tests of half a minute begin first, so that no worker ends long after the others."""
+"""Tests that wait for processes and timeouts come first, all for one worker: the others use the cores meanwhile."""
 
 import gc
 
-LONG = ("test_scripts.py", "test_hangs.py", "test_compile.py")
+WAITING = (
+    "scripts",
+    "hangs",
+    "chaos",
+    "background",
+    "launch",
+    "layout_launch",
+    "bench",
+    "plan_tool",
+    "meeting",
+    "lock",
+)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in WAITING)
 
 
 def pytest_collection_finish():

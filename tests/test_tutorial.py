@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import ROOT, start_ranks
+from programs import ROOT, run_ranks
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -28,9 +28,7 @@ def output(command: str, folder: Path) -> str:
     if words[0] == "cat":
         return (folder / words[1]).read_text()
     if words[0] == "torchrun":
-        ranks = start_ranks(int(words[2]), [folder / words[3]], folder, cwd=folder)
-        assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].log.read_text()
-        return "".join(rank.log.read_text() for rank in ranks)
+        return run_ranks(int(words[2]), [folder / words[3]], folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "100")

@@ -211,6 +211,9 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--check",
         "--check-paths",
         "--world-size",
+        "--device-peak-tflops",
+        "--log-format",
+        "--metrics-file",
     }
 
 

@@ -93,6 +93,7 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     datasets()
     asked = config(STYLES["gpt2"], pp=2, schedule=schedule)
     log = replace(asked.log, log_interval=5, metrics_file=str(tmp_path / "steps"), device_peak_tflops=1.0)
+    log = replace(log, log_straggler=schedule == "1f1b")  # --log-straggler
     train_10 = replace(asked.train, train_iters=10)
     par = replace(asked.parallel, enable_optimizer_post_validation=late)
     run_threads(partial(train, asked=replace(asked, log=log, parallel=par, train=train_10)), pp=2, timeout_s=60)
@@ -101,6 +102,7 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     line = next(x for x in said.splitlines() if "iteration       10/" in x)
     fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)%, predicted", line)
     assert fields
+    assert ("straggler: slowest stage" in said) == (schedule == "1f1b")
     rows = [json.loads(x) for x in (tmp_path / "steps").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 11))
     row = rows[-1]

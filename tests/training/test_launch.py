@@ -93,7 +93,7 @@ def test_tensorboard_has_megatrons_tags(unbroken):
     folder, output = unbroken
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    tags = set(events.Tags()["scalars"])
+    tags = {tag for tag in events.Tags()["scalars"] if not tag.startswith("megapipe/")}
     names = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time"}
     names |= {"lm loss validation", "lm loss validation ppl"}
     assert names | {f"{name} vs samples" for name in names} == tags
