@@ -80,15 +80,17 @@ def test_a_shared_vocabulary_trains_what_one_process_trains(schedule, pp, settin
     assert differences(case, ranks) == []
 
 
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("shared_first", [True, False])
-def test_a_checkpoint_moves_between_with_and_without(tmp_path, shared_first):
+def test_a_checkpoint_moves_between_with_and_without(pool, tmp_path, shared_first):
     one, other = case_of("1f1b", 4), replace(case_of("zb-v", 2, tp=2, tied=True), microbatches=8, vocabulary=False)
     layouts = [(4, 1, 1), (2, 1, 2)]
     if not shared_first:
         one, other = replace(one, vocabulary=False), replace(other, vocabulary=True)
-    (tmp_path / "pool").mkdir()
-    pool = Pool(tmp_path / "pool")
-    try:
-        assert differences(replace(other, steps=3), pool.run(go_on, layouts, one, other, tmp_path)) == []
-    finally:
-        pool.close()
+    assert differences(replace(other, steps=3), pool.run(go_on, layouts, one, other, tmp_path)) == []
