@@ -21,6 +21,7 @@ from megapipe.plan.work import Pieces, Work  # noqa: E402
 from megapipe.schedule import Costs, build, entry_of, simulate, unpaired  # noqa: E402
 from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
 from tools.bench_pool import Job, run_pool  # noqa: E402
+from tools.bench_schedules import overhead_here  # noqa: E402
 from tools.emulated import times  # noqa: E402
 
 
@@ -36,6 +37,13 @@ def jobs_of(name: str, ranks: int, microbatches: int, layers: int, head: float, 
     return [Job("megapipe", table, whole), Job("megapipe", with_vocabulary(table, even), even)]
 
 
+def known(job: Job, overhead: float, comm: float) -> Costs:
+    """What its passes take here, with what each costs beside its work, and its messages."""
+    costs = job.costs or Costs()
+    shared = {name: getattr(costs, name) + overhead for name in ("s", "t", "e")}
+    return replace(costs, overhead=overhead, comm=comm, **shared)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
@@ -46,8 +54,16 @@ def main() -> None:
     parser.add_argument("--ms", type=times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
     parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps")
+    parser.add_argument(
+        "--measure-overhead", action="store_true", help="first time what a pass and a message cost here"
+    )
     args = parser.parse_args()
     args.dp, names = 1, args.schedules.split(",")
+    overhead, comm = 0.0, 0.0
+    if args.measure_overhead:
+        f, b, w = (x / 1000 for x in args.ms)
+        overhead, comm = overhead_here(args.pp, args.message_kib, Costs(f, b, w), args.repeats)
+        print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms\n")
     size = args.pp, args.microbatches, args.layers, args.head_layers, args.ms
     jobs = [job for name in names for job in jobs_of(name, *size)]
     measured = run_pool(jobs, Costs(), args)
@@ -64,8 +80,7 @@ def main() -> None:
     for i, name in enumerate(names):
         told, seen = [], []
         for job, steps in zip(jobs[2 * i : 2 * i + 2], measured[2 * i : 2 * i + 2], strict=True):
-            assert job.costs is not None
-            told.append(simulate(job.schedule, job.costs).makespan * 1e3)
+            told.append(simulate(job.schedule, known(job, overhead, comm)).makespan * 1e3)
             seen.append(statistics.median(max(rank[0] for rank in step) for step in steps) * 1e3)
         print(
             f"| {name} | {told[0]:.0f} | {seen[0]:.0f} | {told[1]:.0f} | {seen[1]:.0f} | {seen[1] / told[1]:.3f} | "

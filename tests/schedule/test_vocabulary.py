@@ -45,6 +45,13 @@ def test_every_schedule_takes_vocabulary_passes(name: str) -> None:
     assert sum(x.kind is Kind.C for row in table.ranks for step in row for x in step) == 8
 
 
+@pytest.mark.parametrize("microbatches", [8, 12, 24])
+@pytest.mark.parametrize("name", [name for name in FIXED if SCHEDULES[name].copies == 2])
+def test_chains_look_up_in_turn(name: str, microbatches: int) -> None:
+    """One chain's lookups stood before all of the other's, which waited for each other: chimera 4 x 12."""
+    verify(with_vocabulary(build(name, 4, microbatches), COSTS))
+
+
 def test_loss_waits_for_all_shares_and_everything_after_it_for_the_loss() -> None:
     """F 1, messages 0.5, S 2 on both ranks at once, then B of the last stage; T and EW when their inputs are there."""
     time = simulate(with_vocabulary(build("1f1b", 2, 1)), Costs(s=2, t=1, comm=0.5))

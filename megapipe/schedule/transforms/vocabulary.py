@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import zip_longest
 from math import inf
 
 from megapipe.errors import ScheduleError
@@ -101,9 +102,9 @@ class _Merge:
         self.ranks = [_Rank(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
         self.pairs = {step: costs.of_step(step, self.place) for row in schedule.ranks for step in row if len(step) > 1}
-        order = [x for row in schedule.ranks for step in row for x in step if x.kind.is_forward]
+        order = list(_first_forwards(schedule))
         self.lookups = [
-            [Pass(Kind.E, s, x.microbatch) for x in order if self.place.is_first(x.stage)
+            [Pass(Kind.E, s, x.microbatch) for x in order
              for s in self.place.shares(x.stage) if self.place.rank_of[s] == rank]
             for rank in range(len(self.ranks))
         ]  # fmt: skip
@@ -177,6 +178,14 @@ class _Merge:
 def _merged(schedule: Schedule, costs: Costs, waiting: int) -> Schedule | None:
     rows = _Merge(schedule, costs, waiting).run()
     return None if rows is None else replace(schedule, ranks=rows)
+
+
+def _first_forwards(schedule: Schedule) -> Iterator[Pass]:
+    """Of every microbatch, those of several chains in turn."""
+    is_first = schedule.placement.is_first
+    rows = ([x for step in row for x in step if x.kind.is_forward and is_first(x.stage)] for row in schedule.ranks)
+    for turn in zip_longest(*rows):
+        yield from filter(None, turn)
 
 
 def _all_shared(schedule: Schedule) -> Iterator[list[Step]]:
