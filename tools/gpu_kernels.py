@@ -6,8 +6,9 @@ PYTHONPATH=. python tools/gpu_kernels.py --device cuda --only weight_grad
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -134,9 +135,19 @@ class Flags:
     """One of them; default: all."""
 
 
-def main(argv: Sequence[str]) -> None:
+class Shown(Protocol):
+    """What a check of this tool or of gpu_measures.py found."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    @property
+    def figure(self) -> str: ...
+
+
+def main(argv: Sequence[str], checks: Mapping[str, Callable[[str], Shown]] = KERNELS) -> None:
     flags = parse(Flags, argv)
-    found = [kernel(flags.device) for name, kernel in KERNELS.items() if flags.only in ("", name)]
+    found = [check(flags.device) for name, check in checks.items() if flags.only in ("", name)]
     for one in found:
         print(one.figure)
     raise SystemExit(not all(one.passed for one in found))

@@ -29,7 +29,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import be_deterministic, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ScheduleError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import stop
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan, partition
@@ -40,6 +40,7 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.step import Pipeline, StepResult, train_step
 from pretrain_gpt import forward_step
 from tools.gpu_cases import LARGE_LAYER, SHAPE, SIZES
+from tools.gpu_kernels import main
 from tools.rehearse import prepared
 from tools.rehearsed_rank import answers_of, rank_alone
 
@@ -221,6 +222,10 @@ def training(
     return lambda: train_step(pipeline, optimizer, [*data], 0, 1e-4)
 
 
+def _on(measure: Callable[[torch.device], Measured], device: str) -> Measured:
+    return measure(torch.device(device))
+
+
 def _runs_alone(name: str) -> bool:
     try:
         build(name, 1, 4)
@@ -248,26 +253,8 @@ def _stage(model: ModelConfig, span: LayerSpan, device: torch.device) -> nn.Modu
     return module
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Flags of this tool."""
-
-    device: str = "cuda"
-    """cuda, cpu."""
-    only: str = ""
-    """One of them; default: all."""
-
-
-def main(argv: Sequence[str]) -> None:
-    flags = parse(Flags, argv)
-    found = [measure(torch.device(flags.device)) for name, measure in MEASURES.items() if flags.only in ("", name)]
-    for one in found:
-        print(one.figure)
-    raise SystemExit(not all(one.passed for one in found))
-
-
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:], {name: partial(_on, measure) for name, measure in MEASURES.items()})
     except UserError as error:
         stop(error)
