@@ -179,3 +179,12 @@ def test_a_search_ends_when_its_seconds_of_cpu_are_over() -> None:
     found = search(4, 8, placement="v", costs=Costs(10, 14, 7), memory=3, effort=1000, seconds=0.2)
     assert process_time() - began < 10  # patterns and checks come beside
     assert found.makespan <= 298  # the best pattern
+
+
+def test_of_equally_fast_tables_it_takes_the_one_that_holds_less() -> None:
+    # A head worth all other stages together: any order that keeps its rank busy is optimal.
+    costs = Costs((3.0, 3.0, 2.0, 10.0), (3.0, 3.0, 2.0, 10.0), (3.0, 3.0, 2.0, 10.0))
+    found = search(4, 8, costs=costs, chunks=1, effort=0.5)
+    known = simulate(zb_h1(4, 8), costs)
+    assert found.makespan == found.bound == known.makespan
+    assert sum(simulate(found.schedule, costs).peak) <= sum(known.peak)

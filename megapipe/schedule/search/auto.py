@@ -134,7 +134,7 @@ def search_among(
     schedule, costs = decode(best.problem, best.found.orders, "zb-auto"), best.problem.costs
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
         for made in _fitting(x):
-            if _objective(made, x.costs, period) < _objective(schedule, costs, period):
+            if _worth(made, x.costs, period) < _worth(schedule, costs, period):
                 schedule, costs = made, x.costs
     timeline = simulate(schedule, costs)
     least = timeline.period if period else timeline.makespan
@@ -155,10 +155,10 @@ def _fitting(of: Problem) -> Iterator[Schedule]:
             yield replace(made, name="zb-auto")
 
 
-def _objective(schedule: Schedule, costs: Costs, period: bool) -> float:
+def _worth(schedule: Schedule, costs: Costs, period: bool) -> tuple[float, float]:
+    """Its time and, of equal ones, what ranks hold; less is better, by more than a hair."""
     time = simulate(schedule, costs)
-    # A hair is no reason to leave what was found for another table.
-    return float(f"{time.period if period else time.makespan:.12g}")
+    return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
 
 
 @dataclass(frozen=True)
