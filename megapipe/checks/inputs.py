@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from shutil import which
 
 from megapipe.config import Config
@@ -36,11 +37,18 @@ def path_problems(config: Config) -> Iterator[str]:
             for prefix in blend.prefixes:
                 yield from ask(lambda: blend.ask(glance, prefix))  # noqa: B023
     yield from ask(lambda: build_tokenizer(data))
+    if (project := config.log.wandb_project) and not _installed("wandb"):
+        yield f"--wandb-project {project} needs the package wandb: pip install wandb, or leave it out."
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
     if load and not os.path.isdir(load) and load != save:
         yield f"--load {load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
     if save and os.path.exists(save) and not os.path.isdir(save):
         yield f"--save {save} is a file, not a folder. Give another name."
+
+
+def _installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # a folder ./wandb is none
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:

@@ -43,8 +43,8 @@ _FIELDS = {
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "save_retain_interval save_keep_last max_bad_iterations_in_a_row "
     "eval_global_batch_size eval_micro_batch_size ddp_bucket_size ddp_num_buckets "
-    "vocab_size eval_interval save_interval log_interval recompute_num_layers tensorboard_log_interval "
-    "tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
+    "vocab_size eval_interval start_eval_at_iter save_interval log_interval recompute_num_layers "
+    "tensorboard_log_interval tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
     "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps "
     "device_peak_tflops",

@@ -76,6 +76,10 @@ class DataConfig:
     """Sequences of its microbatches. Default: --micro-batch-size."""
     eval_interval: int | None = None
     """Evaluate every so many steps."""
+    start_eval_at_iter: int | None = None
+    """From this step on. Default: from the first."""
+    skip_train: bool = False
+    """Train nothing: evaluate what --load gives on validation and test data, each from its first sample."""
 
     @property
     def eval_batches(self) -> int:
@@ -121,6 +125,8 @@ class CheckpointConfig:
     """Leave the optimizer state out."""
     no_load_optim: bool = False
     """Do not load the optimizer state."""
+    trigger_path: str | None = None
+    """Folder looked into every --log-interval steps: a file `save` there has a checkpoint saved, `exit` the run end."""
     async_save: bool = False
     """Copy a checkpoint into shared memory and let a process beside each rank write it; the run's first waits."""
 
@@ -135,6 +141,14 @@ class LogConfig:
     """megatron: its line, our fields behind. short: one of 80 characters."""
     log_throughput: bool = False
     """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
+    log_progress: bool = False
+    """Append to progress.txt in the folder of --save when a job starts and when it saves: throughput, FLOPs, tokens."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """1: with every line the time of a step's passes and of its update, over all ranks. 2: also what the passes did."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Of the ranks: the most, the least and the most, or each."""
+    log_timers_to_tensorboard: bool = False
+    """The timers of --timing-log-level in TensorBoard too: the most of all ranks, in seconds."""
     log_straggler: bool = False
     """With every line the slowest stage and rank, also while it is not slow enough to be named."""
     device_peak_tflops: float | None = None
@@ -151,6 +165,14 @@ class LogConfig:
     """Write to TensorBoard every so many steps."""
     tensorboard_queue_size: int = 1000
     """Events held back before a write."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases that gets the same scalars; WANDB_MODE=offline keeps them on disk."""
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+    wandb_entity: str | None = None
+    """Whose project it is."""
+    wandb_save_dir: str | None = None
+    """Folder for its files. Default: wandb in that of --save."""
     log_validation_ppl_to_tensorboard: bool = False
     """Validation perplexity in TensorBoard too."""
     log_world_size_to_tensorboard: bool = False

@@ -89,12 +89,15 @@ def _build_parts(config: Config, tokenizer: Tokenizer, given: Sequence[Blend | N
 
 def samples_wanted(config: Config) -> tuple[int, int, int]:
     """Samples of train, validation and test that the run reads: validation also once at the end, and neither it nor
-    test without --eval-interval."""
-    data, train, batch = config.data, config.train_samples, config.evaluation.global_batch_size
-    if data.eval_interval is None:
+    test without --eval-interval, but once with --skip-train."""
+    data, train = config.data, config.train_samples
+    once = data.eval_batches * config.evaluation.global_batch_size
+    if data.skip_train:
+        return 0, once, once
+    if (every := data.eval_interval) is None:
         return train, 0, 0
-    evaluations = 1 + config.train_iters // data.eval_interval
-    return train, evaluations * data.eval_batches * batch, data.eval_batches * batch
+    evaluations = 1 + config.train_iters // every - (data.start_eval_at_iter or 0) // every  # Megatron-LM's number
+    return train, max(0, evaluations) * once, once
 
 
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:

@@ -29,7 +29,6 @@ _READ = "indices are mapped, tokens read ahead by --num-workers threads"
 _COLLECTED = "Python collects garbage when it wants to"
 _TP_OVERLAP = "collectives over tensor-parallel ranks do not overlap with products"
 _LAUNCHED = "kernels are launched one by one, without CUDA graphs"
-_WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir writes the same scalars to files"
 _NOT_LOGGED = "not logged"
 _NOT_MOVED = "acts beside --cpu-offload, which is refused"
 _HANGS = "a rank that hangs is named with its pass; NCCL's recorder is left to TORCH_NCCL_ in the environment"
@@ -190,22 +189,18 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("no-save-rng no-load-rng", _SWITCH, _STREAMS),
     # logs
     ("no-one-logger", _SWITCH, "there is no such logger"),
-    ("timing-log-level", ("0", "1", "2"), "iterations are timed, not their parts; --profile shows every pass"),
-    ("timing-log-option", ("max", "minmax", "all"), "iterations are timed, not their parts"),
-    ("log-timers-to-tensorboard", _SWITCH, "iteration-time is in TensorBoard; no finer timers"),
     ("no-barrier-with-level-1-timing", _SWITCH, "no timer adds a barrier"),
     ("log-batch-size-to-tensorboard log-learning-rate-to-tensorboard", _SWITCH, "always in TensorBoard"),
     ("no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard", _SWITCH, "it is one more curve there"),
     ("logging-level log-memory-interval straggler-ctrlr-port straggler-minmax-count", _ANY, _NOT_LOGGED),
     (
-        "log-energy disable-straggler-on-startup log-progress log-device-memory-used "
+        "log-energy disable-straggler-on-startup log-device-memory-used "
         "log-max-attention-logit record-memory-history measure-activation-memory dump-param-to-param-group-map",
         _SWITCH,
         _NOT_LOGGED,
     ),
     ("memory-snapshot-path config-logger-dir profile-memory-iter", _ANY, _NOT_LOGGED),
     ("nvtx-ranges", _SWITCH, "passes are labelled for torch's profiler"),
-    ("wandb-project wandb-exp-name wandb-save-dir wandb-entity", _ANY, _WANDB),
     ("app-tag-run-name app-tag-run-version one-logger-project one-logger-run-name", _ANY, _NOT_LOGGED),
     ("one-logger-async", _SWITCH, _NOT_LOGGED),
     ("otel-enabled", _SWITCH, _NOT_LOGGED),

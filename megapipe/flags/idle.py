@@ -49,15 +49,18 @@ def _one_chunk(config: Config) -> bool:
     return "interleaved" not in name.lower()
 
 
+def _no_evaluation(config: Config) -> bool:
+    return config.data.eval_interval is None and not config.data.skip_train
+
+
 _NOTHING_LOADED = "nothing is loaded"
 _DYNAMIC = "a dynamic loss scale (--fp16 without --loss-scale)"
 
 IDLE: tuple[Idle, ...] = (
     *(
         Idle("checkpoint", name, "--save", lambda c: not c.checkpoint.save, "nothing is saved")
-        for name in ("save_interval", "save_retain_interval", "save_keep_last", "save_failure")
+        for name in ("save_interval", "save_retain_interval", "save_keep_last", "save_failure", "async_save")
     ),
-    Idle("checkpoint", "async_save", "--save", lambda c: not c.checkpoint.save, "nothing is saved"),
     Idle("checkpoint", "no_load_optim", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "finetune", "--load", _no_load, _NOTHING_LOADED),
     Idle("checkpoint", "ckpt_step", "--load", _no_load, _NOTHING_LOADED),
@@ -104,6 +107,18 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.parallel.context_parallel_size > 1 and "a2a" not in c.model.cp_comm_type,
         "context-parallel ranks compute attention in blocks of plain torch",
     ),
+    Idle("log", "log_progress", "--save", lambda c: not c.checkpoint.save, "there is no folder for progress.txt"),
+    *(
+        Idle("log", name, "--timing-log-level 1 or 2", lambda c: not c.log.timing_log_level, instead)
+        for name, instead in (
+            ("timing_log_option", "no timers are told"),
+            ("log_timers_to_tensorboard", "iteration-time alone is in TensorBoard"),
+        )
+    ),
+    *(
+        Idle("log", name, "--wandb-project", lambda c: not c.log.wandb_project, "nothing is sent")
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+    ),
     *(
         Idle("log", name, "--use-pytorch-profiler", lambda c: not c.log.use_pytorch_profiler, "nothing is recorded")
         for name in ("profile", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack")
@@ -138,8 +153,8 @@ IDLE: tuple[Idle, ...] = (
         for name in ("tiktoken_pattern", "tiktoken_num_special_tokens")
     ),
     *(
-        Idle("data", name, "--eval-interval", lambda c: c.data.eval_interval is None, "nothing is evaluated")
-        for name in ("eval_global_batch_size", "eval_micro_batch_size")
+        Idle("data", name, "--eval-interval", _no_evaluation, "nothing is evaluated")
+        for name in ("eval_global_batch_size", "eval_micro_batch_size", "start_eval_at_iter")
     ),
     Idle("data", "null_tokenizer_eod_id", "NullTokenizer", _not(_tokenizer_is("NullTokenizer")), "it has its own"),
     Idle(

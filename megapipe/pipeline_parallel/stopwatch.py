@@ -28,7 +28,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
         self._clock, self._asked, self._schedule = Clock(device), None, schedule
         self.passes: list[tuple[Any, Any, Any, int]] = []
-        self.mark = self._clock.mark
+        self.mark, self.seconds = self._clock.mark, self._clock.seconds
 
     @property
     def schedule(self) -> Schedule:
@@ -49,7 +49,7 @@ class Stopwatch:
 
     def times(self) -> list[tuple[float, float, float]]:
         """(asked, begin, end) of every pass, in seconds."""
-        seconds = self._clock.seconds
+        seconds = self.seconds
         rows = [((seconds(asked), seconds(begin), seconds(end)), n) for asked, begin, end, n in self.passes]
         return [row for row, n in rows for _ in range(n)]
 

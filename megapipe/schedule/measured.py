@@ -46,7 +46,7 @@ class Spent(NamedTuple):
 
 def spent(row: Sequence[Ran]) -> Spent:
     """What the passes of a rank say; a validation counts as waiting."""
-    groups = list(_groups(row))
+    groups = list(in_turn(row))
     first, end = groups[0][0], max(x.end for x in row)
     validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind is Kind.V)
     busy = sum(x.end - x.begin for x, *_ in groups) - validated
@@ -54,7 +54,7 @@ def spent(row: Sequence[Ran]) -> Spent:
     return Spent(end - first.begin + first.waited, end - first.begin, busy, waited)
 
 
-def _groups(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
+def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
     """One by one, overlapped pairs together."""
     return (tuple(group) for _, group in groupby(row, lambda x: (x.begin, x.end)))
 
@@ -80,7 +80,7 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
         ran = {x.item: x for row in ranks for x in row}
         for rank, row in enumerate(ranks):
             last: Ran | None = None
-            for group in _groups(row):
+            for group in in_turn(row):
                 into = took if len(group) == 1 else halves
                 for x in group:
                     into[x.item.kind, place.position(x.item.stage)].append((x.end - x.begin) / len(group))

@@ -182,7 +182,7 @@ def load_checkpoint(
     Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
     """
     flags = config.checkpoint
-    weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers
+    weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers or config.data.skip_train
     with_optimizer = None if weights_alone else optimizer
     if not checked:
         files = together(mesh, lambda: commit.read_manifest(folder))

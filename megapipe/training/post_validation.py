@@ -161,6 +161,7 @@ class PostValidation:
             config.checkpoint.save_interval,
             config.train.exit_interval,
             config.train.check_weight_hash_across_dp_replicas_interval,
+            config.log.log_interval if config.checkpoint.trigger_path else None,
         )
         guesses = self.good >= config.parallel.post_validation_after and not run.seams.callbacks
         follows = n == run.progress.last_iteration(config) or any(every and n % every == 0 for every in intervals)

@@ -36,6 +36,7 @@ from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary, with_batch
 from megapipe.training.check import as_here, check, start_block
 from megapipe.training.checkpoint import check_save, find_checkpoint, refuse_save
+from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
 from megapipe.training.guard import Guard
 from megapipe.training.lock import one_run
@@ -43,7 +44,7 @@ from megapipe.training.log import arguments
 from megapipe.training.ownership import check_ownership
 from megapipe.training.post_validation import PostValidation
 from megapipe.training.profile import Profiler
-from megapipe.training.reading import BatchesAt, Reading
+from megapipe.training.reading import Reading
 from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
 from megapipe.training.reschedule import with_rescheduling
@@ -51,9 +52,9 @@ from megapipe.training.same import contents, facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.saving import Saving
 from megapipe.training.seams import NONE, Seams
-from megapipe.training.signals import Stopping
+from megapipe.training.signals import Stopping, triggered
 from megapipe.training.stdout import stdout_may_break
-from megapipe.training.step import Pipeline, Rates, StepResult, evaluate, train_step
+from megapipe.training.step import Pipeline, Rates, StepResult, train_step
 from megapipe.training.together import on_first
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
@@ -158,7 +159,6 @@ class Run:
         self.pipeline = Pipeline(
             config, schedule, self.modules, forward_step, mesh, eod, also_read=also, costs=plan.costs
         )
-        self.evaluation = self._pipeline(config.evaluation)
         self.seams, how = with_rescheduling(seams, config, plan), config.parallel.of_optimizer
         self.optimizer = Optimizer(self.modules, config.train, mesh, groups=seams.groups, **how)
         if any(len(chunk) > 1 for chunk in self.optimizer.chunks):
@@ -166,7 +166,7 @@ class Run:
         self.lr = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         self.late = PostValidation(self) if config.parallel.enable_optimizer_post_validation else None
         self.reading = Reading(config, mesh, place, also)
-        self.valid, self.test = self.reading.evaluation(data.valid), self.reading.evaluation(data.test)
+        self.evaluation = Evaluation(self, self._pipeline(config.evaluation), data)
         self.profiler = Profiler(config.log, mesh.world.rank)
         flags = config.checkpoint
         self.contents = on_first(mesh, lambda: contents(config)) if flags.save or flags.load else {}
@@ -187,7 +187,7 @@ class Run:
         self.stopping = stopping = Stopping(config.train, self.mesh, self.started)
         began = progress.iteration
         self.report.pause()
-        last = progress.last_iteration(config)
+        last = progress.iteration if config.data.skip_train else progress.last_iteration(config)
         while progress.iteration + self._open < last:
             self.profiler.before(progress.iteration + self._open)
             seams.tell("before_step", self)
@@ -200,23 +200,21 @@ class Run:
                 continue
             if (often := config.train.check_weight_hash_across_dp_replicas_interval) and not progress.iteration % often:
                 self.check_replicas(after=progress.iteration)
-            if config.data.eval_interval and progress.iteration % config.data.eval_interval == 0:
-                self._evaluate(self.valid, f"iteration {progress.iteration}")
-                self.report.pause()
-            if (every := config.checkpoint.save_interval) and progress.iteration % every == 0:
+            self.evaluation.look()
+            asked, every = triggered(config, self.mesh, progress.iteration), config.checkpoint.save_interval
+            if config.checkpoint.save and ("save" in asked or (every and progress.iteration % every == 0)):
                 self.saving.save()
                 refuse_cut_off(self.files)
                 self.report.pause()
-            if reason := stopping.reason(progress.iteration):
+            if reason := stopping.reason(progress.iteration, asked):
                 self.say(reason)
                 break
         self.profiler.close()
         if config.checkpoint.save and self.saving.begun != progress.iteration:
             self.saving.save(last=True)
         self.saving.finish(last=True)
-        if progress.iteration >= last and config.data.eval_interval:
-            self._evaluate(self.valid, f"iteration {progress.iteration} on validation set")
-            self._evaluate(self.test, f"iteration {progress.iteration} on test set", consumed=0)
+        if progress.iteration >= last:
+            self.evaluation.finish()
         self.report.close()
         stopping.signal.close()
         return stopping.exit_code if progress.iteration < last else 0
@@ -263,7 +261,8 @@ class Run:
         """Of the step behind so many samples, whose batch `pipeline` then has."""
         if (size := self.config.batch_sizes.at(consumed)) != self.pipeline.config.global_batch_size:
             self.pipeline = self._pipeline(self.config.with_batch(size))
-        return self.batches_at(consumed)
+        with self.report.reading():
+            return self.batches_at(consumed)
 
     def _pipeline(self, config: Config) -> Pipeline:
         """The stages under the batch of a configuration; a table of its own where it has other microbatches."""
@@ -283,17 +282,3 @@ class Run:
         """The learning rate of the next step."""
         samples = self.progress.scheduled_samples
         return learning_rate(self.lr, samples) if self.seams.lr is None else self.seams.lr(samples)
-
-    def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
-        """consumed: where to begin; default: where the last evaluation has ended."""
-        config, progress = self.config, self.progress
-        refuse_cut_off(self.files)
-        if batches_at is None or not config.data.eval_batches:
-            return
-        begin = progress.consumed_valid_samples if consumed is None else consumed
-        self.optimizer.settle()
-        losses = evaluate(self.evaluation, batches_at, begin, config.data.eval_batches)
-        if consumed is None:
-            progress.consumed_valid_samples += config.data.eval_batches * config.evaluation.global_batch_size
-        self.report.validation(losses, where, progress)
-        self.seams.tell("on_evaluation", self, where, losses)

@@ -33,6 +33,8 @@ class Reading:
     def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
         """Raises: DataError, on all ranks, if the run would come to the end of its data."""
         config = self.config
+        if config.data.skip_train:
+            return lambda consumed: ()
         steps = max(0, progress.last_iteration(config) - progress.iteration)
         until = config.batch_sizes.after(steps, progress.consumed_train_samples)
         if dataset is None:

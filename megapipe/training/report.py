@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 
 from megapipe.config import Config
@@ -26,6 +27,8 @@ from megapipe.training.log import (
 from megapipe.training.metrics import PREFIX, MetricsFile, of_passes, tags_of
 from megapipe.training.progress import Progress, Window
 from megapipe.training.step import StepResult
+from megapipe.training.timers import Timers, text
+from megapipe.training.weights_and_biases import WeightsAndBiases
 
 
 class Reporter:
@@ -36,7 +39,8 @@ class Reporter:
         speaker = place.rank_of[place.chain - 1]
         self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
-        self._board = TensorBoard(config.log if self.speaks else replace(config.log, tensorboard_dir=None))
+        self._boards = [TensorBoard(config.log), WeightsAndBiases(config)] if self.speaks else []
+        self._timers = Timers(config.log, mesh)
         self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
         self._flops = flops_per_token(config.model, config.train.sequence)
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
@@ -50,6 +54,7 @@ class Reporter:
 
     def measure(self, watch: Stopwatch, *, over: bool = True) -> None:
         """Add a step's passes; some are collectives of every rank. Not to be called within passes, see Counters."""
+        self._timers.add(watch)
         self.mesh.position.enter("the exchange of measured times")
         slow = self._counters.add(watch, over=over)
         self.mesh.position.leave()
@@ -63,14 +68,14 @@ class Reporter:
     def iteration(self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer) -> None:
         """The line every --log-interval iterations and after the first, TensorBoard at its own interval.
 
-        A collective on some iterations (--log-params-norm): to be called on every rank. lr: as Megatron prints it,
-        already that of the next iteration.
+        A collective on some iterations (--log-params-norm, --timing-log-level): to be called on every rank. lr: as
+        Megatron prints it, already that of the next iteration.
         """
         config, log, n, window = self.config, self.config.log, progress.iteration, self._window
         window.add(result)
         if log.metrics_file is not None and self.speaks:
             self._write_metrics(result, progress, lr)
-        on_board = log.tensorboard_dir is not None and n % log.tensorboard_log_interval == 0
+        on_board = (log.tensorboard_dir or log.wandb_project) and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
         if not (on_board or in_line):
@@ -110,7 +115,10 @@ class Reporter:
             self.say(text)
         self._scalars({"iteration-time": seconds, "throughput": report.tflops}, progress)
         ours = {"tokens-per-second": tokens_per_second, "tflops-per-device": device_tflops, "mfu": mfu}
-        self._board.scalars({f"{PREFIX}{tag}": x for tag, x in (ours | tags_of(report.now, self._place)).items()}, n)
+        self._write({f"{PREFIX}{tag}": x for tag, x in (ours | tags_of(report.now, self._place)).items()}, n)
+        self._tell_timers(n)
+        if regular:
+            self._timers.restart()
         window.told(regular=regular)
 
     def validation(self, losses: Mapping[str, float], where: str, progress: Progress) -> None:
@@ -121,13 +129,21 @@ class Reporter:
             scalars |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
         self._scalars(scalars, progress)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Samples are waited for."""
+        began = time.perf_counter()
+        yield
+        self._timers.wait(time.perf_counter() - began)
+
     def pause(self) -> None:
         """What came since the last iteration is no part of the next one's time."""
         self._window.restart()
 
     def close(self) -> None:
         """Flush."""
-        self._board.close()
+        for board in self._boards:
+            board.close()
         self._metrics.close()
 
     def _speed(self, tokens_per_second: float) -> tuple[float, float | None]:
@@ -175,4 +191,15 @@ class Reporter:
         )
 
     def _scalars(self, values: Mapping[str, float | None], progress: Progress) -> None:
-        self._board.scalars(values, progress.iteration, progress.consumed_train_samples)
+        self._write(values, progress.iteration, progress.consumed_train_samples)
+
+    def _write(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
+        for board in self._boards:
+            board.scalars(values, iteration, samples)
+
+    def _tell_timers(self, iteration: int) -> None:
+        log, times = self.config.log, self._timers.read()
+        if times:
+            self.say(text(times, log.timing_log_option))
+        if log.log_timers_to_tensorboard:
+            self._write({f"{name}-time": max(seconds) for name, seconds in times.items()}, iteration)

@@ -48,7 +48,8 @@ _TABLE = {
         _NAMED: "mock_data split dataloader_type no_data_sharding eod_mask_loss reset_position_ids "
         "reset_attention_mask tokenizer_type vocab_size null_tokenizer_eod_id tokenizer_hf_no_include_special_tokens "
         "tiktoken_pattern tiktoken_num_special_tokens",
-        _FREE: "data_cache_path num_workers eval_iters eval_interval eval_global_batch_size eval_micro_batch_size",
+        _FREE: "data_cache_path num_workers eval_iters eval_interval eval_global_batch_size eval_micro_batch_size "
+        "start_eval_at_iter skip_train",
     },
 }
 RULES = {

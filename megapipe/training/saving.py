@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megapipe.errors import CheckpointError
 from megapipe.training.background import Background
 from megapipe.training.checkpoint import save_checkpoint
+from megapipe.training.job_log import JobLog
 from megapipe.training.log import banner
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Saving:
         wanted, possible = run.config.checkpoint.async_save, hasattr(os, "memfd_create")
         if wanted and not possible:
             run.say("WARNING: --async-save needs Linux's memory files, which this system has not: each save waits")
+        writes = run.mesh.world.rank == 0
+        self.jobs = JobLog(run.config, run.progress.consumed_train_samples, writes=writes)
         self._background = Background(run.mesh) if wanted and possible else None
 
     def save(self, *, last: bool = False) -> None:
@@ -49,6 +52,7 @@ class Saving:
         )
         if self._tried(write, last):
             self.begun = n
+            self.jobs.saved(n, run.progress.consumed_train_samples)
             if self._background is None or self._background.under_way is None:
                 self._say(n)
                 self._complete(n)
@@ -96,4 +100,5 @@ class Saving:
 
     def _complete(self, n: int) -> None:
         self.last = n
+        self.jobs.complete(n)
         self._run.seams.tell("on_save", self._run, n)

@@ -5,16 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from types import FrameType
 
 import torch
 
-from megapipe.config import TrainConfig
+from megapipe.config import Config, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.training.together import on_first
 
 STOPPED = 75
 """Exit code of a run that was asked to stop, has saved and can go on (EX_TEMPFAIL of sysexits.h)."""
+
+
+def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
+    """Which files of --trigger-path ask for something after an iteration. Collective."""
+    folder = config.checkpoint.trigger_path
+    if folder is None or iteration % config.log.log_interval:
+        return []
+
+    def look() -> list[str]:
+        found = [name for name in ("save", "exit") if Path(folder, name).exists()]
+        with suppress(OSError):
+            Path(folder, "save").unlink()
+        return found
+
+    return on_first(mesh, look)
 
 
 class Stopping:
@@ -31,8 +50,8 @@ class Stopping:
         most, minutes = self.train.exit_duration_in_mins, (time.monotonic() - self._started) / 60
         return self.signal.received or (most is not None and minutes > most)
 
-    def reason(self, iteration: int) -> str | None:
-        """Why to stop after an iteration, agreed over all ranks."""
+    def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
+        """Why to stop after an iteration, agreed over all ranks. asked: by `triggered`."""
         train = self.train
         if train.exit_duration_in_mins is not None or train.exit_signal_handler:
             mine = [(time.monotonic() - self._started) / 60, float(self.signal.received)]
@@ -45,7 +64,7 @@ class Stopping:
                 return f"[exiting program after {after}]"
         if train.exit_interval and iteration % train.exit_interval == 0:
             return f"[exiting program at iteration {iteration}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
-        return None
+        return "[exiting program after finding exit in --trigger-path]" if "exit" in asked else None
 
 
 class ExitSignal:

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 from short_run import config, datasets, run_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
 from megapipe.distributed.axis import CPU, Axis
@@ -94,6 +95,8 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     asked = config(STYLES["gpt2"], pp=2, schedule=schedule)
     log = replace(asked.log, log_interval=5, metrics_file=str(tmp_path / "steps"), device_peak_tflops=1.0)
     log = replace(log, log_straggler=schedule == "1f1b")  # --log-straggler
+    log = replace(log, timing_log_level=2, timing_log_option="all", tensorboard_dir=str(tmp_path / "board"))
+    log = replace(log, log_timers_to_tensorboard=True)
     train_10 = replace(asked.train, train_iters=10)
     par = replace(asked.parallel, enable_optimizer_post_validation=late)
     run_threads(partial(train, asked=replace(asked, log=log, parallel=par, train=train_10)), pp=2, timeout_s=60)
@@ -110,6 +113,14 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     assert sum(row["bubble_parts"].values()) == pytest.approx(row["bubble"])
     assert row["passes_ms"] == max(r["makespan"] for r in row["ranks_ms"])
     assert len(row["stages_ms"]) == (2 if schedule == "1f1b" else 4)
+    last = said.split("iteration       10/")[1]
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in ("forward-backward", "optimizer", "batch-generator", "forward-compute", "backward-compute"):
+        times = re.search(rf"\n  {name}:\n     rank  0: ([\d.]+)\n     rank  1: ([\d.]+)", last)
+        assert times, name
+        on_board = events.Scalars(f"{name}-time")
+        assert [e.step for e in on_board][-2:] == [5, 10]
+        assert on_board[-1].value * 1e3 == pytest.approx(max(map(float, times.groups())), abs=0.01)
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
 
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import STYLES
 
 from megapipe.config import CheckpointConfig, Config, LogConfig
-from megapipe.data.build import Datasets
+from megapipe.data.build import Datasets, samples_wanted
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, DataError
@@ -103,6 +103,42 @@ def test_every_evaluation_goes_on_where_the_last_one_ended_and_all_are_on_the_bo
     events.Reload()
     assert [e.step for e in events.Scalars("lm loss validation")] == [2, 4, 5, 5]
     assert [e.step for e in events.Scalars("lm loss validation vs samples")] == [8, 16, 20, 20]
+
+
+def test_evaluations_may_begin_later(tmp_path):
+    valid = Reads(1000)
+    run(config(train_iters=6, data=EVALUATE | {"start_eval_at_iter": 4}), valid=valid)
+    assert valid.asked == list(range(24))  # at 4, at 6, at the end
+    assert samples_wanted(config(train_iters=6, data=EVALUATE | {"start_eval_at_iter": 4})) == (24, 16, 8)
+
+
+def test_a_run_that_skips_training_evaluates_what_it_loads(tmp_path, capsys):
+    saves = CheckpointConfig(save=str(tmp_path), save_interval=100)
+    run(replace(config(train_iters=5, data=EVALUATE), checkpoint=saves), valid=Reads(1000), test=Reads(1000))
+    said = capsys.readouterr().out.splitlines()
+    train, valid, test = Reads(0), Reads(1000), Reads(1000)
+    flags = {"skip_train": True, "eval_iters": 2}
+    asked = replace(config(train_iters=9, data=flags), checkpoint=replace(saves, load=str(tmp_path)))
+    run(asked, train=train, valid=valid, test=test)
+    assert (train.asked, valid.asked, test.asked) == ([], list(range(8)), list(range(8)))
+    again = capsys.readouterr().out.splitlines()
+    on_test = " validation loss at iteration 5 on test set"
+    assert [x for x in again if x.startswith(on_test)] == [x for x in said if x.startswith(on_test)] != []
+    assert iterations_in(tmp_path) == [5]
+    assert samples_wanted(asked) == (0, 8, 8)
+
+
+def test_a_file_asks_for_a_checkpoint_and_another_for_the_end(tmp_path, capsys):
+    """--trigger-path"""
+    flags = CheckpointConfig(save=str(tmp_path / "a"), save_interval=100, trigger_path=str(tmp_path))
+    (tmp_path / "save").touch()
+    run(replace(config(train_iters=3, lr_decay_iters=9), checkpoint=flags))
+    assert iterations_in(tmp_path / "a") == [1, 3]
+    assert not (tmp_path / "save").exists()
+    (tmp_path / "exit").touch()
+    run(replace(config(train_iters=9), checkpoint=replace(flags, load=flags.save)))
+    assert iterations_in(tmp_path / "a") == [1, 3, 4]
+    assert "[exiting program after finding exit in --trigger-path]" in capsys.readouterr().out
 
 
 def test_a_resumed_run_that_evaluates_more_often_reads_validation_from_its_beginning_again(tmp_path):
@@ -204,9 +240,9 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_or_is_told_and_tried_again(
     flags = CheckpointConfig(save=str(tmp_path), save_interval=1, save_failure=policy)
     if policy == "stop":
         with pytest.raises(CheckpointError, match=r"a checkpoint takes .* bytes, and 0 are free"):
-            run(replace(config(train_iters=3), checkpoint=flags))
+            run(replace(config(train_iters=3, lr_decay_iters=9), checkpoint=flags))
     else:
-        run(replace(config(train_iters=3), checkpoint=flags))
+        run(replace(config(train_iters=3, lr_decay_iters=9), checkpoint=flags))
         text = capsys.readouterr().out
         assert "= ALARM: CHECKPOINT NOT SAVED =" in text
         assert (
