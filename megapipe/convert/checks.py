@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 
 from megapipe.config import ModelConfig
 from megapipe.convert.mapping import BUFFERS, HEAD, Rule
-from megapipe.convert.tensors import SavedTensors, load_full
+from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of
 from megapipe.errors import CheckpointError
-from megapipe.models.gpt import GPTModel
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.models.gpt import WORD_EMBEDDINGS, GPTModel
+
+Shape = tuple[int, ...]
 
 
 def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig) -> None:
@@ -25,13 +25,13 @@ def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig)
     used = {key for rule in table for key in rule.theirs}
     missing = sorted(used - saved.shapes.keys())
     rest = {key for key in saved.shapes.keys() - used if not BUFFERS.fullmatch(key)}
-    embedding = table[0].theirs[0]
+    embedding = next(rule.theirs[0] for rule in table if rule.ours == WORD_EMBEDDINGS)
     # Some tied models are saved with their head all the same.
     if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
         rest.remove(HEAD)
-    problems = _listing("config.json asks for tensors that are missing", missing)
-    problems += _listing("tensors that config.json knows nothing of", sorted(rest))
-    shapes = _our_shapes(model)
+    problems = _listing("config.json asks for tensors that are missing:", missing)
+    problems += _listing("tensors that config.json knows nothing of:", sorted(rest))
+    shapes = our_shapes(model)
     for rule in table if not missing else ():
         parts = [torch.empty(saved.shapes[key], device="meta") for key in rule.theirs]
         given = " and ".join(f"{key} {list(saved.shapes[key])}" for key in rule.theirs)
@@ -48,24 +48,27 @@ def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig)
 
 def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
     """Raises: CheckpointError unless a checkpoint has the tensors of its model, all of them and no other."""
-    shapes = _our_shapes(model)
-    needed, there = shapes.keys(), {key for key in saved.shapes if not key.startswith("optimizer.")}
-    problems = _listing(f"{name} lacks tensors", sorted(needed - there))
-    problems += _listing(f"{name} has tensors that have no place there", sorted(there - needed))
+    check_names(
+        name, our_shapes(model), {key: x for key, x in saved.shapes.items() if not key.startswith("optimizer.")}
+    )
+
+
+def check_names(
+    name: str,
+    needed: Mapping[str, Shape],
+    there: Mapping[str, Shape],
+    forms: Callable[[Shape], Sequence[Shape]] = lambda shape: (shape,),
+) -> None:
+    """Raises: CheckpointError with every tensor that is missing, left over or of another shape. forms: of a shape."""
+    problems = _listing("lacks", [key for key in needed if key not in there])
+    problems += _listing("has what its arguments do not mean,", [key for key in there if key not in needed])
     problems += [
-        f"{key} is {list(saved.shapes[key])}, not {list(shapes[key])}"
-        for key in sorted(needed & there)
-        if saved.shapes[key] != shapes[key]
+        f"{key} is {list(there[key])}, but its arguments mean {list(shape)}"
+        for key, shape in needed.items()
+        if key in there and there[key] not in forms(shape)
     ]
     if problems:
-        raise CheckpointError(problems)
-
-
-def _our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        module = whole_model(model)
-    layouts = {name: layout_of(param) for name, param in module.named_parameters()}
-    return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}
+        raise CheckpointError([f"{name}: {problem}" for problem in problems])
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
@@ -110,14 +113,10 @@ def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int
     return (got - want).abs().max().item(), want.abs().max().item()
 
 
-def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
-    """The model in one piece, or a span of it, its parameters not yet filled."""
-    return GPTModel(model, span or LayerSpan(0, model.layers, True, True), Axis())
-
-
 def _equal(saved: SavedTensors, first: str, second: str) -> bool:
     return torch.equal(saved.read(first), saved.read(second))
 
 
 def _listing(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}: {', '.join(names)}"] if names else []
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [f"{what} {', '.join(names[:5])}{more}"] if names else []

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.checks import check_ours, check_theirs, notes
 from megapipe.convert.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.mapping import rules
-from megapipe.convert.tensors import SavedTensors, ShardWriter
+from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted
 from megapipe.convert.vocabulary import token_ids, write_tokenizer
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
@@ -31,8 +31,6 @@ from megapipe.training.saved_config import saved_config, saved_provider
 
 BESIDE = "huggingface"
 """Folder beside our checkpoints that keeps config.json and the tokenizer for the way back."""
-Progress = Callable[[int, int], None]
-"""(tensors done, tensors in all)"""
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,13 @@ def import_checkpoint(
     if dtype is None:
         dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for done, rule in enumerate(table):
-            progress(done, len(table))
-            yield rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype)
-        progress(len(table), len(table))
-
+    rows = counted(table, progress)
+    tensors = ((rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype)) for rule in rows)
     beside = target / BESIDE
     _copy_others(source, beside)
     commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
     config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=_data(beside, vocab_size))
-    final = write_checkpoint(target, config, tensors())
+    final = write_checkpoint(target, config, tensors)
     return Converted(final, config, tuple(notes(content, model, vocab_size)), vocab_size)
 
 
@@ -170,12 +164,10 @@ def export_checkpoint(
 
     with fresh_folder(target) as out:
         writer = ShardWriter(out)
-        for done, rule in enumerate(table):
-            progress(done, len(table))
+        for rule in counted(table, progress):
             for name, tensor in zip(rule.theirs, rule.split(saved.read(rule.ours)), strict=True):
                 writer.add(name, tensor.to(dtype))
         writer.close()
-        progress(len(table), len(table))
         missing = None
         if beside is not None:
             _copy_others(beside, out)

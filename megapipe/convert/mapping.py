@@ -6,14 +6,14 @@ Ours have Megatron's names and orders: fused QKV rows by query group, gate above
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
-from megapipe.models.gpt import WORD_EMBEDDINGS
+from megapipe.convert.tensors import our_shapes
 
 # Buffers that old files carry: causal masks, rotary frequencies.
 BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -36,104 +36,68 @@ class Rule:
     split: Callable[[Tensor], Sequence[Tensor]]
 
 
+_LAYERS = {
+    "gpt2": {
+        "input_layernorm": ("ln_1",),
+        "self_attention.linear_qkv": ("attn.c_attn",),
+        "self_attention.linear_proj": ("attn.c_proj",),
+        "pre_mlp_layernorm": ("ln_2",),
+        "mlp.linear_fc1": ("mlp.c_fc",),
+        "mlp.linear_fc2": ("mlp.c_proj",),
+    },
+    "": {
+        "input_layernorm": ("input_layernorm",),
+        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.q_layernorm": ("self_attn.q_norm",),
+        "self_attention.k_layernorm": ("self_attn.k_norm",),
+        "self_attention.linear_proj": ("self_attn.o_proj",),
+        "pre_mlp_layernorm": ("post_attention_layernorm",),
+        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": ("mlp.down_proj",),
+    },
+}
+_ENDS = {
+    "gpt2": ("wte", "wpe", "ln_f", "h.{}."),
+    "": ("embed_tokens", "", "norm", "layers.{}."),
+}
+"""Word embedding, positions, last norm, and what is before a layer's names."""
+_PARAMETER = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
+
+
 def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "transformer.") -> tuple[Rule, ...]:
-    """A rule for every tensor of ours, from the embedding to the head.
+    """A rule for every tensor of ours.
 
     Args:
         model: with padded_vocab_size.
         prefix: of GPT-2's names; empty in its oldest files.
     """
-    names = _gpt2_names(prefix) if family == "gpt2" else _LLAMA_NAMES
-    return tuple(_rules(model, family == "gpt2", vocab_size, names))
+    family, prefix = ("gpt2", prefix) if family == "gpt2" else ("", "model.")
+    words, positions, last, layer = _ENDS[family]
+    ends = {
+        "embedding.word_embeddings": prefix + words,
+        "embedding.position_embeddings": prefix + positions,
+        "decoder.final_layernorm": prefix + last,
+        "output_layer": HEAD.removesuffix(".weight"),
+    }
 
+    def rule(ours: str) -> Rule:
+        match = _PARAMETER.fullmatch(ours)
+        assert match is not None
+        n, module, kind = match.groups()
+        names = [ends[module]] if n is None else [prefix + layer.format(n) + x for x in _LAYERS[family][module]]
+        theirs = tuple(f"{name}.{kind}" for name in names)
+        if module in ("embedding.word_embeddings", "output_layer"):
+            rows = model.padded_vocab_size or vocab_size
+            return Rule(ours, theirs, lambda x: pad_rows(x[0], rows, vocab_size), lambda x: (x[:vocab_size],))
+        if module == "self_attention.linear_qkv":
+            return _qkv(ours, theirs, model)
+        if len(theirs) == 2:
+            return Rule(ours, theirs, torch.stack, lambda x: x.unbind(0))  # type: ignore[arg-type]
+        if family == "gpt2" and ".linear_" in module and kind == "weight":  # GPT-2 keeps [in, out]
+            return Rule(ours, theirs, lambda x: x[0].t(), lambda x: (x.t(),))
+        return Rule(ours, theirs, lambda x: x[0], lambda x: (x,))
 
-@dataclass(frozen=True)
-class _Names:
-    """Their names; {} is the layer's number and then weight or bias."""
-
-    embedding: str
-    positions: str
-    layer: str
-    norms: tuple[str, str]
-    qkv: tuple[str, ...]
-    proj: str
-    fc1: tuple[str, ...]
-    fc2: str
-    final: str
-
-
-def _gpt2_names(prefix: str) -> _Names:
-    return _Names(
-        f"{prefix}wte.weight",
-        f"{prefix}wpe.weight",
-        f"{prefix}h.{{}}.",
-        ("ln_1", "ln_2"),
-        ("attn.c_attn",),
-        "attn.c_proj",
-        ("mlp.c_fc",),
-        "mlp.c_proj",
-        f"{prefix}ln_f",
-    )
-
-
-_LLAMA_NAMES = _Names(
-    "model.embed_tokens.weight",
-    "",
-    "model.layers.{}.",
-    ("input_layernorm", "post_attention_layernorm"),
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj",
-    ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj",
-    "model.norm",
-)
-
-
-def _rules(model: ModelConfig, conv1d: bool, vocab_size: int, names: _Names) -> Iterator[Rule]:
-    kinds = ("weight", "bias")
-    with_bias = kinds if model.bias else kinds[:1]
-    norm_kinds = kinds if model.normalization == "LayerNorm" else kinds[:1]
-
-    def same(ours: str, theirs: str) -> Rule:
-        return Rule(ours, (theirs,), lambda x: x[0], lambda x: (x,))
-
-    def linear(ours: str, theirs: str) -> Iterator[Rule]:
-        for kind in with_bias:
-            if conv1d and kind == "weight":  # GPT-2 keeps [in, out]
-                yield Rule(f"{ours}.weight", (f"{theirs}.weight",), lambda x: x[0].t(), lambda x: (x.t(),))
-            else:
-                yield same(f"{ours}.{kind}", f"{theirs}.{kind}")
-
-    def vocabulary(ours: str, theirs: str) -> Rule:
-        rows = model.padded_vocab_size or vocab_size
-        return Rule(ours, (theirs,), lambda x: pad_rows(x[0], rows, vocab_size), lambda x: (x[:vocab_size],))
-
-    yield vocabulary(WORD_EMBEDDINGS, names.embedding)
-    if model.position_embedding_type == "learned_absolute":
-        yield same("embedding.position_embeddings.weight", names.positions)
-    for n in range(model.layers):
-        ours, theirs = f"decoder.layers.{n}.", names.layer.format(n)
-        for norm, their_norm in zip(("input_layernorm", "pre_mlp_layernorm"), names.norms, strict=True):
-            for kind in norm_kinds:
-                yield same(f"{ours}{norm}.{kind}", f"{theirs}{their_norm}.{kind}")
-        for kind in kinds if model.bias or model.add_qkv_bias else kinds[:1]:
-            qkv = tuple(f"{theirs}{name}.{kind}" for name in names.qkv)
-            yield _qkv(f"{ours}self_attention.linear_qkv.{kind}", qkv, model)
-        if model.qk_layernorm:
-            yield same(f"{ours}self_attention.q_layernorm.weight", f"{theirs}self_attn.q_norm.weight")
-            yield same(f"{ours}self_attention.k_layernorm.weight", f"{theirs}self_attn.k_norm.weight")
-        yield from linear(f"{ours}self_attention.linear_proj", theirs + names.proj)
-        if model.gated:
-            for kind in with_bias:
-                gate_up = tuple(f"{theirs}{name}.{kind}" for name in names.fc1)
-                yield Rule(f"{ours}mlp.linear_fc1.{kind}", gate_up, torch.stack, lambda x: x.unbind(0))  # type: ignore[arg-type]
-        else:
-            yield from linear(f"{ours}mlp.linear_fc1", theirs + names.fc1[0])
-        yield from linear(f"{ours}mlp.linear_fc2", theirs + names.fc2)
-    for kind in norm_kinds:
-        yield same(f"decoder.final_layernorm.{kind}", f"{names.final}.{kind}")
-    if not model.tied:
-        yield vocabulary("output_layer.weight", HEAD)
+    return tuple(map(rule, our_shapes(model)))
 
 
 def _qkv(ours: str, theirs: tuple[str, ...], model: ModelConfig) -> Rule:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.convert.checks import whole_model
-from megapipe.convert.convert import Converted, Progress, write_checkpoint
+from megapipe.convert.checks import check_names
+from megapipe.convert.convert import Converted, write_checkpoint
 from megapipe.convert.megatron_args import config_of
 from megapipe.convert.megatron_dist import DistributedTensors
 from megapipe.convert.megatron_flat import FlatState, Row
 from megapipe.convert.megatron_legacy import LegacyTensors
 from megapipe.convert.megatron_names import orders
+from megapipe.convert.tensors import Progress, counted, whole_model
 from megapipe.distributed.layout import Layout, layout_of
 from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
@@ -85,18 +86,12 @@ def import_megatron(
     kinds = ["", *MOMENTS, *(["master"] if config.train.half else [])] if with_state else [""]
     dtype = torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        total = len(kinds) * len(layouts)
-        for done, (kind, (name, layout)) in enumerate((k, pair) for k in kinds for pair in layouts.items()):
-            progress(done, total)
-            yield (
-                f"optimizer.{kind}.{name}" if kind else name,
-                read(kind, name, layout).to(torch.float32 if kind else dtype),
-            )
-        progress(total, total)
-
+    tensors = (
+        (f"optimizer.{kind}.{name}" if kind else name, read(kind, name, layout).to(torch.float32 if kind else dtype))
+        for kind, (name, layout) in counted([(kind, pair) for kind in kinds for pair in layouts.items()], progress)
+    )
     state = {"iteration": iteration} | _where(common, args, released)
-    final = write_checkpoint(target, config, tensors(), state, steps)
+    final = write_checkpoint(target, config, tensors, state, steps)
     return Converted(final, config, tuple(_notes(config, with_state, folder)), args["padded_vocab_size"], steps)
 
 
@@ -136,19 +131,9 @@ def _parameters(config: Config) -> tuple[dict[str, Layout], dict[str, str]]:
 
 def _check(opened: Source, kind: str, layouts: Mapping[str, Layout], tied: Mapping[str, str]) -> None:
     """Raises: CheckpointError with every tensor that is missing, left over or of another shape."""
-    there, what = opened.shapes(kind), f"{kind} of " if kind else ""
-    t = getattr(opened, "tp", 1)
-    missing = [name for name in layouts if name not in there]
-    left = [name for name in there if name not in layouts and name not in tied]
-    wrong = [
-        f"{what}{name} is {list(there[name])}, but its arguments mean {list(layout.local(t))}"
-        for name, layout in layouts.items()
-        if name in there and there[name] not in _forms(layout.local(t))
-    ]
-    problems = [f"lacks {what}{_few(missing)}"] * bool(missing)
-    problems += [f"has {what}{_few(left)}, which its arguments do not mean"] * bool(left)
-    if problems or wrong:
-        raise CheckpointError([f"{opened.folder}: {text}" for text in [*problems, *wrong]])
+    needed = {name: layout.local(getattr(opened, "tp", 1)) for name, layout in layouts.items()}
+    there = {name: shape for name, shape in opened.shapes(kind).items() if name not in tied}
+    check_names(f"{opened.folder}" + f", {kind}" * bool(kind), needed, there, _forms)
 
 
 def _forms(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -282,7 +267,3 @@ def _notes(config: Config, with_state: bool, folder: Path) -> Iterator[str]:
     if not (model.gated or model.squared_relu):
         yield "the activation is " + ("the erf form of GELU" if model.erf_gelu else "the tanh form of GELU")
     yield f"{model.padded_vocab_size} rows of the embedding, padding included"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

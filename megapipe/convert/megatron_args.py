@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -32,31 +32,15 @@ _DATA = (
     "tokenizer_model vocab_file merge_file vocab_size null_tokenizer_eod_id eval_iters eval_interval"
 )
 
-# What would be another model here, with the values that would not.
-_OTHER: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
-    "multi_latent_attention": (False,),
-    "mtp_num_layers": (None, 0),
-    "fp8": (None,),
-    "fp4": (None,),
-    "is_hybrid_model": (False,),
-    "hybrid_layer_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None, ""),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "softmax_type": ("vanilla",),
-    "attention_output_gate": (False,),
-    "qk_l2_norm": (False,),
-    "window_attn_skip_freq": (None,),
-    "no_rope_freq": (None,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_residual_connection_post_layernorm": (False,),
-    "activation_func_clamp_value": (None,),
-    "glu_linear_offset": (0,),
-    "use_mup": (False,),
-    "enable_mhc_connections": (False,),
-}
+# What would be another model here, if it has a value but these.
+_OTHER = (
+    "num_experts multi_latent_attention mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
+    "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json experimental_attention_variant "
+    "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
+    "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
+    "glu_linear_offset use_mup enable_mhc_connections"
+)
+_USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 
 
 def config_of(args: Args, name: str) -> Config:
@@ -66,7 +50,8 @@ def config_of(args: Args, name: str) -> Config:
         name: of the checkpoint.
     Raises: CheckpointError naming every argument that is missing or means a model that is not here.
     """
-    problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in _unsupported(args)]
+    other = [key for key in _OTHER.split() if args.get(key) and args[key] != _USUAL.get(key)]
+    problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in other]
     needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
     problems += [f"its arguments have no {key}" for key in needed if not isinstance(args.get(key), int)]
     model = _taken(args, _MODEL)
@@ -124,10 +109,6 @@ def args_of(config: Config) -> dict[str, Any]:
         "ckpt_format": "torch_dist",
         "no_save_rng": True,
     }
-
-
-def _unsupported(args: Args) -> Iterator[str]:
-    yield from (key for key, allowed in _OTHER.items() if args.get(key, allowed[0]) not in allowed)
 
 
 def _taken(args: Args, names: str) -> dict[str, Any]:

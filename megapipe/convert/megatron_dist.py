@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.convert.megatron_names import common_name
+from megapipe.convert.megatron_names import common_name, joined
 from megapipe.convert.plain import read_pickle, read_torch
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
@@ -119,11 +119,9 @@ class DistributedTensors:
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
         """A whole tensor in the shape in which we save it."""
         key, layer = self.places[kind, name]
-        size = self.sizes[key]
-        if layer is None:
-            return self.box(key, [0] * len(size), size).reshape(layout.full)
-        start = [layer, *[0] * (len(size) - 1)]
-        return self.box(key, start, [layer + 1, *size[1:]]).reshape(layout.full)
+        first, *rest = self.sizes[key]
+        rows = (0, first) if layer is None else (layer, layer + 1)
+        return joined([self.box(key, [rows[0], *[0] * len(rest)], [rows[1], *rest])], layout)
 
     def _places(self) -> Iterator[tuple[tuple[str, str], tuple[str, int | None]]]:
         for key, size in self.sizes.items():

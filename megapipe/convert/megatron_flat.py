@@ -6,12 +6,14 @@ always written down; but the row of main parameters must round to the weights, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megapipe.convert.megatron_names import joined
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 
@@ -67,13 +69,9 @@ class FlatState:
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
         """A whole tensor in the shape in which we save it."""
-        shape = layout.local(len(self.rows))
-        parts = [self._part(found[name], kind, shape) for found in self.places]
-        return parts[0] if layout.dim is None else torch.cat(parts, layout.dim)
-
-    def _part(self, place: tuple[Row, int], kind: str, shape: Sequence[int]) -> Tensor:
-        row, start = place
-        return row.read(kind, start, start + torch.Size(shape).numel()).reshape(tuple(shape))
+        numel = math.prod(layout.local(len(self.rows)))
+        places = [found[name] for found in self.places]
+        return joined([row.read(kind, start, start + numel) for row, start in places], layout)
 
     def _starts(self, row: Row, names: Iterable[str], rank: int, weight: Weight) -> dict[str, int] | None:
         begin = at = 0

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megapipe.convert.megatron_flat import Row
-from megapipe.convert.megatron_names import common_name
+from megapipe.convert.megatron_names import common_name, joined
 from megapipe.convert.plain import read_torch
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
@@ -53,32 +52,26 @@ class LegacyTensors:
             if not isinstance(content, dict) or "args" not in content or not _models(content):
                 raise CheckpointError(f"{self.paths[rank]} is not of Megatron-LM: it has no args and no model")
         self.common = self.contents[0, 0]
-        self.chunks = {rank: list(self._chunks(*rank)) for rank in grid}
-        self._states = {(t, p): self._state(t, p) for t, p in grid} if "optimizer" in self.common else {}
+        self.chunks = {rank: list(self._chunks(*rank)) for rank in sorted(grid)}
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        for rank, chunks in self.chunks.items():
+            kinds = {"": {name: x for chunk in chunks for name, x in chunk.items()}} | self._state(*rank)
+            for kind, name, x in ((kind, *pair) for kind, held in kinds.items() for pair in held.items()):
+                self._parts.setdefault((kind, name), []).append(x)
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """As of the first tensor-parallel rank: `read` checks them."""
-        return {name: tuple(x.shape) for p in range(self.pp) for name, x in self._held(kind, 0, p).items()}
+        return {name: tuple(parts[0].shape) for (its, name), parts in self._parts.items() if its == kind}
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
         """A whole tensor in the shape in which we save it."""
-        shape = layout.local(self.tp)
-        stage = next(p for p in range(self.pp) if name in self._held(kind, 0, p))
-        parts = [self._held(kind, t, stage)[name] for t in range(self.tp)]
-        return (
-            parts[0].reshape(shape) if layout.dim is None else torch.cat([x.reshape(shape) for x in parts], layout.dim)
-        )
+        return joined(self._parts[kind, name], layout)
 
     def rows(self) -> list[list[Row]] | None:
         """The distributed optimizer's state by tensor-parallel rank; None if there is none."""
         if not (self.paths[0, 0].parent / _STATE_FILE).exists():
             return None
         return [[row for p in range(self.pp) for row in self._rows(t, p)] for t in range(self.tp)]
-
-    def _held(self, kind: str, t: int, p: int) -> Mapping[str, Tensor]:
-        if kind:
-            return self._states[t, p].get(kind, {}) if self._states else {}
-        return {name: x for chunk in self.chunks[t, p] for name, x in chunk.items()}
 
     def _chunks(self, t: int, p: int) -> Iterator[Chunk]:
         """Virtual stage v of all ranks comes before v + 1 of any."""
@@ -93,7 +86,7 @@ class LegacyTensors:
             }
 
     def _state(self, t: int, p: int) -> dict[str, dict[str, Tensor]]:
-        outer = self.contents[t, p]["optimizer"]
+        outer = self.contents[t, p].get("optimizer") or {}
         if isinstance(outer, list | tuple):
             outer = outer[0] if len(outer) == 1 else {}
         inner = outer.get("optimizer", outer)
@@ -134,15 +127,11 @@ class LegacyTensors:
             )
         for v, chunk in enumerate(self.chunks[t, p]):
             (state,) = content[v].values()
-            flat = {kind: state[key] for kind, key in _KINDS.items()}
 
-            def read(kind: str, start: int, stop: int, flat: Mapping[str, Tensor] = flat) -> Tensor:
-                return flat[kind][start:stop]
+            def read(kind: str, start: int, stop: int, state: Mapping[str, Tensor] = state) -> Tensor:
+                return state["param" if kind == "master" else kind][start:stop]
 
-            yield Row(len(flat["master"]), read, [list(chunk)])
-
-
-_KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            yield Row(len(state["param"]), read, [list(chunk)])
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.layout import Layout
 
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -34,6 +39,12 @@ def fused_name(name: str) -> str:
     for fused, apart in _FUSED.items():
         name = name.replace(apart, fused)
     return name
+
+
+def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    """A tensor in the shape in which we save it, of what all tensor-parallel ranks have of it."""
+    shaped = [part.reshape(layout.local(len(parts))) for part in parts]
+    return shaped[0] if layout.dim is None else torch.cat(shaped, layout.dim)
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:

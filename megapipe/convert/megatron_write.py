@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megapipe.config import Config, ModelConfig
 from megapipe.convert.checks import check_ours
-from megapipe.convert.convert import Converted, Progress, exportable, fresh_folder
+from megapipe.convert.convert import Converted, exportable, fresh_folder
 from megapipe.convert.megatron_args import args_of
 from megapipe.convert.megatron_names import fused_name
-from megapipe.convert.tensors import SavedTensors
+from megapipe.convert.tensors import Progress, SavedTensors, counted
 from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule, WeightDecay
 from megapipe.training import commit
@@ -126,10 +126,8 @@ def export_megatron(
         out.mkdir()
         writer = Writer(out)
         names = [name for name in saved.shapes if steps is not None or not name.startswith("optimizer.")]
-        for done, name in enumerate(names):
-            progress(done, len(names))
+        for name in counted(names, progress):
             _add(writer, name, saved.read(name), model, steps is not None)
-        progress(len(names), len(names))
         for module in (*_EXTRA.split(), "self_attention.q_layernorm", "self_attention.k_layernorm"):
             for n in range(model.layers):
                 writer.add_object(f"decoder.layers.{module}._extra_state/shard_{n}_{model.layers}", None)

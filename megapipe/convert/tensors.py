@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -14,12 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.errors import CheckpointError
+from megapipe.models.gpt import GPTModel
+from megapipe.pipeline_parallel.partition import LayerSpan
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""(tensors done, tensors in all)"""
+
+
+def counted(items: Sequence[T], progress: Progress) -> Iterator[T]:
+    """Each of them, told of before it and behind the last."""
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        yield item
+    progress(len(items), len(items))
 
 
 class SavedTensors:
@@ -127,3 +141,16 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
             assert tuple(whole.shape) == layout.full, f"{name} is {list(whole.shape)}, not {list(layout.full)}"
             local = whole if layout.dim is None else whole.chunk(tp.size, layout.dim)[tp.rank]
             param.copy_(local.reshape(param.shape))
+
+
+def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
+    """The model in one piece, or a span of it, its parameters not yet filled."""
+    return GPTModel(model, span or LayerSpan(0, model.layers, True, True), Axis())
+
+
+def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes in which we save a model's parameters, by name, without those that repeat another's weight."""
+    with torch.device("meta"):
+        module = whole_model(model)
+    layouts = {name: layout_of(param) for name, param in module.named_parameters()}
+    return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.convert import SavedTensors, export_megatron, import_megatron
-from megapipe.convert.checks import whole_model
 from megapipe.convert.convert import write_checkpoint
 from megapipe.convert.megatron_args import args_of
 from megapipe.convert.plain import Named, read_pickle, read_torch
+from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
 from megapipe.training import commit
 
