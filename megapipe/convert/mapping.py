@@ -36,7 +36,7 @@ class Rule:
     split: Callable[[Tensor], Sequence[Tensor]]
 
 
-_LAYERS = {
+_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {
         "input_layernorm": ("ln_1",),
         "self_attention.linear_qkv": ("attn.c_attn",),

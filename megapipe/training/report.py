@@ -30,6 +30,8 @@ from megapipe.training.step import StepResult
 from megapipe.training.timers import Timers, text
 from megapipe.training.weights_and_biases import WeightsAndBiases
 
+Board = TensorBoard | WeightsAndBiases
+
 
 class Reporter:
     """Speaks on one rank, the one with the loss (as Megatron's last rank does under 1F1B); silent on the others."""
@@ -39,7 +41,7 @@ class Reporter:
         speaker = place.rank_of[place.chain - 1]
         self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
-        self._boards = [TensorBoard(config.log), WeightsAndBiases(config)] if self.speaks else []
+        self._boards: tuple[Board, ...] = (TensorBoard(config.log), WeightsAndBiases(config)) if self.speaks else ()
         self._timers = Timers(config.log, mesh)
         self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
         self._flops = flops_per_token(config.model, config.train.sequence)
