@@ -13,6 +13,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
@@ -136,7 +137,8 @@ def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
     for name in args.schedules.split(","):
         fixed = is_file(name) or name.lower() == "zb-auto" or entry_of(name).chunks is not None
         chunks = None if fixed else args.chunks
-        schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs)
+        options: dict[str, Any] = {"objective": "period"} if args.post_validation and name.lower() == "zb-auto" else {}
+        schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
         if schedule.name in PEERS and not args.no_torch and args.pp > 1:
             jobs.append(Job("torch", schedule))

@@ -247,7 +247,9 @@ def _searched(
     if effort is None:
         effort = min(4.0, plan.schedule.num_microbatches * plan.schedule.placement.num_ranks / 32)
     try:
-        found = search_among(candidates, plan.schedule.num_microbatches, effort=effort).schedule
+        late = config.parallel.enable_optimizer_post_validation  # steps follow each other without a barrier
+        objective = "period" if late else "makespan"
+        found = search_among(candidates, plan.schedule.num_microbatches, objective=objective, effort=effort).schedule
     except ScheduleError:  # no split can hold one microbatch: `make_plan` says what is needed
         return plan
     return replace(drafts[found.placement], schedule=unpaired(found) if plan.tp == 1 else found)
