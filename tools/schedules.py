@@ -38,6 +38,7 @@ from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # 
 from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
 from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
 from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
+from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page  # noqa: E402
 from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
 from megapipe.schedule.views.terminal import to_terminal  # noqa: E402
 from tools.progress import Progress  # noqa: E402
@@ -70,7 +71,7 @@ def main() -> int:
 
 def parser() -> Parser:
     top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
-    commands = top.add_subparsers(required=True, metavar="list|show|compare|docs")
+    commands = top.add_subparsers(required=True, metavar="list|show|compare|site|docs")
     every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
     every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
     every.set_defaults(run=run_list)
@@ -98,13 +99,22 @@ def parser() -> Parser:
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
     shares = "each rank has a share of the vocabulary: what S, T and E take of it"
-    show.add_argument("--vocabulary", type=_share_costs, metavar="S,T[,E]", help=shares)
-    show.add_argument("--step", type=_step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
+    share_costs = _costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
+    show.add_argument("--vocabulary", type=share_costs, metavar="S,T[,E]", help=shares)
+    step_costs = _costs_of("guav", "G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1")
+    show.add_argument("--step", type=step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
     show.set_defaults(run=run_show)
     both.set_defaults(run=run_compare)
+    site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)
+    site.add_argument("folder", type=Path)
+    site.add_argument(
+        "--pp", type=_count, nargs="+", default=RANKS, metavar="P", help="numbers of ranks to choose from"
+    )
+    site.add_argument("--microbatches", type=_count, nargs="+", default=MICROBATCHES, metavar="M", help="and of these")
+    site.set_defaults(run=run_site)
     docs = commands.add_parser("docs", help="write the pictures of docs/schedules.md", allow_abbrev=False)
     docs.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "schedules")
     docs.add_argument("--only", choices=sorted(PICTURES), nargs="+", default=sorted(PICTURES))
@@ -124,9 +134,8 @@ def _own_entry(name: str) -> Entry:
     """What the list says of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
     if is_file(name):
         made = load(name)
-        entry = Entry(
-            lambda *_: made, "", None, f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
-        )
+        about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
+        entry = Entry(lambda *_: made, "", None, about)
     else:
         entry = entry_of(name)
         made = build(name, 4, 8)
@@ -177,6 +186,14 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_site(args: argparse.Namespace) -> int:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / "index.html"
+    path.write_text(to_page(grid(args.pp, args.microbatches), Progress()), encoding="utf-8")
+    print(path)
+    return 0
+
+
 def run_docs(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     for name in args.only:
@@ -193,9 +210,7 @@ def run_docs(args: argparse.Namespace) -> int:
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """The schedule that the arguments name, a file or an entry of the catalogue, and how well a search did."""
     name = args.name.lower()
-    options = {
-        key: getattr(args, key) for key in ("placement", "objective", "effort") if getattr(args, key) is not None
-    }
+    options = {k: x for k in ("placement", "objective", "effort") if (x := getattr(args, k)) is not None}
     if is_file(name):
         given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
         if given:
@@ -245,13 +260,9 @@ def _count(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    if len(numbers := _numbers(text)) != 1 or not numbers[0]:
         raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
-    return value
+    return numbers[0]
 
 
 def _costs(text: str) -> Costs:
@@ -267,16 +278,13 @@ def _costs(text: str) -> Costs:
     return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
 
 
-def _step_costs(text: str) -> dict[str, float]:
-    if len(numbers := _numbers(text)) not in (2, 3, 4):
-        raise argparse.ArgumentTypeError(f"G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1, got {text!r}")
-    return dict(zip("guav", numbers, strict=False))
+def _costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
+    def read(text: str) -> dict[str, float]:
+        if not 2 <= len(numbers := _numbers(text)) <= len(names):
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+        return dict(zip(names, numbers, strict=False))
 
-
-def _share_costs(text: str) -> dict[str, float]:
-    if len(numbers := _numbers(text)) not in (2, 3):
-        raise argparse.ArgumentTypeError(f"S,T or S,T,E is needed, such as 0.5,0.25, got {text!r}")
-    return dict(zip("ste", numbers, strict=False))
+    return read
 
 
 def _numbers(text: str) -> list[float]:

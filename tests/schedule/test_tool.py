@@ -82,7 +82,7 @@ SIZE = ("--pp", "4", "--microbatches", "8")
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((), "required: list|show|compare|docs"),
+        ((), "required: list|show|compare|site|docs"),
         (("draw",), "invalid choice: 'draw'"),
         (("show", "zb-h1"), "needs --pp and --microbatches, such as --pp 4 --microbatches 8"),
         (("show", "zbv", *SIZE), "did you mean zb-v?"),
@@ -177,14 +177,14 @@ def test_advice_says_how_cheap_pairs_must_be_for_dualpipe_v():
 
 
 def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, capsys):
-    clock = iter([0.0, 0.5, 1.5])
+    clock = iter([0.0, 0.5, 4.0, 5.0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     bar = progress.Progress()
     bar(1 / 3, "zb-v")
     assert capsys.readouterr().err == ""
     bar(2 / 3, "zb-auto")
-    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}]  67% zb-auto"
+    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}]  67% zb-auto, 2 s left"
     bar(1.0)
     assert capsys.readouterr().err.strip() == ""
 

@@ -19,33 +19,45 @@ from megapipe.schedule.passes import Kind, Pass, Schedule, Step, vee
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Memory (p+2)//2; about half of 1F1B's bubble at F = B = W."""
+    patterns, memory = v_half_patterns(ranks, microbatches)
+    return shortest(patterns, costs, memory)
+
+
+def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
+    """Memory (p+4)//3. Each pass waits for the one before, so that unequal costs add up and make it slow."""
+    patterns, memory = v_min_patterns(ranks, microbatches)
+    return shortest(patterns, costs, memory)
+
+
+def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
+    """What costs choose from, and the memory."""
     clash = 0 if ranks % 2 else 3
 
     def block(rank: int) -> Block:
         down, up = 2 * rank, 3 * ranks - rank - 2
         return Block(down, up, 3 * ranks + clash + 2 * rank - 1, 6 * ranks + clash - rank - 2)
 
-    return _best("v-half", ranks, microbatches, block, (ranks + 2) // 2, costs)
+    return _patterns("v-half", ranks, microbatches, block, (ranks + 2) // 2)
 
 
-def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Memory (p+4)//3. Each pass waits for the one before, so that unequal costs add up and make it slow."""
+def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
+    """What costs choose from, and the memory."""
     clash = 0 if ranks % 3 else 2
 
     def block(rank: int) -> Block:
         down, up = rank, 2 * ranks - rank - 1
         return Block(down, up, 2 * ranks + clash + rank, 4 * ranks + clash - rank - 1)
 
-    return _best("v-min", ranks, microbatches, block, (ranks + 4) // 3, costs)
+    return _patterns("v-min", ranks, microbatches, block, (ranks + 4) // 3)
 
 
-def _best(
-    name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int, costs: Costs
-) -> Schedule:
-    """The block repeated with its ramps packed, or run slot by slot, whichever is shorter, its W refilled for costs."""
+def _patterns(
+    name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
+) -> tuple[list[Schedule], int]:
+    """The block repeated with its ramps packed, and run slot by slot."""
     blocks = [block(rank) for rank in range(ranks)]
     rows = (packed(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
-    return shortest([Schedule(name, vee(ranks), microbatches, r) for r in rows], costs, memory)
+    return [Schedule(name, vee(ranks), microbatches, r) for r in rows], memory
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:

@@ -1,0 +1,119 @@
+"""All schedules as one HTML page, which simulates and verifies in the reader's browser, without a server or network.
+
+The page has the orders of passes that the generators make for a grid of ranks and microbatches, and a port of the
+clock, of where costs put W, and of what `verify` finds in a pasted table. tests/schedule/test_page.py holds the port to
+this library in a real browser.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from base64 import b64encode
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.catalogue import SCHEDULES
+from megapipe.schedule.generators.blocks import v_half_patterns, v_min_patterns
+from megapipe.schedule.generators.zero_bubble import zb_v
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.views.draw import chunks
+
+KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
+RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
+CHUNKS = (2, 3, 4)
+
+_FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
+    "zb-v": lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
+    "v-half": v_half_patterns,
+    "v-min": v_min_patterns,
+}
+"""Those whose W stand where costs leave a wait: what there is to choose from, and the memory to keep to."""
+
+
+class Case(NamedTuple):
+    """One table of the page; `chunks` as the catalogue has them, or where it leaves a choice."""
+
+    name: str
+    chunks: int
+    ranks: int
+    microbatches: int
+
+
+def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> list[Case]:
+    """Every schedule that is not searched, in so many chunks where it leaves a choice."""
+    sizes = [(p, m) for p in ranks for m in microbatches]
+    return [
+        Case(name, v, p, m)
+        for name, entry in SCHEDULES.items()
+        if name != "zb-auto"
+        for v in ((entry.chunks,) if entry.chunks else CHUNKS)
+        for p, m in sizes
+    ]
+
+
+def to_page(cases: list[Case], progress: Callable[[float, str], None] = lambda share, doing: None) -> str:
+    """An HTML document with the tables of these cases. `progress` is told the share that is done and what is next."""
+    lines = []
+    for i, case in enumerate(cases):
+        progress(i / len(cases), case.name)
+        lines.append(f"{case.name} {case.chunks} {case.ranks} {case.microbatches} {_packed(case)}")
+    progress(1.0, "")
+    data = {
+        "kinds": [[kind.value, kind.rule.meaning, kind.rule.colour] for kind in KINDS],
+        "letters": [kind.value for kind in Kind],
+        "entries": {name: {"about": entry.about, "chunks": entry.chunks} for name, entry in SCHEDULES.items()},
+        "p": sorted({case.ranks for case in cases}),
+        "m": sorted({case.microbatches for case in cases}),
+        "v": CHUNKS,
+        "tables": b64encode(gzip.compress("\n".join(lines).encode(), mtime=0)).decode(),
+    }
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("/*DATA*/null", json.dumps(data))
+
+
+def _packed(case: Case) -> str:
+    """A limit of memory (0: the table as it is), the length of a chain, the rank of each stage and the rows, once for
+    each table that there is to choose from; or ! and why there is none."""
+    name, v, p, m = case
+    entry = SCHEDULES[name]
+    try:
+        if name in _FITTED:
+            patterns, memory = _FITTED[name](p, m)
+        else:
+            patterns, memory = [entry.generate(p, m, **({} if entry.chunks else {"chunks": v}))], 0
+    except ScheduleError as error:
+        return "!" + str(error).replace("\n ", ";")
+    place = patterns[0].placement
+    tables = [",".join(_rows(pattern)) for pattern in patterns]
+    return " ".join([str(memory), str(place.chain), ",".join(map(str, place.rank_of)), *tables])
+
+
+def _rows(schedule: Schedule) -> Iterator[str]:
+    """A letter for each pass, its kind and which chunk of the rank it is of; & before a pair.
+
+    The microbatch is not said: forwards and backwards of a stage go in order, and W in the order of their B.
+    """
+    place = schedule.placement
+    each = schedule.num_microbatches // place.num_chains
+    chunk_of = chunks(place)
+    for rank, row in enumerate(schedule.ranks):
+        due: dict[tuple[str, int], deque[int]] = {}
+        for stage in place.stages_on(rank):
+            first = stage // place.chain * each
+            due |= {("F", stage): deque(range(first, first + each)), ("W", stage): deque()}
+            due["B", stage] = due["F", stage].copy()
+        text = ""
+        for step in row:
+            text += "&" * (len(step) > 1)
+            for kind, stage, microbatch in step:
+                assert due["B" if kind is Kind.BW else kind.value, stage].popleft() == microbatch
+                if kind is Kind.B:
+                    due["W", stage].append(microbatch)
+                text += chr(65 + 4 * chunk_of[stage] + KINDS.index(kind))
+        yield text
