@@ -100,6 +100,28 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
     return train, max(0, evaluations) * once, once
 
 
+def reads(config: Config, data: Datasets) -> str:
+    """What the run reads from its first step to its last: of each part and each set in it."""
+    lines, seq = [], config.train.sequence
+    for part, dataset, wanted in zip(_PARTS, (data.train, data.valid, data.test), samples_wanted(config), strict=True):
+        if dataset is None:
+            continue
+        lines.append(f"data: {wanted} samples of {seq} tokens for {part}")
+        sets, counts = [dataset], [wanted]
+        if isinstance(dataset, BlendedDataset):
+            sets, counts = list(dataset.datasets), np.bincount(dataset.choice[:wanted], minlength=len(sets)).tolist()
+        for one, count in zip(sets, counts, strict=True):
+            if isinstance(one, GPTDataset):
+                lengths = one.source.lengths[one.sequences]
+                tokens = int(lengths.sum(dtype=np.int64))
+                share = f"{count / wanted:.1%} from " if len(sets) > 1 else "from "
+                lines.append(
+                    f"  {share}{one.source.prefix}: {len(lengths)} documents, {tokens} tokens, "
+                    f"{count * seq / tokens:.3g} epochs"
+                )
+    return "\n".join(lines)
+
+
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     sources: list[TokenSource] = []
     problems: list[str] = []
@@ -181,7 +203,7 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
     arrays = cached(
         config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
     )
-    return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size)
+    return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size, sequences)
 
 
 def _fingerprint(source: TokenSource) -> list[object]:

@@ -104,7 +104,7 @@ def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> 
 
 @dataclass(frozen=True)
 class GPTDataset:
-    """Items of seq_length + 1 token ids.
+    """Items of seq_length + 1 token ids. `sequences`: ids of those of the source that it is made of.
 
     Raises: DataError from an item that holds an id outside the vocabulary, naming file, sequence and id.
     """
@@ -113,6 +113,7 @@ class GPTDataset:
     indices: SampleIndices
     seq_length: int
     vocab_size: int
+    sequences: NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)

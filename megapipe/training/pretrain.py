@@ -12,7 +12,7 @@ from functools import partial
 
 from megapipe.checks.run import validate
 from megapipe.config import Config
-from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.build import Datasets, build_datasets, reads
 from megapipe.data.loader import Microbatch
 from megapipe.data.sources import mapped_files, refuse_cut_off
 from megapipe.data.tokenizer import Tokenizer, build_tokenizer
@@ -136,6 +136,7 @@ class Run:
         self.report = Reporter(config, mesh, plan)
         self.say = self.report.say
         self.say(f"{arguments(config)}\n{start_block(config)}".rstrip())
+        self.say(reads(config, data))
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.data import blend
 from megapipe.data.blend import blend_indices, parse_data_path, split_ranges
-from megapipe.data.build import build_datasets, samples_wanted
+from megapipe.data.build import build_datasets, reads, samples_wanted
 from megapipe.data.gpt_dataset import MockTokens, build_indices
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.tokenizer import NullTokenizer
@@ -127,6 +127,23 @@ def test_a_blend_takes_each_item_from_its_member(tmp_path: Path) -> None:
     assert datasets.train is not None
     from_b = [bool(datasets.train[i][0] >= 20) for i in range(10)]
     assert from_b == [True, False, True, True, False, True, True, False, True, True]  # the golden blend .3 .7
+
+
+def test_a_run_says_at_its_start_what_it_will_read(tmp_path: Path) -> None:
+    one, two = (
+        config(write(tmp_path / "a", 4)),
+        config("3", write(tmp_path / "b", 4), "7", f"{tmp_path / 'a'}", split="1"),
+    )
+    assert reads(one, build_datasets(one, TOKENIZER)).splitlines() == [
+        "data: 10 samples of 4 tokens for train",
+        f"  from {tmp_path / 'a'}: 2 documents, 10 tokens, 4 epochs",
+        "data: 6 samples of 4 tokens for validation",
+        f"  from {tmp_path / 'a'}: 2 documents, 10 tokens, 2.4 epochs",
+    ]
+    assert reads(two, build_datasets(two, TOKENIZER)).splitlines()[1:] == [
+        f"  30.0% from {tmp_path / 'b'}: 4 documents, 20 tokens, 0.6 epochs",
+        f"  70.0% from {tmp_path / 'a'}: 4 documents, 20 tokens, 1.4 epochs",
+    ]
 
 
 def test_prefixes_without_weights_give_every_sample_once_or_say_so(tmp_path: Path) -> None:

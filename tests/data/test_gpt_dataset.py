@@ -49,7 +49,7 @@ def test_indices_equal_megatrons(num_samples: int | None) -> None:
 
 
 def test_items_equal_megatrons(golden: str) -> None:
-    dataset = GPTDataset(IndexedDataset(golden), build_indices(LENGTHS, np.arange(5), 4, 6, 1234), 4, vocab_size=17)
+    dataset = GPTDataset(IndexedDataset(golden), build_indices(LENGTHS, np.arange(5), 4, 6, 1234), 4, 17, np.arange(5))
     assert [dataset[i].tolist() for i in range(3)] == [[14, 15, 16, 0, 1], [0, 5, 6, 7, 8], [8, 0, 9, 10, 0]]
     assert dataset[0].dtype == np.int64
     assert len(dataset) == 6
@@ -95,14 +95,14 @@ def test_items_are_windows_of_the_stream(documents: list[list[int]], s: int) -> 
             return np.array(documents[sequence][begin:end], np.uint8)
 
     built = build_indices(Source.lengths, np.arange(len(documents)), s, 10, 7)
-    dataset = GPTDataset(Source(), built, s, vocab_size=100)
+    dataset = GPTDataset(Source(), built, s, 100, np.arange(len(documents)))
     stream = [token for d in built.documents for token in documents[d]]
     for item, j in enumerate(built.shuffle.tolist()):
         assert dataset[item].tolist() == stream[j * s : j * s + s + 1]
 
 
 def test_a_token_outside_the_vocabulary_names_the_file(golden: str) -> None:
-    dataset = GPTDataset(IndexedDataset(golden), build_indices(LENGTHS, np.arange(5), 4, 6, 1234), 4, vocab_size=16)
+    dataset = GPTDataset(IndexedDataset(golden), build_indices(LENGTHS, np.arange(5), 4, 6, 1234), 4, 16, np.arange(5))
     with pytest.raises(DataError, match="golden holds token 16, but the tokenizer has ids 0 to 15"):
         dataset[0]
 
