@@ -15,13 +15,15 @@ class Progress:
     def __call__(self, share: float, doing: str = "zb-auto") -> None:
         if not self.shown:
             return
+        took = time.monotonic() - self.started
         if share >= 1:
             text = ""
-        elif time.monotonic() - self.started < 1 and not self.width:
+        elif took < 1 and not self.width:
             return
         else:
             filled = int(24 * share)
-            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}"
+            left = f", {took / share - took:.0f} s left" if share else ""
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}{left}"
         if text or self.width:
             sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
             sys.stderr.flush()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -30,6 +30,7 @@ class IterationReport:
         late: updates that did not wait for the norm, and those of them that were undone.
         device_tflops: model TFLOP/s per device. mfu: as a share of its peak, where that is known.
         now: the passes of the last steps.
+        remaining: seconds to the end of the run at this speed, where somebody watches a terminal.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class IterationReport:
     device_tflops: float
     mfu: float | None
     now: Measured | None
+    remaining: float | None = None
 
 
 def short_line(report: IterationReport) -> str:
@@ -59,12 +61,17 @@ def short_line(report: IterationReport) -> str:
     loss = " ".join(f"{value:.4f}" for value in list(r.losses.values())[:1]) or "-"
     parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"{_brief(r.elapsed_ms)} ms"]
     parts += [f"{_brief(r.tokens_per_second)} tok/s"]
+    parts += [] if r.remaining is None else [f"left {_clock(r.remaining)}"]
     parts += [] if r.mfu is None else [f"MFU {r.mfu:.0%}"]
     parts += [] if r.now is None else [f"bubble {r.now.bubble:.0%}"]
     parts += [] if r.grad_norm is None else [f"norm {r.grad_norm:.2f}"]
     parts.append(f"lr {r.learning_rate:.2e}")
     fit = sum(len(" ".join(parts[: n + 1])) <= 80 for n in range(len(parts)))
     return " ".join(parts[:fit])
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _brief(x: float) -> str:
@@ -107,6 +114,8 @@ def iteration_line(report: IterationReport, now: datetime) -> str:
         parts.append(f" MFU: {r.mfu:.1%} |")
     if r.now is not None:
         parts += passes_fields(r.now)
+    if r.remaining is not None:
+        parts.append(f" time remaining: {_clock(r.remaining)} |")
     return "".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -91,9 +92,10 @@ class Reporter:
         seconds = window.seconds_per_iteration()
         tokens_per_second = window.samples * config.train.sequence / window.seconds
         device_tflops, mfu = self._speed(tokens_per_second)
+        last = progress.last_iteration(config)
         report = IterationReport(
             iteration=n,
-            train_iters=progress.last_iteration(config),
+            train_iters=last,
             consumed_samples=progress.consumed_train_samples,
             elapsed_ms=seconds * 1e3,
             learning_rate=lr,
@@ -111,6 +113,7 @@ class Reporter:
             device_tflops=device_tflops,
             mfu=mfu,
             now=self._counters.now,
+            remaining=seconds * (last - n) if sys.stdout.isatty() else None,
         )
         self.say(short_line(report) if log.log_format == "short" else iteration_line(report, datetime.now()))
         if log.log_straggler and (text := self._counters.straggler()):

@@ -124,13 +124,15 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
 
 
-def test_a_short_line_has_80_characters_at_most(capsys):
+def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remaining(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     asked = config(STYLES["gpt2"])
     log = replace(asked.log, log_interval=5, log_format="short", device_peak_tflops=1.0)
     train(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=10)))
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("5/10", "10/10"))]
     assert len(lines) == 2
-    assert all(len(x) <= 80 and "tok/s" in x and "bubble" in x for x in lines), lines
+    assert all(len(x) <= 80 and "tok/s left 0:00:" in x and "bubble" in x for x in lines), lines
+    assert "left 0:00:00" in lines[1]
 
 
 def test_peaks_are_those_of_the_device_that_is_named():
