@@ -13,18 +13,18 @@ import io
 import os
 import re
 import sys
-import time
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError, UserError
+from megapipe.errors import ConfigError
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
+from megapipe.flags.stop import program
+from megapipe.flags.stop import stop as stop
 from megapipe.flags.zero_bubble import PADDING, SWITCHES, chosen, uneven
 
 T = TypeVar("T")
@@ -91,24 +91,6 @@ def to_flags(config: object) -> list[str]:
             values = value if flag.count == "many" else () if flag.count == "none" else (value,)
             tokens += flag.spell([str(v) for v in values])
     return tokens
-
-
-def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
-    """Print `pretrain_gpt.py: error: ...` on stderr, once per machine, and exit with its code; 130 after Ctrl-C."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    text, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else (f"error: {error}", error.exit_code)
-    # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed the same text.
-    if not first and code != 130:
-        time.sleep(5)
-    with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or it is closed: the exit code stays
-        sys.stderr.write(f"{program()}: {text}\n" if first or code != 130 else "")
-        sys.stderr.flush()
-    sys.exit(code)
-
-
-def program() -> str:
-    """Name of the script, as errors and help print it."""
-    return Path(sys.argv[0]).name or "megapipe"
 
 
 @dataclasses.dataclass(frozen=True)

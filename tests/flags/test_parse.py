@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_origin
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -110,6 +111,24 @@ def test_stop_prints_one_line_and_exits_with_2(capsys, monkeypatch):
         stop(ConfigError("unknown flag --foo"))
     assert exited.value.code == 2
     assert capsys.readouterr().err == "pretrain_gpt.py: error: unknown flag --foo\n"
+
+
+def test_under_torchrun_the_text_ends_its_report_and_stands_there_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    failures = {}
+    for rank in (0, 1):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit):
+            stop(ConfigError(["one", "another"]))
+        failures[rank] = ProcessFailure(rank, pid=rank, exitcode=2, error_file=str(file))
+    report = str(ChildFailedError("pretrain_gpt.py", failures))
+    assert report.rstrip("=").endswith("pretrain_gpt.py: error: 2 problems\n    one\n    another\n")
+    assert report.count("another") == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_help_shows_the_docstring_under_a_field(capsys):

@@ -1,0 +1,52 @@
+"""How a program of ours ends that cannot go on: one text for the user, once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from megapipe.errors import UserError
+
+
+def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
+    """Tell `pretrain_gpt.py: error: ...`, once per machine, and exit with its code; 130 after Ctrl-C.
+
+    On stderr; under torchrun in the report that it ends with, behind its own trace.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    text, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else (f"error: {error}", error.exit_code)
+    # The launcher ends all ranks when one exits, so the others wait until local rank 0 has told the same.
+    if not first and code != 130:
+        time.sleep(5)
+    if first or code != 130:
+        text = f"{program()}: {text}"
+        with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or it is closed: the exit code stays
+            if code == 130 or not _told_by_torchrun(text):
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+    sys.exit(code)
+
+
+def _told_by_torchrun(text: str) -> bool:
+    """Leave it where torchrun looks for what ended a process, unless the machine's first rank has done so."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if not path.name:
+        return False
+    if (path.parents[1] / "0" / path.name).exists():  # torch.distributed.elastic: a folder for each local rank
+        return True
+    report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    try:
+        path.write_text(json.dumps(report), encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def program() -> str:
+    """Name of the script, as errors and help print it."""
+    return Path(sys.argv[0]).name or "megapipe"
