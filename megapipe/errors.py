@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DataLost",
-    "RanksDiffer",
-    "ScheduleError",
-    "TrainingError",
-    "UserError",
-]
-
 
 class UserError(Exception):
     """Something the user can change. `problems` holds one complete text each; all are shown at once."""

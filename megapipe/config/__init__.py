@@ -19,17 +19,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig
 
-__all__ = [
-    "CheckConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "TrainConfig",
-]
-
 
 @dataclass(frozen=True)
 class Config:

@@ -4,23 +4,3 @@ from megapipe.plan.make import GIB, Plan, balanced_by_cost, make_plan, pieces_of
 from megapipe.plan.split import check_flags, counts_of, schedule_name, schedule_of
 from megapipe.plan.table import changes, summary, table
 from megapipe.plan.work import Pieces, Work, pieces
-
-__all__ = [
-    "GIB",
-    "Pieces",
-    "Plan",
-    "Work",
-    "balanced_by_cost",
-    "changes",
-    "check_flags",
-    "counts_of",
-    "make_plan",
-    "pieces",
-    "pieces_of",
-    "plan_of",
-    "schedule_name",
-    "schedule_of",
-    "summary",
-    "table",
-    "with_batch",
-]
