@@ -11,12 +11,12 @@ from functools import partial
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
-from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.generators.fused_v import one_f_one_b_v
 from megapipe.schedule.generators.interleaved import breadth_first, group_interleaved, interleaved, interleaved_zb
 from megapipe.schedule.generators.waves import chimera, hanayo
-from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
+from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.own import own_generator, own_schedule
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.text import load
@@ -58,20 +58,10 @@ def _zb_auto(
     effort: float = 4.0,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
-    # Only who searches pays for loading the search.
-    from megapipe.schedule.search.auto import zb_auto
+    given = locals()
+    from megapipe.schedule.search.auto import zb_auto  # only who searches pays for loading the search
 
-    return zb_auto(
-        ranks,
-        microbatches,
-        chunks=chunks,
-        placement=placement,
-        costs=costs,
-        memory=memory,
-        objective=objective,
-        effort=effort,
-        progress=progress,
-    )
+    return zb_auto(**given)
 
 
 SCHEDULES: dict[str, Entry] = {

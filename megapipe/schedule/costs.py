@@ -12,7 +12,7 @@ from typing import Literal
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Pass, Placement, Step
+from megapipe.schedule.passes import Placement, Step
 
 PerStage = float | tuple[float, ...]
 _OF_LAYERS, _OF_RANKS = {"f", "b", "w"}, {"s", "t", "e", "mem_s"}
@@ -145,10 +145,6 @@ class Costs:
         """(mem_b, mem_w, mem_s) by stage."""
         mem_b, mem_w, mem_s = (self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s"))
         return mem_b, mem_w, mem_s
-
-    def of(self, item: Pass, placement: Placement) -> float:
-        """Duration of one pass."""
-        return self.durations(placement)[item.kind][item.stage]
 
     def of_step(self, step: Step, placement: Placement) -> float:
         """Duration of a step: of one pass, or of an overlapped pair."""

@@ -81,7 +81,7 @@ class Rule:
     Attributes:
         meaning: in words, for legends.
         colour: #rrggbb in pictures.
-        costs: fields of `Costs` that its duration is the sum of.
+        costs: fields of `Costs` that its duration is the sum of, a letter each.
         memory: how often (mem_b, mem_w, mem_s) of its stage are taken: when it starts if the first that counts is
             positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
@@ -91,7 +91,7 @@ class Rule:
 
     meaning: str
     colour: str
-    costs: tuple[str, ...]
+    costs: str
     needs: tuple[Need, ...]
     makes: tuple[Made, ...]
     memory: tuple[int, int, int] = (0, 0, 0)
@@ -102,11 +102,27 @@ class Rule:
 
 
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
-_OF_OWN_FORWARD = Need(Made.OUTPUT, Where.OWN)
-_OF_NEXT = Need(Made.GRADIENT, Where.NEXT)
 _VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
 _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
+_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at="first"), _GATHERED
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at="last")
+_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID
+_BOTH = Made.GRADIENT, Made.WEIGHT_GRADIENT
+_WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
+_REDUCE = (
+    Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
+    Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),
+    Need(Made.ROWS_GRADIENT, Where.MICROBATCHES, optional=True),
+)
+_UPDATE = Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")
+_GATHER = (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),)
+_VALIDATE = (
+    Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),
+    Need(Made.GATHERED, Where.RANK, optional=True),
+)
+_SHARE = Need(Made.OUTPUT, Where.LAST), _GATHERED
+_HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID
+_ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID
 
 
 class Kind(StrEnum):
@@ -129,141 +145,20 @@ class Kind(StrEnum):
         kind.rule = rule
         return kind
 
-    F = (
-        "F",
-        Rule(
-            "forward",
-            "#2166b0",
-            ("f",),
-            (Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at="first"), _GATHERED),
-            (Made.OUTPUT,),
-            memory=(1, 0, 0),
-            evaluates=True,
-        ),
-    )
-    B = (
-        "B",
-        Rule(
-            "input gradient",
-            "#f2a93b",
-            ("b",),
-            (_OF_OWN_FORWARD, _OF_NEXT, _LOSS, _VALID),
-            (Made.GRADIENT,),
-            (-1, 1, 0),
-        ),
-    )
-    W = (
-        "W",
-        Rule(
-            "weight gradient", "#2f9e77", ("w",), (Need(Made.GRADIENT, Where.OWN),), (Made.WEIGHT_GRADIENT,), (0, -1, 0)
-        ),
-    )
-    BW = (
-        "BW",
-        Rule(
-            "both gradients",
-            "#b8471b",
-            ("b", "w"),
-            (_OF_OWN_FORWARD, _OF_NEXT, _LOSS, _VALID),
-            (Made.GRADIENT, Made.WEIGHT_GRADIENT),
-            (-1, 0, 0),
-        ),
-    )
-    G = (
-        "G",
-        Rule(
-            "reduce gradients",
-            "#9900ff",
-            ("g",),
-            (
-                Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
-                Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),
-                Need(Made.ROWS_GRADIENT, Where.MICROBATCHES, optional=True),
-            ),
-            (Made.REDUCED,),
-            lane=Lane.DP,
-            per_stage=True,
-        ),
-    )
-    U = (
-        "U",
-        Rule(
-            "update",
-            "#332233",
-            ("u",),
-            (Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")),
-            (Made.UPDATED,),
-            per_stage=True,
-        ),
-    )
-    A = (
-        "A",
-        Rule(
-            "gather weights",
-            "#7fe0a0",
-            ("a",),
-            (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),),
-            (Made.GATHERED,),
-            lane=Lane.DP,
-            per_stage=True,
-        ),
-    )
-    V = (
-        "V",
-        Rule(
-            "validate",
-            "#552211",
-            ("v",),
-            (
-                Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),
-                Need(Made.GATHERED, Where.RANK, optional=True),
-            ),
-            (Made.VALIDATED,),
-            per_stage=True,
-        ),
-    )
+    F = "F", Rule("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True)
+    B = "B", Rule("input gradient", "#f2a93b", "b", _BACKWARD, (Made.GRADIENT,), (-1, 1, 0))
+    W = "W", Rule("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
+    BW = "BW", Rule("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, (-1, 0, 0))
+    G = "G", Rule("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
+    U = "U", Rule("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
+    A = "A", Rule("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
+    V = "V", Rule("validate", "#552211", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
 
-    E = ("E", Rule("look up rows", "#f0f018", ("e",), (_GATHERED,), (Made.LOOKED_UP,), shared=True, evaluates=True))
-    S = (
-        "S",
-        Rule(
-            "vocabulary share",
-            "#f048f0",
-            ("s",),
-            (Need(Made.OUTPUT, Where.LAST), _GATHERED),
-            (Made.SHARE,),
-            memory=(0, 0, 1),
-            shared=True,
-            evaluates=True,
-        ),
-    )
-    C = (
-        "C",
-        Rule("combine shares", "#904878", ("e",), (Need(Made.SHARE, Where.SHARES),), (Made.LOSS,), evaluates=True),
-    )
-    T = (
-        "T",
-        Rule(
-            "weight gradient of the share",
-            "#c090c0",
-            ("t",),
-            (Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID),
-            (Made.HEAD_GRADIENT,),
-            memory=(0, 0, -1),
-            shared=True,
-        ),
-    )
-    EW = (
-        "EW",
-        Rule(
-            "gradient of rows",
-            "#300090",
-            ("e",),
-            (Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID),
-            (Made.ROWS_GRADIENT,),
-            shared=True,
-        ),
-    )
+    E = "E", Rule("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), shared=True, evaluates=True)
+    S = "S", Rule("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), shared=True, evaluates=True)
+    C = "C", Rule("combine shares", "#904878", "e", (Need(Made.SHARE, Where.SHARES),), (Made.LOSS,), evaluates=True)
+    T = "T", Rule("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), shared=True)
+    EW = "EW", Rule("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), shared=True)
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__

@@ -11,24 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.schedule.kinds import HANDED, Kind, Made, Need, Where
-
-__all__ = [
-    "Exchange",
-    "Kind",
-    "Message",
-    "Pass",
-    "Placement",
-    "Program",
-    "Schedule",
-    "Step",
-    "loop",
-    "mirror",
-    "share_of_window",
-    "unpaired",
-    "vee",
-    "wave",
-]
+from megapipe.schedule.kinds import HANDED, Made, Need, Where
+from megapipe.schedule.kinds import Kind as Kind
 
 
 class Pass(NamedTuple):

@@ -18,8 +18,6 @@ from megapipe.schedule.dependencies import Dependencies, is_beyond, needs_of
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
-__all__ = ["Clock", "Costs", "Timeline", "run_clock", "simulate"]
-
 
 @dataclass(frozen=True)
 class Timeline:

@@ -13,8 +13,9 @@ from megapipe.schedule import ScheduleError, loop, vee
 from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.classic import zb_h1, zb_h2
 from megapipe.schedule.generators.interleaved import interleaved_zb
-from megapipe.schedule.generators.zero_bubble import zb_h1, zb_h2, zb_v
+from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.search.auto import lower_bound, search, zb_auto
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify

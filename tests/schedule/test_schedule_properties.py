@@ -77,7 +77,7 @@ def test_every_schedule_is_valid_under_every_cost(data: st.DataObject) -> None:
     clock = simulate(schedule, costs)
     place = schedule.placement
     for rank, row in enumerate(schedule.ranks):
-        work = sum(costs.of(item, place) for step in row for item in step)
+        work = sum(costs.of_step((item,), place) for step in row for item in step)
         assert clock.busy[rank] == pytest.approx(work, abs=1e-9 * (1 + clock.makespan))
         assert clock.curves[rank][-1][1] == pytest.approx(0, abs=1e-9)
         assert clock.idle[rank] >= -1e-9 * (1 + clock.makespan)

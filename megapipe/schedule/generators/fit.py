@@ -51,15 +51,18 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
     return best
 
 
-def refilled(of: Problem, orders: Orders) -> Iterator[tuple[Orders, list[float]]]:
-    """The same F and B with W wherever there is a wait, once for each patience: orders and the end of every pass."""
+def refilled(
+    of: Problem, orders: Orders, patiences: Sequence[float] = PATIENCE
+) -> Iterator[tuple[Orders, list[float]]]:
+    """The same F and B, made to fit the memory, with W wherever there is a wait, once for each patience of
+    `fill_weights`: orders and the end of every pass; none where they cannot fit."""
     bare: Orders = []
     for rank, order in enumerate(orders):
         fitting = backward_sooner(of, [x for x in order if x // of.microbatches % 3 != 2], rank)
         if fitting is None:
             return
         bare.append(fitting)
-    for patience in PATIENCE:
+    for patience in patiences:
         if filled := fill_weights(of, bare, patience):
             yield filled
 

@@ -7,8 +7,8 @@ microbatches pass one chunk after the other. The schedules differ in the groups,
 from __future__ import annotations
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.passes import Schedule, loop
+from megapipe.schedule.generators.turns import in_turns
+from megapipe.schedule.passes import Schedule
 
 
 def interleaved(
@@ -22,20 +22,7 @@ def interleaved(
             of at least p makes a smaller group of its own, less is spread over the others.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
-    rows = []
-    for rank in range(ranks):
-        rec = Recorder()
-        forwards = _stages(rank, ranks, range(chunks), groups)
-        backwards = _stages(rank, ranks, range(chunks)[::-1], groups)
-        warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * groups[0], len(forwards))
-        for stage in forwards[:warmup]:
-            rec.f(stage)
-        for i, stage in enumerate(backwards):
-            if warmup + i < len(forwards):
-                rec.f(forwards[warmup + i])
-            rec.bw(stage)
-        rows.append(tuple(rec.steps))
-    return Schedule("interleaved", loop(ranks, chunks), microbatches, tuple(rows))
+    return in_turns("interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=2)
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -43,16 +30,7 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     Every parameter is needed once forward and once backward, so that gathering or reducing it costs least.
     """
-    groups = [microbatches]
-    rows = []
-    for rank in range(ranks):
-        rec = Recorder()
-        for stage in _stages(rank, ranks, range(chunks), groups):
-            rec.f(stage)
-        for stage in _stages(rank, ranks, range(chunks)[::-1], groups):
-            rec.bw(stage)
-        rows.append(tuple(rec.steps))
-    return Schedule("breadth-first", loop(ranks, chunks), microbatches, tuple(rows))
+    return in_turns("breadth-first", ranks, [microbatches], chunks, ahead=chunks * microbatches)
 
 
 def group_interleaved(
@@ -74,7 +52,7 @@ def group_interleaved(
     # A group below p/2 would wait for its own last forward for ever: a rest is spread over the others.
     number = min(-(-microbatches // size), max(1, microbatches // least))
     groups = [microbatches // number + (i < microbatches % number) for i in range(number)]
-    return _split("group-interleaved", ranks, microbatches, chunks, groups, lag=0)
+    return in_turns("group-interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=0)
 
 
 def interleaved_zb(
@@ -85,28 +63,7 @@ def interleaved_zb(
     The warm-up is as deep as 1F1B's; rank r owes r weight gradients before it starts to pay the oldest after each B.
     """
     groups = _groups("interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
-    return _split("interleaved-zb", ranks, microbatches, chunks, groups, lag=1)
-
-
-def _split(name: str, ranks: int, microbatches: int, chunks: int, groups: list[int], lag: int) -> Schedule:
-    """A warm-up as deep as 1F1B's; then F, B, and the oldest W once `lag` are owed for each rank before this one."""
-    rows = []
-    for rank in range(ranks):
-        rec = Recorder()
-        forwards = _stages(rank, ranks, range(chunks), groups)
-        backwards = _stages(rank, ranks, range(chunks)[::-1], groups)
-        warmup = min(ranks - 1 - rank + (chunks - 1) * groups[0], len(forwards))
-        for stage in forwards[:warmup]:
-            rec.f(stage)
-        for i, stage in enumerate(backwards):
-            if warmup + i < len(forwards):
-                rec.f(forwards[warmup + i])
-            rec.b(stage)
-            if len(rec.owed) > lag * rank:
-                rec.w()
-        rec.pay()
-        rows.append(tuple(rec.steps))
-    return Schedule(name, loop(ranks, chunks), microbatches, tuple(rows))
+    return in_turns("interleaved-zb", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=1)
 
 
 def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | None) -> list[int]:
@@ -125,8 +82,3 @@ def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | N
         return [*groups, rest]
     # A group below p would starve the last rank: its next chunk waits for the ring to come round.
     return [group + rest // full + (i < rest % full) for i, group in enumerate(groups)]
-
-
-def _stages(rank: int, ranks: int, chunks: range, groups: list[int]) -> list[int]:
-    """The stage of each pass in turn; its microbatch is the next of that stage."""
-    return [chunk * ranks + rank for size in groups for chunk in chunks for _ in range(size)]

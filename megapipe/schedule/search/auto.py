@@ -25,8 +25,6 @@ from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
 from megapipe.schedule.simulate import simulate
 
-__all__ = ["Candidate", "Report", "limits", "lower_bound", "search", "search_among", "zb_auto"]
-
 # Passes that a second of effort may place in the search, and what a move costs beside its own. Counted, not timed: the
 # result is the same on every machine. Measured on a core that is shared, so that 60 is a minute.
 _PASSES_PER_SECOND, _PER_MOVE = 1_600_000, 32

@@ -7,7 +7,7 @@ not slots; what does not fit the memory is reordered, and W fill the waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import exp
@@ -15,17 +15,8 @@ from random import Random
 from time import process_time
 
 from megapipe.schedule.catalogue import fixed
-from megapipe.schedule.generators.fit import fill_weights
-from megapipe.schedule.orders import (
-    Orders,
-    Problem,
-    backward_sooner,
-    clock,
-    encode,
-    fits,
-    length,
-    one_by_one,
-)
+from megapipe.schedule.generators.fit import refilled
+from megapipe.schedule.orders import Orders, Problem, clock, encode, fits, length, one_by_one
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.anneal import PATIENCE, Found
 
@@ -129,17 +120,8 @@ def _timed(problem: Problem, orders: Orders) -> Found | None:
     return None if end is None else Found(orders, end, length(problem, orders, end))
 
 
-def _refilled(problem: Problem, orders: Orders) -> list[Found]:
-    """The same F and B, made to fit the memory, with W wherever there is a wait."""
-    m = problem.microbatches
-    bare: Orders = []
-    for rank, order in enumerate(orders):
-        fitting = backward_sooner(problem, [x for x in order if x // m % 3 != 2], rank)
-        if fitting is None:
-            return []
-        bare.append(fitting)
-    filled = [fill_weights(problem, bare, patience) for patience in PATIENCE]
-    return [Found(*x, length(problem, *x)) for x in filled if x]
+def _refilled(problem: Problem, orders: Orders, patiences: Sequence[float] = PATIENCE) -> list[Found]:
+    return [Found(*x, length(problem, *x)) for x in refilled(problem, orders, patiences)]
 
 
 def _sorted(problem: Problem, times: list[float]) -> Orders:
@@ -163,14 +145,8 @@ def _unrolled(problem: Problem, block: Block) -> Found | None:
         bare[place.rank_of[c // 3]] += [(now + starts[c % 3][i], c * m + i) for i in range(m)]
         leg, rest = divmod(at, p)
         now += problem.duration[c * m] + (block.turns if rest == p - 1 else block.waits)[leg]
-    orders: Orders = []
-    for rank, timed in enumerate(bare):
-        fitting = backward_sooner(problem, [x for _, x in sorted(timed)], rank)
-        if fitting is None:
-            return None
-        orders.append(fitting)
-    filled = fill_weights(problem, orders, block.patience)
-    return Found(*filled, length(problem, *filled)) if filled else None
+    orders = [[x for _, x in sorted(timed)] for timed in bare]
+    return next(iter(_refilled(problem, orders, (block.patience,))), None)
 
 
 def _split(m: int, p: int, random: Random) -> list[int]:
@@ -194,12 +170,8 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
         for c in [*down[:warm], *(c for pair in zip_longest(down[warm:], up) for c in pair if c is not None)]:
             order.append(following[c])
             following[c] += 1
-        fitting = backward_sooner(problem, order, rank)
-        if fitting is None:
-            return None
-        bare.append(fitting)
-    filled = [fill_weights(problem, bare, patience) for patience in PATIENCE]
-    return min((Found(*x, length(problem, *x)) for x in filled if x), key=lambda x: x.length, default=None)
+        bare.append(order)
+    return min(_refilled(problem, bare), key=lambda x: x.length, default=None)
 
 
 def _begins(m: int, group: int, period: float, part: float) -> list[float]:

@@ -38,7 +38,7 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     return replace(schedule, ranks=tuple(rows))
 
 
-def exposed(schedule: Schedule, costs: Costs, lane: Lane = Lane.DP) -> float:
-    """How much longer the step takes by what runs on a lane."""
-    without = tuple(tuple(step for step in row if step[0].kind.rule.lane is not lane) for row in schedule.ranks)
+def exposed(schedule: Schedule, costs: Costs) -> float:
+    """How much longer the step takes by what runs on the links of data parallel."""
+    without = tuple(tuple(step for step in row if step[0].kind.rule.lane is not Lane.DP) for row in schedule.ranks)
     return simulate(schedule, costs).makespan - simulate(replace(schedule, ranks=without), costs).makespan

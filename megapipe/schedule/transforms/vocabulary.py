@@ -50,9 +50,10 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     for delay in range(1 + -(-place.num_stages // place.num_ranks)):
         rows = [delayed(row, delay) for row in (unpaired(plain) if delay else plain).ranks]
         for waiting in (1, 2, 3):
-            table = _merged(replace(plain, ranks=tuple(map(tuple, rows))), costs, waiting)
-            if table is None:
+            merged = _Merge(replace(plain, ranks=tuple(map(tuple, rows))), costs, waiting).run()
+            if merged is None:
                 continue
+            table = replace(plain, ranks=merged)
             time = simulate(table, costs)
             fits = all(now <= most * (1 + 1e-9) for now, most in zip(activation(table, costs, time), room, strict=True))
             if (best is None or time.makespan < best[0] * (1 - 1e-9)) and (fits or not delay):
@@ -173,11 +174,6 @@ class _Merge:
                     if taker.kind.rule.shared or taker.kind is Kind.C:
                         insort(self.ranks[there].due[taker.kind], (self.arrival[taker], taker))
                     heappush(self.events, (self.arrival[taker], there))
-
-
-def _merged(schedule: Schedule, costs: Costs, waiting: int) -> Schedule | None:
-    rows = _Merge(schedule, costs, waiting).run()
-    return None if rows is None else replace(schedule, ranks=rows)
 
 
 def _first_forwards(schedule: Schedule) -> Iterator[Pass]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.generators.blocks import v_half_patterns, v_min_patterns
-from megapipe.schedule.generators.zero_bubble import zb_v
+from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.views.draw import chunks

@@ -1,43 +1,11 @@
-"""Schedules that split the backward: the weight gradient waits for a moment in which the rank would have nothing to do.
-
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 and ZB-H2 (sec. 2), ZB-V (sec. 6).
-"""
+"""ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 6): the split backward on the V."""
 
 from __future__ import annotations
 
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.fit import shortest
 from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.passes import Schedule, loop, vee
-
-
-def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1)(F+B-W) at the memory of 1F1B, p, on every rank."""
-    return _handcrafted("zb-h1", ranks, microbatches, depth=1)
-
-
-def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1)(F+B-2W), none at F = B = W, at almost twice the memory, 2p-1."""
-    return _handcrafted("zb-h2", ranks, microbatches, depth=2)
-
-
-def _handcrafted(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
-    """Warm up `depth` times as deep as 1F1B, and owe `depth` weight gradients for each rank before this one."""
-    rows = []
-    for rank in range(ranks):
-        rec = Recorder()
-        warmup = min(depth * (ranks - rank) - (depth - 1), microbatches)
-        for _ in range(warmup):
-            rec.f(rank)
-        for i in range(microbatches):
-            rec.b(rank)
-            if len(rec.owed) > depth * rank:
-                rec.w()
-            if warmup + i < microbatches:
-                rec.f(rank)
-        rec.pay()
-        rows.append(tuple(rec.steps))
-    return Schedule(name, loop(ranks), microbatches, tuple(rows))
+from megapipe.schedule.passes import Schedule, vee
 
 
 def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
