@@ -7,7 +7,7 @@ import pytest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.holds import HOLDS, OLD_FLAGS
-from megapipe.flags.idle import IDLE, idle, without_idle
+from megapipe.flags.idle import IDLE, LACKS, idle, without_idle
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.parse import OLD_NAMES, flags_of, parse, to_flags
 from megapipe.flags.rules import _REASONS, KNOWN, reason
@@ -225,6 +225,7 @@ def test_each_name_has_one_class():
     assert set(HOLDS) <= KNOWN
     assert set(OLD_FLAGS) <= set(HOLDS)
     assert all(hasattr(getattr(Config(), row.section), row.field) for row in IDLE)
+    assert {row.without for row in IDLE} == set(LACKS)
 
 
 def test_every_reason_fits_some_flag_that_is_refused():
