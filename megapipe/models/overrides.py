@@ -19,34 +19,14 @@ from megapipe.config import ModelConfig
 from megapipe.errors import ConfigError
 
 FLAG = "--per-layer-overrides"
-# What one layer may decide for itself: the residual stream between layers keeps its width.
-FIELDS = (
-    "ffn_hidden_size",
-    "swiglu",
-    "quick_geglu",
-    "squared_relu",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "qk_layernorm",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "window_size",
-    "normalization",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "attention_dropout",
-    "hidden_dropout",
-    "no_attention",
-    "no_mlp",
+_NAMES = (
+    "ffn_hidden_size swiglu quick_geglu squared_relu num_attention_heads kv_channels group_query_attention "
+    "num_query_groups qk_layernorm position_embedding_type rotary_base rotary_percent rotary_interleaved "
+    "use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon apply_layernorm_1p "
+    "disable_bias_linear add_qkv_bias attention_dropout hidden_dropout no_attention no_mlp"
 )
+FIELDS = _NAMES.split()
+"""What one layer may decide for itself: the residual stream between layers keeps its width."""
 _LAYERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 Overrides = Mapping[int, Mapping[str, Any]]

@@ -177,34 +177,31 @@ class _AddBias(torch.autograd.Function):
 _add_bias: Callable[[Tensor, Tensor], Tensor] = _AddBias.apply
 
 
-class TEColumnParallelLinear(ColumnParallelLinear):
-    """Its arithmetic by te.Linear."""
+class _ByTE:
+    """The arithmetic of a parallel linear layer by te.Linear."""
+
+    mode: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
-        super().__init__(input_size, output_size, tp=tp, **options)
+        super().__init__(input_size, output_size, tp=tp, **options)  # type: ignore[call-arg]
         sequence_parallel = options.get("sequence_parallel", False)
-        self._product = _Product((input_size, output_size), "column", tp, sequence_parallel)
+        self._product = _Product((input_size, output_size), self.mode, tp, sequence_parallel)
 
     @eager
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in], the same on all tp ranks, or [s/t, b, in] -> [s, b, out/t]."""
+        """As its plain-torch sibling's."""
         y = self._product(x, self.weight)
         return y if self.bias is None else _add_bias(y, self.bias)
 
 
-class TERowParallelLinear(RowParallelLinear):
-    """Its arithmetic by te.Linear."""
+class TEColumnParallelLinear(_ByTE, ColumnParallelLinear):
+    mode = "column"
 
-    def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
-        super().__init__(input_size, output_size, tp=tp, **options)
-        sequence_parallel = options.get("sequence_parallel", False)
-        self._product = _Product((input_size, output_size), "row", tp, sequence_parallel)
 
-    @eager
-    def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in/t] -> [s, b, out], the same on all tp ranks, or [s/t, b, out]."""
-        y = self._product(x, self.weight)
-        return y if self.bias is None else _add_bias(y, self.bias)
+class TERowParallelLinear(_ByTE, RowParallelLinear):
+    mode = "row"
 
 
 class TENorm(Norm):

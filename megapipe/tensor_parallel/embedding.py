@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import Edge, closing
+from megapipe.tensor_parallel.vocabulary import add_rows_gradient, look_up
 
 
 class _Lookup(torch.autograd.Function):
@@ -18,21 +19,16 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, closes: Edge) -> Tensor:
-        local = ids - first
-        outside = (local < 0) | (local >= weight.shape[0])
-        local = local.masked_fill(outside, 0)
-        ctx.save_for_backward(local, outside, weight)
-        ctx.closes = closes
-        return closes.forward(weight[local].masked_fill_(outside.unsqueeze(-1), 0.0)).wait()
+        local, ctx.closes = ids - first, closes
+        ctx.save_for_backward(local, weight)
+        return closes.forward(look_up(local, weight)).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        grad = ctx.closes.backward(grad).wait()
-        local, outside, weight = ctx.saved_tensors
+        local, weight = ctx.saved_tensors
         main_grad: Tensor | None = getattr(weight, "main_grad", None)
         into = torch.zeros_like(weight) if main_grad is None else main_grad
-        rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
-        into.index_add_(0, local.reshape(-1), rows.to(into.dtype))
+        add_rows_gradient(local, ctx.closes.backward(grad).wait(), into)
         return None, into if main_grad is None else None, None, None
 
 
