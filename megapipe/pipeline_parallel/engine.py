@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -117,6 +117,7 @@ class Request:
     stopwatch: Stopwatch | None = None
 
 
+@dataclass(eq=False)
 class ForwardBackward:
     """One rank's way through the forward and backward passes of a step; call it once per step.
 
@@ -132,20 +133,17 @@ class ForwardBackward:
         costs: what the stages take; messages are posted in the order that these give.
     """
 
-    def __init__(
-        self,
-        mesh: ProcessMesh,
-        schedule: Schedule | str,
-        *,
-        chunks: int | None = None,
-        p2p_mode: str = P2PMode.PLAIN,
-        config: Any = None,
-        variable_seq_lengths: bool = False,
-        costs: Costs = UNIT,
-    ) -> None:
-        self.mesh, self.schedule, self.chunks, self.config, self.costs = mesh, schedule, chunks, config, costs
-        self.variable_seq_lengths = variable_seq_lengths
-        self.transport = Transport(mesh.pp, p2p_mode)
+    mesh: ProcessMesh
+    schedule: Schedule | str
+    _: KW_ONLY
+    chunks: int | None = None
+    p2p_mode: str = P2PMode.PLAIN
+    config: Any = None
+    variable_seq_lengths: bool = False
+    costs: Costs = UNIT
+
+    def __post_init__(self) -> None:
+        self.transport = Transport(self.mesh.pp, self.p2p_mode)
         self._agreed: _Agreed | None = None
         self._opened: set[Placement] = set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def get_forward_backward_func(
     return step
 
 
+@dataclass(eq=False)
 class Step:
     """One rank's step, called as Megatron's train_step and evaluate call theirs. What is not named here is as in
     engine.Request.
@@ -71,20 +73,15 @@ class Step:
     Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
     """
 
-    def __init__(
-        self,
-        mesh: ProcessMesh | None,
-        schedule: Schedule | str | None,
-        pp_size: int | None,
-        vp_size: int | None,
-        p2p_mode: str | None,
-        config: Any,
-        variable_seq_lengths: bool,
-    ) -> None:
-        self.mesh, self.schedule, self.pp_size, self.vp_size = mesh, schedule, pp_size, vp_size
-        self.p2p_mode, self.config, self.variable_seq_lengths = p2p_mode, config, variable_seq_lengths
-        self.engine: ForwardBackward | None = None
-        self._steps = 0
+    mesh: ProcessMesh | None
+    schedule: Schedule | str | None
+    pp_size: int | None
+    vp_size: int | None
+    p2p_mode: str | None
+    config: Any
+    variable_seq_lengths: bool
+    engine: ForwardBackward | None = field(default=None, init=False)
+    _steps: int = field(default=0, init=False)
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ The executor does not use it: a program's messages go through `messenger`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class P2PCommunicator:
             for name, x in present.items()
         }
         works = self.transport.post(list(posted.values()))
-        sync = self._synchronize if self._sync else None
+        sync = partial(synchronize, self.pp.device) if self._sync else None
         handles = {n: InFlight(op.tensor, work, sync) for (n, op), work in zip(posted.items(), works, strict=True)}
         if wait:
             for handle in handles.values():
@@ -180,9 +181,6 @@ class P2PCommunicator:
         if dtype is None:
             raise ConfigError("P2PCommunicator: config.pipeline_dtype must say the type of what is received")
         return torch.empty(tuple(shape), dtype=dtype, device=self.pp.device)
-
-    def _synchronize(self) -> None:
-        synchronize(self.pp.device)
 
 
 def axis_of(group: dist.ProcessGroup) -> Axis:

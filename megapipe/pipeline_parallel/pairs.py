@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class _Saved(NamedTuple):
     loss: Tensor | None
 
 
+@dataclass(eq=False)
 class PairedStage:
     """A stage that runs a module of DeepSeek's contract.
 
@@ -53,14 +55,12 @@ class PairedStage:
         losses: of each microbatch, without graph. Gradients are of their sum.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Sequence[Sequence[Tensor]] | None = None,
-        criterion: Criterion | None = None,
-        labels: Sequence[Sequence[Tensor]] | None = None,
-    ) -> None:
-        self.module, self.inputs, self.criterion, self.labels = module, inputs, criterion, labels
+    module: nn.Module
+    inputs: Sequence[Sequence[Tensor]] | None = None
+    criterion: Criterion | None = None
+    labels: Sequence[Sequence[Tensor]] | None = None
+
+    def __post_init__(self) -> None:
         self.losses: dict[int, Tensor] = {}
         self.weight_grads = WeightGrads()
         self._context = copy_context()

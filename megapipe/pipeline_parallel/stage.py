@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,6 +82,7 @@ def config_of(module: nn.Module) -> Any:
         ) from None
 
 
+@dataclass(eq=False)
 class PipelineStage:
     """Runs Megatron's forward_step_func for one stage and differentiates it.
 
@@ -101,28 +103,24 @@ class PipelineStage:
         results: its other data.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward_step: ForwardStep,
-        data_iterator: Iterator[Any] | None,
-        *,
-        holds_loss: bool,
-        loss_divisor: int,
-        loss_scale: Callable[[], float] = lambda: 1.0,
-        per_token: bool,
-        collect_non_loss_data: bool,
-        stream: Callable[[int], Stream],
-        overlaps: bool = False,
-        share: VocabularyShare | None = None,
-        combines: bool = False,
-        on_last_backward: tuple[int, Callable[[], None]] | None = None,
-        on_layer_done: tuple[int, Callable[[int, int], None]] | None = None,
-    ) -> None:
-        self.module, self.forward_step, self.data_iterator = module, forward_step, data_iterator
-        self.holds_loss, self.loss_divisor, self.per_token = holds_loss, loss_divisor, per_token
-        self.loss_scale = loss_scale
-        self.collect_non_loss_data, self.stream = collect_non_loss_data, stream
+    module: nn.Module
+    forward_step: ForwardStep
+    data_iterator: Iterator[Any] | None
+    _: KW_ONLY
+    holds_loss: bool
+    loss_divisor: int
+    loss_scale: Callable[[], float] = lambda: 1.0
+    per_token: bool
+    collect_non_loss_data: bool
+    stream: Callable[[int], Stream]
+    overlaps: bool = False
+    share: VocabularyShare | None = None
+    combines: bool = False
+    on_last_backward: tuple[int, Callable[[], None]] | None = None
+    on_layer_done: tuple[int, Callable[[int, int], None]] | None = None
+
+    def __post_init__(self) -> None:
+        module = self.module
         try:
             self._set_input = attribute_of(module, "set_input_tensor")
         except AttributeError:
@@ -130,16 +128,14 @@ class PipelineStage:
                 f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given the hidden states of "
                 "the one before it (None on the first). Add it to the model."
             ) from None
-        self._backwards, self._on_last_backward = 0, on_last_backward
-        self._forwards, self._on_layer_done = 0, on_layer_done
+        self._backwards = self._forwards = 0
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
         self._context.run(self.weight_grads.capture)
-        self._layered = module if overlaps and isinstance(module, Layered) else None
+        self._layered = module if self.overlaps and isinstance(module, Layered) else None
         self._saved: dict[int, _Saved] = {}
-        self.share, self.combines = share, combines
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -193,7 +189,7 @@ class PipelineStage:
 
     def _between_layers(self, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
         """For a forward: cut there, and in the stage's last one see to it that layers are reported."""
-        done, module = self._on_layer_done, self.module
+        done, module = self.on_layer_done, self.module
         if done is not None and self._forwards == done[0] and torch.is_grad_enabled() and isinstance(module, Layered):
             return module.between_layers(self._reporting(done[1], cut or (lambda x: x)))
         return self._layered.between_layers(cut) if self._layered and cut else nullcontext()
@@ -239,8 +235,8 @@ class PipelineStage:
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
         saved = self._saved.pop(microbatch)
         self._backwards += 1
-        if self._on_last_backward is not None and self._backwards == self._on_last_backward[0]:
-            self._on_last_backward[1]()
+        if self.on_last_backward is not None and self._backwards == self.on_last_backward[0]:
+            self.on_last_backward[1]()
         grad = saved.grad if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         with nullcontext() if weights else self.weight_grads.deferring(microbatch):
