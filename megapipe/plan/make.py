@@ -222,16 +222,13 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     return made
 
 
-def _searched(
-    config: Config, plan: Plan, limit: float | None, effort: float | None = None, *, fixed: bool = False
-) -> Plan:
+def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = False) -> Plan:
     """The plan with the best schedule that a search finds under the costs of the stages, in every split it may make.
 
     Same configuration, same result: every rank searches by itself. The plan as it is where no split fits the limit.
 
     Args:
         limit: bytes that a rank may need; None: activations as 1F1B holds them.
-        effort: about the seconds to spend on one core; default: more for larger tables, 4 at most.
         fixed: in the plan's own split alone.
     """
     from megapipe.schedule.search.auto import Candidate, limits, search_among  # only who searches pays for loading it
@@ -244,8 +241,8 @@ def _searched(
         draft = drafts[place] = replace(plan, schedule=empty, counts=counts)
         room = None if limit is None else tuple(limit - state for state in draft.state_bytes)
         candidates.append(Candidate(place, draft.costs, limits(place, draft.costs, room)))
-    if effort is None:
-        effort = min(4.0, plan.schedule.num_microbatches * plan.schedule.placement.num_ranks / 32)
+    # seconds on one core: more for larger tables
+    effort = min(4.0, plan.schedule.num_microbatches * plan.schedule.placement.num_ranks / 32)
     try:
         late = config.parallel.enable_optimizer_post_validation  # steps follow each other without a barrier
         objective = "period" if late else "makespan"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import add
 
 from megapipe.config import ModelConfig
 from megapipe.models.overrides import layer_config
@@ -40,14 +41,7 @@ class Work:
     parameters: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.f + other.f,
-            self.b + other.b,
-            self.w + other.w,
-            self.held + other.held,
-            self.kept + other.kept,
-            self.parameters + other.parameters,
-        )
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
         """One of so many equal shares."""
