@@ -175,9 +175,9 @@ class Batches:
     """The microbatches of one split for one data-parallel rank, read ahead by background threads.
 
     Args:
+        order: which samples this rank reads.
         num_microbatches: microbatches per step and rank, or samples consumed -> those of the step from there; a step
             consumes b x dp x num_microbatches samples.
-        kind, sharded, wraps: see SampleOrder.
         num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
         pinned: in page-locked memory, from which a GPU copies while the host goes on.
     """
@@ -185,21 +185,13 @@ class Batches:
     def __init__(
         self,
         dataset: TokenDataset,
-        micro_batch_size: int,
+        order: SampleOrder,
         num_microbatches: int | Callable[[int], int],
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
         *,
-        kind: Literal["single", "cyclic"] = "single",
-        sharded: bool = True,
-        wraps: bool = False,
         num_workers: int = 2,
         pinned: bool = False,
     ) -> None:
-        self._dataset = dataset
-        self._order = SampleOrder(
-            len(dataset), micro_batch_size, data_parallel_rank, data_parallel_size, kind, sharded, wraps
-        )
+        self._dataset, self._order = dataset, order
         self._num_microbatches, self._pinned = num_microbatches, pinned
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead: dict[int, list[Future[Microbatch]]] = {}

@@ -10,10 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import chain
 from statistics import mean, median
-
-import torch
 
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
@@ -176,23 +173,14 @@ class Counters:
 
     def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:
         """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
-        pp = self.mesh.pp
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
-        n, row = schedule.placement.chain, [*chain(*_stages(costs, schedule)), *comm, *pp.ranks]
-        rows = self.mesh.dp_cp.all_gather(torch.tensor([row], dtype=torch.float64, device=pp.device)).tolist()
+        rows = self.mesh.dp_cp.gather_json([*_stages(costs, schedule), comm, self.mesh.pp.ranks])
         if not self.speaks:
             return []
-        self.samples = []
-        for of in rows:
-            f, b, w, links, ranks = (
-                of[:n],
-                of[n : 2 * n],
-                of[2 * n : 3 * n],
-                of[3 * n : len(of) - pp.size],
-                of[-pp.size :],
-            )
-            those = replace(costs, f=tuple(f), b=tuple(b), w=tuple(w), comm=tuple(links) or 0.0)
-            self.samples.append(Sample(those, tuple(map(int, ranks))))
+        self.samples = [
+            Sample(replace(costs, f=tuple(f), b=tuple(b), w=tuple(w), comm=tuple(links) or 0.0), tuple(ranks))
+            for f, b, w, links, ranks in rows
+        ]
         self._history, new, self.slow = self._history.after(self.samples, schedule, self.plan.costs)
         return new
 
@@ -203,11 +191,7 @@ class Counters:
     def _peaks(self) -> tuple[float, ...]:
         """Most bytes allocated so far on each rank of the pipeline."""
         mine = memory_bytes(self.mesh.device).get("mem-max-allocated-bytes")
-        if mine is None:
-            return ()
-        return tuple(
-            self.mesh.pp.all_gather(torch.tensor([mine], dtype=torch.float64, device=self.mesh.device)).tolist()
-        )
+        return () if mine is None else tuple(map(float, self.mesh.pp.gather_json(mine)))
 
 
 def _stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]:

@@ -44,10 +44,10 @@ class Guard:
         """
         train, twice = self.train, self.train.rerun_mode == "validate_results"
         limits, injected = self._limits(), twice and self._injects(iteration)
-        refuses = partial(_above, limits=limits) if twice and train.check_for_spiky_loss else _none
-        first = result = run(_all if injected else refuses)
+        refuses = partial(_above, limits=limits if twice and train.check_for_spiky_loss else {})
+        first = result = run((lambda losses: True) if injected else refuses)
         if first.spiked or (first.skipped and twice and not self._skips):
-            result = run(_none)
+            result = run(lambda losses: False)
             if injected and first.spiked:
                 self._injected(iteration)
             elif not (result.skipped or _above(result.losses, limits)):
@@ -117,14 +117,6 @@ class Guard:
 def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
     """Is any loss above its limit?"""
     return any(loss > limits[name] for name, loss in losses.items() if name in limits)
-
-
-def _none(_: Mapping[str, float]) -> bool:
-    return False
-
-
-def _all(_: Mapping[str, float]) -> bool:
-    return True
 
 
 def _said(result: StepResult) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megapipe.config import Config
 from megapipe.data.gpt_dataset import TokenDataset
-from megapipe.data.loader import Batches, Microbatch
+from megapipe.data.loader import Batches, Microbatch, SampleOrder
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import DataError
 from megapipe.schedule import Placement
@@ -63,15 +63,11 @@ class Reading:
         if not self.looks:
             return lambda consumed: ()
         dp, sizes = self.mesh.dp, config.batch_sizes
+        kind, sharded = config.data.dataloader_type, not config.data.no_data_sharding
         return Batches(
             dataset,
-            config.train.micro_batch,
+            SampleOrder(len(dataset), config.train.micro_batch, dp.rank, dp.size, kind, sharded, wraps),
             lambda consumed: sizes.at(consumed) // (config.train.micro_batch * dp.size),
-            dp.rank,
-            dp.size,
-            kind=config.data.dataloader_type,
-            sharded=not config.data.no_data_sharding,
-            wraps=wraps,
             num_workers=config.data.num_workers,
             pinned=self.mesh.device.type == "cuda",
         ).at

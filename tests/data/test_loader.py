@@ -25,13 +25,20 @@ class Counting:
         return np.full(3, sample)
 
 
+def made(
+    data: Counting, b: int, count: int, rank: int = 0, dp: int = 1, *, num_workers=2, pinned=False, **how
+) -> Batches:
+    """The microbatches of a rank, b samples in each and so many in a step."""
+    return Batches(data, SampleOrder(len(data), b, rank, dp, **how), count, num_workers=num_workers, pinned=pinned)
+
+
 def ids(batches: Batches, consumed: int) -> list[list[int]]:
     """Sample ids of each microbatch of a step."""
     return [microbatch[:, 0].tolist() for microbatch in batches.at(consumed)]
 
 
 def test_single_deals_each_microbatch_to_the_ranks_in_turn() -> None:
-    ranks = [Batches(Counting(100), 2, 2, rank, 3) for rank in range(3)]
+    ranks = [made(Counting(100), 2, 2, rank, 3) for rank in range(3)]
     assert [ids(b, 12) for b in ranks] == [[[12, 13], [18, 19]], [[14, 15], [20, 21]], [[16, 17], [22, 23]]]
 
 
@@ -43,7 +50,7 @@ def test_a_global_batch_holds_the_same_samples_on_every_layout(micro_batch_size:
             i
             for rank in range(data_parallel_size)
             for microbatch in ids(
-                Batches(Counting(64), micro_batch_size, microbatches, rank, data_parallel_size), consumed
+                made(Counting(64), micro_batch_size, microbatches, rank, data_parallel_size), consumed
             )
             for i in microbatch
         ]
@@ -81,7 +88,7 @@ def megatron_cyclic(
 @pytest.mark.parametrize("total", [12, 23])
 def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int, sharded: bool) -> None:
     for rank in range(dp):
-        batches = Batches(Counting(total), 2, 4, rank, dp, kind="cyclic", sharded=sharded)
+        batches = made(Counting(total), 2, 4, rank, dp, kind="cyclic", sharded=sharded)
         for step in range(8):
             consumed = step * 8 * dp
             assert ids(batches, consumed) == megatron_cyclic(total, consumed, 2, rank, dp, 4, sharded)
@@ -90,7 +97,7 @@ def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int, sharde
 @pytest.mark.parametrize("sharded", [True, False])
 def test_an_epoch_of_cyclic_reads_every_sample_once(sharded: bool) -> None:
     """20 samples, b 2, dp 2: five microbatches on each rank."""
-    ranks = [Batches(Counting(20), 2, 5, rank, 2, kind="cyclic", sharded=sharded) for rank in range(2)]
+    ranks = [made(Counting(20), 2, 5, rank, 2, kind="cyclic", sharded=sharded) for rank in range(2)]
     parts = [[i for microbatch in ids(b, 0) for i in microbatch] for b in ranks]
     assert sorted(parts[0] + parts[1]) == list(range(20))
     if sharded:  # Megatron's default, written out: randperm(10) of seed 0, and the same above 10
@@ -98,17 +105,17 @@ def test_an_epoch_of_cyclic_reads_every_sample_once(sharded: bool) -> None:
 
 
 def test_an_evaluation_goes_on_at_the_first_sample_when_it_has_come_to_the_end() -> None:
-    ranks = [Batches(Counting(10), 2, 2, rank, 2, wraps=True) for rank in range(2)]
+    ranks = [made(Counting(10), 2, 2, rank, 2, wraps=True) for rank in range(2)]
     assert [ids(b, 4) for b in ranks] == [[[4, 5], [8, 9]], [[6, 7], [0, 1]]]
     assert ids(ranks[0], 40) == [[0, 1], [4, 5]]
-    assert ids(Batches(Counting(1), 2, 2, wraps=True), 0) == [[0, 0], [0, 0]]
+    assert ids(made(Counting(1), 2, 2, wraps=True), 0) == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_run_resumed_anywhere_reads_the_tail_of_the_unbroken_one(kind: str, workers: int) -> None:
     def run(first: int) -> list[list[list[int]]]:
-        batches = Batches(Counting(50), 2, 3, 1, 2, kind=kind, num_workers=workers)  # type: ignore[arg-type]
+        batches = made(Counting(50), 2, 3, 1, 2, kind=kind, num_workers=workers)  # type: ignore[arg-type]
         return [ids(batches, consumed) for consumed in range(first, 48, 12)]
 
     unbroken = run(0)
@@ -116,7 +123,7 @@ def test_a_run_resumed_anywhere_reads_the_tail_of_the_unbroken_one(kind: str, wo
 
 
 def test_reading_ahead_survives_jumps_and_any_order_of_microbatches() -> None:
-    ahead, plain = Batches(Counting(400), 2, 4, num_workers=2), Batches(Counting(400), 2, 4, num_workers=0)
+    ahead, plain = made(Counting(400), 2, 4, num_workers=2), made(Counting(400), 2, 4, num_workers=0)
     for consumed in (0, 8, 16, 8, 80, 88, 0, 0):
         step = ahead.at(consumed)
         for i in (3, 1, 0, 2, 1):
@@ -127,7 +134,7 @@ def test_reading_ahead_survives_jumps_and_any_order_of_microbatches() -> None:
 
 
 def test_past_the_end_is_an_error_and_reading_ahead_of_it_is_not() -> None:
-    batches = Batches(Counting(16), 2, 4)
+    batches = made(Counting(16), 2, 4)
     assert ids(batches, 8) == [[8, 9], [10, 11], [12, 13], [14, 15]]
     with pytest.raises(DataError, match="The dataset ends at sample 16, the run wants 16 to 17"):
         ids(batches, 16)
@@ -185,6 +192,6 @@ def test_for_a_gpu_each_microbatch_is_read_into_pinned_memory(monkeypatch: pytes
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    read = Batches(Counting(16), 2, 3, num_workers=workers, pinned=True).at(0)
+    read = made(Counting(16), 2, 3, num_workers=workers, pinned=True).at(0)
     assert all(any(x is made for made in pinned) for x in read)
-    assert ids(Batches(Counting(16), 2, 3, num_workers=workers), 0) == [sorted(x[:, 0].tolist()) for x in read]
+    assert ids(made(Counting(16), 2, 3, num_workers=workers), 0) == [sorted(x[:, 0].tolist()) for x in read]
