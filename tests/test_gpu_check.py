@@ -101,5 +101,5 @@ def test_without_a_gpu_it_says_so_before_it_runs_anything(tmp_path):
     ],
 )
 def test_an_operation_has_the_numbers_of_float64(device, name):
-    found = gpu_kernels.KERNELS[name](device)
+    found = gpu_kernels.KERNELS[name](torch.device(device))
     assert found.passed, found

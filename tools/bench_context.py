@@ -17,21 +17,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megapipe.config import ModelConfig  # noqa: E402
-from megapipe.distributed.axis import CPU, Axis, Pending  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.distributed.tokens import Cut, Documents, positions  # noqa: E402
-from megapipe.models.layer import TransformerLayer  # noqa: E402
-from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
-from megapipe.plan.context import context_bytes  # noqa: E402
-from megapipe.plan.work import pieces  # noqa: E402
-from megapipe.tensor_parallel.rng import Stream, initialize  # noqa: E402
+from megapipe.config import ModelConfig
+from megapipe.distributed.axis import CPU, Axis, Pending
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Cut, Documents, positions
+from megapipe.models.layer import TransformerLayer
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan.context import context_bytes
+from megapipe.plan.work import pieces
+from megapipe.tensor_parallel.rng import Stream, initialize
 
 
 @dataclass(frozen=True)

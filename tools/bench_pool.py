@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
-import os
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,7 @@ from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.measured import Ran
 from tools.emulated import sharpen_sleep
 from tools.emulated_runs import Ours, Runner, Torchs
+from tools.ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -37,33 +35,12 @@ def run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: boo
 
     timed: the passes of the first job instead, [repeat][rank].
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tools.emulated_runs"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    receiver, sender = context.Pipe(duplex=False)
-    given = (port, jobs, costs, args, timed, sender)
-    size = args.pp * args.dp
-    ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise SystemExit("bench_schedules.py: a rank failed; its error is above") from None
-    finally:
-        for process in ranks:
-            process.join(timeout=30)
+    given = (jobs, costs, args, timed)
+    return run_ranks(args.pp * args.dp, _rank, *given, preload=("torch", "tools.emulated_runs"))[0]
 
 
-def _rank(
-    rank: int, port: int, jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool, sender: Any
-) -> None:
-    shape, repeats, size = (args.message_kib * 256, 1, 1), args.repeats, args.pp * args.dp  # float32
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _rank(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool) -> Any:
+    shape, repeats = (args.message_kib * 256, 1, 1), args.repeats  # float32
     sharpen_sleep()
     mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=args.pp), CPU)
     kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
@@ -74,9 +51,8 @@ def _rank(
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
     measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]
-    if rank == 0:
-        sender.send(ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)])
     mesh.close()
+    return ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)]
 
 
 def _step(runner: Runner) -> list[list[float]]:

@@ -9,9 +9,7 @@ A training and the rehearsals of its ranks take turns in the same processes, ste
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 from argparse import Namespace
@@ -20,28 +18,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
-
-from megapipe.config import Config  # noqa: E402
-from megapipe.distributed.axis import CPU  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.errors import UserError  # noqa: E402
-from megapipe.flags.parse import parse, stop  # noqa: E402
-from megapipe.pipeline_parallel.stopwatch import Stopwatch  # noqa: E402
-from megapipe.plan import Plan  # noqa: E402
-from megapipe.schedule import Costs, Schedule, build, simulate, unpaired  # noqa: E402
-from megapipe.schedule.measured import Ran, measured_costs  # noqa: E402
-from tools.bench_pool import Job, run_pool  # noqa: E402
-from tools.emulated import sharpen_sleep  # noqa: E402
-from tools.emulated_runs import Ours  # noqa: E402
-from tools.held_bytes import parts_of  # noqa: E402
-from tools.rehearse import forecast, prepared, world_ranks  # noqa: E402
-from tools.rehearsed_rank import (  # noqa: E402
+from megapipe.config import Config
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse, stop
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.plan import Plan
+from megapipe.schedule import Costs, Schedule, build, simulate, unpaired
+from megapipe.schedule.measured import Ran, measured_costs
+from tools.bench_pool import Job, run_pool
+from tools.emulated import sharpen_sleep
+from tools.emulated_runs import Ours
+from tools.held_bytes import parts_of
+from tools.ranks import run_ranks
+from tools.rehearse import forecast, prepared, world_ranks
+from tools.rehearsed_rank import (
     Alone,
     Answers,
+    Rehearsed,
     answers_of,
     delivered,
     rank_alone,
@@ -114,18 +111,7 @@ def training(text: str, steps: int) -> tuple[Seen, Seen]:
     """What a rehearsal says of a run of two processes, and the run."""
     config, plan = prepared((MODEL + text).split(), 2)
     given = config, plan, answers_of(config, plan, world_ranks(config)), steps
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    for rank, (_, sender) in enumerate(pipes):
-        context.Process(target=_rank, args=(rank, port, *given, sender), daemon=True).start()
-        sender.close()
-    try:
-        alone, real, peaks = zip(*(receiver.recv() for receiver, _ in pipes), strict=True)
-    except EOFError:
-        raise UserError("a rank failed; its error is above") from None
+    alone, real, peaks = zip(*run_ranks(2, _rank, *given), strict=True)
     forgotten = Seen(0.0, 0.0, list(peaks))
     if not steps:
         return replace(forgotten, peaks=[x.peak for x in alone]), forgotten
@@ -137,11 +123,10 @@ def training(text: str, steps: int) -> tuple[Seen, Seen]:
     )
 
 
-def _rank(rank: int, port: int, config: Config, plan: Plan, answers: Answers, steps: int, sender: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _rank(config: Config, plan: Plan, answers: Answers, steps: int) -> tuple[Rehearsed, list[Any], float]:
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the run's own lines
     mesh = ProcessMesh.create(config.parallel, CPU, plan.shares)
+    rank = mesh.world.rank
     run, alone = run_on(mesh, config, plan), rank_alone(config, plan, rank, answers)
     real, mine = [], []
     for _ in range(steps + 1 if steps else 0):
@@ -150,8 +135,9 @@ def _rank(rank: int, port: int, config: Config, plan: Plan, answers: Answers, st
         for turn in range(2):
             mesh.world.barrier()
             mine += [timed_step(alone)] if turn == rank else []
-    sender.send((rehearsed(alone, mine[1:]), real[1:], sum(parts_of(run).values())))
+    seen = rehearsed(alone, mine[1:]), real[1:], sum(parts_of(run).values())
     mesh.close()
+    return seen
 
 
 def _bubble(rows: list[list[Ran]]) -> float:

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.schedule import (  # noqa: E402
+from megapipe.schedule import (
     SCHEDULES,
     Costs,
     Kind,
@@ -29,11 +28,11 @@ from megapipe.schedule import (  # noqa: E402
     simulate,
     unpaired,
 )
-from megapipe.schedule.measured import measured_costs  # noqa: E402
-from tools import bench_late, bench_reduction  # noqa: E402
-from tools.bench_pool import Job, run_pool  # noqa: E402
-from tools.emulated import times  # noqa: E402
-from tools.emulated_runs import PEERS  # noqa: E402
+from megapipe.schedule.measured import measured_costs
+from tools import bench_late, bench_reduction
+from tools.bench_pool import Job, run_pool
+from tools.emulated import times
+from tools.emulated_runs import PEERS
 
 
 @dataclass(frozen=True)

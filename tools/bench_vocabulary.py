@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.plan.auto import Judge, search  # noqa: E402
-from megapipe.plan.work import Pieces, Work  # noqa: E402
-from megapipe.schedule import Costs, build, entry_of, simulate, unpaired  # noqa: E402
-from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
-from tools.bench_pool import Job, run_pool  # noqa: E402
-from tools.bench_schedules import overhead_here  # noqa: E402
-from tools.emulated import times  # noqa: E402
+from megapipe.plan.auto import Judge, search
+from megapipe.plan.work import Pieces, Work
+from megapipe.schedule import Costs, build, entry_of, simulate, unpaired
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from tools.bench_pool import Job, run_pool
+from tools.bench_schedules import overhead_here
+from tools.emulated import times
 
 
 def jobs_of(name: str, ranks: int, microbatches: int, layers: int, head: float, ms: Sequence[float]) -> list[Job]:

@@ -19,14 +19,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
+import torch
 
-from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
-from megapipe.schedule import SCHEDULES  # noqa: E402
-from tools.fuzz_post_validation import Case, Outcome, differences, made_datasets, train  # noqa: E402
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES
+from tools.fuzz_post_validation import Case, Outcome, differences, made_datasets, train
 
 
 def compare(case: Case, within: float = 0.0) -> tuple[list[str], float]:

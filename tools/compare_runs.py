@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -20,27 +18,28 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megapipe.checks.run import validate  # noqa: E402
-from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
-from megapipe.data.build import Datasets, build_datasets  # noqa: E402
-from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
-from megapipe.distributed.axis import CPU  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.errors import UserError  # noqa: E402
-from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.pipeline_parallel.stopwatch import ran_by_all  # noqa: E402
-from megapipe.pipeline_parallel.transport import Op  # noqa: E402
-from megapipe.plan import Plan, make_plan  # noqa: E402
-from megapipe.schedule import SCHEDULES, entry_of, simulate  # noqa: E402
-from megapipe.schedule.measured import spent  # noqa: E402
-from megapipe.training.pretrain import Run  # noqa: E402
-from pretrain_gpt import forward_step  # noqa: E402
+from megapipe.checks.run import validate
+from megapipe.config import Config
+from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.stopwatch import ran_by_all
+from megapipe.pipeline_parallel.transport import Op
+from megapipe.plan import Plan, make_plan
+from megapipe.schedule import SCHEDULES, entry_of, simulate
+from megapipe.schedule.measured import spent
+from megapipe.training.pretrain import Run
+from pretrain_gpt import forward_step
+from tools.ranks import run_ranks
 
 VOCAB = 511
 COLUMNS = {
@@ -118,7 +117,8 @@ def main() -> int:
         for pp in args.pp:
             configs = [_config(name, pp, args) for name in args.schedules]
             plans = [make_plan(config) for config in configs]
-            rows += _pool(pp, list(zip(configs, plans, strict=True)), args.steps)
+            runs = list(zip(configs, plans, strict=True))
+            rows += run_ranks(pp, _rank, runs, args.steps, preload=("megapipe.training.pretrain",))[0]
     except UserError as error:
         print(f"compare_runs.py: error: {error}", file=sys.stderr)
         return 2
@@ -151,64 +151,27 @@ def _arguments() -> argparse.Namespace:
 def _config(name: str, pp: int, args: argparse.Namespace) -> Config:
     """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
     free = name in SCHEDULES and name != "zb-auto" and entry_of(name).chunks is None
-    config = Config(
-        model=ModelConfig(
-            num_layers=args.layers,
-            hidden_size=args.hidden,
-            num_attention_heads=4,
-            max_position_embeddings=args.seq,
-            padded_vocab_size=VOCAB + 1,
-        ),
-        parallel=ParallelConfig(
-            pipeline_model_parallel_size=pp,
-            pipeline_schedule=name,
-            num_virtual_stages_per_pipeline_rank=2 if free else None,
-            distributed_backend="gloo",
-        ),
-        train=TrainConfig(
-            micro_batch_size=1, global_batch_size=args.microbatches, seq_length=args.seq, train_iters=100, lr=1e-3
-        ),
-        data=DataConfig(
-            mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCAB, num_workers=0, eval_iters=0, split="1,0,0"
-        ),
-        world_size=pp,
+    flags = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 4 --seq-length {args.seq} "
+        f"--max-position-embeddings {args.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
+        f"--padded-vocab-size {VOCAB + 1} --num-workers 0 --eval-iters 0 --split 1,0,0 --micro-batch-size 1 "
+        f"--global-batch-size {args.microbatches} --train-iters 100 --lr 1e-3 --distributed-backend gloo "
+        f"--pipeline-model-parallel-size {pp} {'--num-virtual-stages-per-pipeline-rank 2' if free else ''}"
     )
+    config = parse(Config, [*flags.split(), "--pipeline-schedule", name])
+    config = replace(config, world_size=pp)
     validate(config, has_cuda=False)
     return config
 
 
-def _pool(pp: int, runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
-    """All runs in turn in one pool of ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megapipe.training.pretrain"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank, args=(r, pp, port, runs, steps, sender), daemon=True) for r in range(pp)]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        rows: list[Row] = receiver.recv()
-        return rows
-    except EOFError:
-        raise SystemExit("compare_runs.py: a rank failed; its error is above") from None
-    finally:
-        for process in ranks:
-            process.join(timeout=30)
-
-
-def _rank(rank: int, pp: int, port: int, runs: list[tuple[Config, Plan]], steps: int, sender: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(pp), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
+    """All runs in turn, on one of their ranks."""
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the runs' own lines
-    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=pp, distributed_backend="gloo"), CPU)
+    mesh = ProcessMesh.create(runs[0][0].parallel, CPU)
     data = build_datasets(runs[0][0], build_tokenizer(runs[0][0].data))
     rows = [_train(mesh, config, plan, data, steps) for config, plan in runs]
-    if rank == 0:
-        sender.send(rows)
     mesh.close()
+    return rows
 
 
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:

@@ -22,17 +22,16 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
+import torch
 
-from megapipe.checks.context import context_problems  # noqa: E402
-from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
-from megapipe.pipeline_parallel.transport import P2PMode  # noqa: E402
-from megapipe.schedule import SCHEDULES, ScheduleError, entry_of  # noqa: E402
-from tools.equivalence import differences, train  # noqa: E402
-from tools.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table  # noqa: E402
+from megapipe.checks.context import context_problems
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.pipeline_parallel.transport import P2PMode
+from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
+from tools.equivalence import differences, train
+from tools.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table
 
 COMPILED = 0.02
 """Share of the cases of one or two ranks that are compiled, which takes a minute."""

@@ -24,22 +24,21 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
-from megapipe.data.build import Datasets, build_datasets  # noqa: E402
-from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
-from megapipe.schedule import SCHEDULES, ScheduleError, build  # noqa: E402
-from megapipe.training.pretrain import Run  # noqa: E402
-from megapipe.training.step import StepResult  # noqa: E402
-from pretrain_gpt import forward_step  # noqa: E402
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, ScheduleError, build
+from megapipe.training.pretrain import Run
+from megapipe.training.step import StepResult
+from pretrain_gpt import forward_step
 
 STEPS, VOCAB = 30, 32
 

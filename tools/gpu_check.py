@@ -36,7 +36,7 @@ from tools.gpu_cases import CASES, SHAPE, SIZES, Case  # noqa: E402
 
 GIB = 2**30
 Steps = dict[int, dict[str, Any]]
-"""What tools/recorded_run.py wrote, by iteration."""
+"""What --metrics-file wrote, by iteration; on a GPU with the peak memory of the first rank and its prediction."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,23 @@ def _run(case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[s
     if case.script:
         last = log.read_text().strip().splitlines()[-1]
         return ("FAIL", f"{last}; {problem}", {}) if problem else ("pass", last, {})
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    steps = {line["iteration"]: line for line in lines}
+    steps = {step["iteration"]: step for step in map(_step, file.read_text().splitlines() if file.exists() else ())}
     if problem or not steps:
         return "FAIL", problem or "no steps", steps
     result, figure = judge(case, steps, before)
     return result, f"{figure}; {speed(steps)}", steps
+
+
+def _step(line: str) -> dict[str, Any]:
+    """What a line of the file says; no mfu and no memory where they are not known."""
+    told = json.loads(line)
+    loss = told["losses"]["lm loss"]
+    step = {name: told[name] for name in ("iteration", "skipped", "tokens_per_second")}
+    step |= {"loss": math.nan if loss is None else loss, "norm": told["grad_norm"], "tflops": told["tflops_per_device"]}
+    step |= {} if told["mfu"] is None else {"mfu": told["mfu"]}
+    if "peak_gib" in told:
+        step |= {"peak": told["peak_gib"][0] * GIB, "predicted_peak": told["predicted_peak_gib"][0] * GIB}
+    return step
 
 
 def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
@@ -141,7 +152,7 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
     run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
     run += ["--distributed-backend", "gloo"] if flags.device == "cpu" else []
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    start = [*(many if case.ranks > 1 else ()), "tools/recorded_run.py", str(file)]
+    start = [*(many if case.ranks > 1 else ()), "pretrain_gpt.py", "--metrics-file", str(file)]
     return [sys.executable, *start, *(part.format(folder=folder) for part in run)]
 
 

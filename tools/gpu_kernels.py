@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +26,18 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 @dataclass(frozen=True)
 class Found:
-    """The largest error, as a part of the largest number of its tensor, and what it may be."""
+    """What a check of this tool or of gpu_measures.py found, in words, and whether it is good enough."""
 
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        """A nan does not."""
-        return self.error <= self.allowed
-
-    @property
-    def figure(self) -> str:
-        return f"error {self.error:.1e}, at most {self.allowed:.1e}"
+    figure: str
+    passed: bool = True
 
 
-def weight_grad(device: str) -> Found:
+def within(error: float, allowed: float) -> Found:
+    """error: the largest, as a part of the largest number of its tensor. A nan does not pass."""
+    return Found(f"error {error:.1e}, at most {allowed:.1e}", error <= allowed)
+
+
+def weight_grad(device: torch.device) -> Found:
     """The weight gradient of a bf16 layer, put off to W and added into float32, over two microbatches.
 
     A GPU computes and adds it in float32 (`addmm(out_dtype)`); a CPU rounds each microbatch's product to bf16.
@@ -64,10 +59,10 @@ def weight_grad(device: str) -> Found:
         want += grad
     for microbatch in owner.owed:
         owner.run(microbatch)
-    return Found(_error(main_grad, want), 2**-8 if device == "cpu" else 1e-5)
+    return within(_error(main_grad, want), 2**-8 if device.type == "cpu" else 1e-5)
 
 
-def fused_loss(device: str) -> Found:
+def fused_loss(device: torch.device) -> Found:
     """The fused output head and loss in float32: losses and both gradients; one label has no loss."""
     draw = torch.Generator().manual_seed(2)
     x, weight = torch.randn(300, 32, generator=draw), torch.randn(9001, 32, generator=draw)
@@ -81,10 +76,10 @@ def fused_loss(device: str) -> Found:
     want = _results(
         lambda x, w: F.cross_entropy(x @ w.t(), target, reduction="none"), (x.double(), weight.double()), grad.double()
     )
-    return Found(max(map(_error, got, want)), 1e-5)
+    return within(max(map(_error, got, want)), 1e-5)
 
 
-def dropout_attention(device: str) -> Found:
+def dropout_attention(device: torch.device) -> Found:
     """Attention with dropout in float32: output and three gradients, under the mask that a first call shows.
 
     The first call's values are unit vectors, so its output is the matrix of probabilities itself.
@@ -108,10 +103,12 @@ def dropout_attention(device: str) -> Found:
 
     got = _results(attend, on_device, grad.to(device))
     want = _results(plain, [x.double() for x in (q, k, v)], grad.double())
-    return Found(max(map(_error, got, want)), 1e-5)
+    return within(max(map(_error, got, want)), 1e-5)
 
 
-KERNELS: dict[str, Callable[[str], Found]] = {f.__name__: f for f in (weight_grad, fused_loss, dropout_attention)}
+KERNELS: dict[str, Callable[[torch.device], Found]] = {
+    f.__name__: f for f in (weight_grad, fused_loss, dropout_attention)
+}
 
 
 def _results(f: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
@@ -135,19 +132,9 @@ class Flags:
     """One of them; default: all."""
 
 
-class Shown(Protocol):
-    """What a check of this tool or of gpu_measures.py found."""
-
-    @property
-    def passed(self) -> bool: ...
-
-    @property
-    def figure(self) -> str: ...
-
-
-def main(argv: Sequence[str], checks: Mapping[str, Callable[[str], Shown]] = KERNELS) -> None:
+def main(argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS) -> None:
     flags = parse(Flags, argv)
-    found = [check(flags.device) for name, check in checks.items() if flags.only in ("", name)]
+    found = [check(torch.device(flags.device)) for name, check in checks.items() if flags.only in ("", name)]
     for one in found:
         print(one.figure)
     raise SystemExit(not all(one.passed for one in found))

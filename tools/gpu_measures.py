@@ -40,17 +40,9 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.step import Pipeline, StepResult, train_step
 from pretrain_gpt import forward_step
 from tools.gpu_cases import LARGE_LAYER, SHAPE, SIZES
-from tools.gpu_kernels import main
+from tools.gpu_kernels import Found, main
 from tools.rehearse import prepared
 from tools.rehearsed_rank import answers_of, rank_alone
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was found, in words, and whether it reaches its bar."""
-
-    figure: str
-    passed: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class Size:
 GPU, TINY = Size(2048, 16, 2048, 50304), Size(64, 4, 32, 128)
 
 
-def ceilings(device: torch.device) -> Measured:
+def ceilings(device: torch.device) -> Found:
     """What the device reaches in the products of a layer of 4,096 tokens (bf16) and in copying: no step is faster."""
     h, rows = (2048, 4096) if device.type == "cuda" else (64, 128)
     rates = []
@@ -77,10 +69,10 @@ def ceilings(device: torch.device) -> Measured:
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e9
     products = ", ".join(f"{rate:.3g}" for rate in rates)
-    return Measured(f"products of qkv, fc1, fc2 {products} TFLOP/s; copy {copied:.3g} GB/s read and written")
+    return Found(f"products of qkv, fc1, fc2 {products} TFLOP/s; copy {copied:.3g} GB/s read and written")
 
 
-def split(device: torch.device) -> Measured:
+def split(device: torch.device) -> Found:
     """Input and weight gradients apart (B, then W) against both at once, two layers in bf16: at most 3% more."""
     size = GPU if device.type == "cuda" else TINY
     module = _stage(_model(size, layers=2), LayerSpan(0, 2, embedding=False, loss=False), device).bfloat16()
@@ -109,10 +101,10 @@ def split(device: torch.device) -> Measured:
     both, one_by_one = (seconds(f, device) - first for f in (fused, apart))
     ratio = one_by_one / both
     figure = f"F {first * 1e3:.3g} ms, B + W {one_by_one * 1e3:.3g} ms = {ratio:.3f} x both at once, at most 1.03"
-    return Measured(figure, ratio <= 1.03 or device.type == "cpu")
+    return Found(figure, ratio <= 1.03 or device.type == "cpu")
 
 
-def schedules(device: torch.device) -> Measured:
+def schedules(device: torch.device) -> Found:
     """Two steps under every schedule that runs on one rank, in bf16: losses and norms are 1F1B's to the bit."""
     be_deterministic()
     size = Size(256, 4, 256, 1024) if device.type == "cuda" else TINY
@@ -124,10 +116,10 @@ def schedules(device: torch.device) -> Measured:
         found[name] = [(r.losses["lm loss"], r.grad_norm) for r in (step(), step())]
     other = [name for name in names if found[name] != found["1f1b"]]
     figure = f"{len(names)} schedules, {f'not the bits of 1f1b: {other}' if other else 'the bits of 1f1b'}"
-    return Measured(figure, not other)
+    return Found(figure, not other)
 
 
-def host(device: torch.device) -> Measured:
+def host(device: torch.device) -> Found:
     """How long the device waits for its host in a step, in torch's trace of it: at most 2% on a GPU.
 
     The second of four ranks of one layer each, which has the least work per call, alone: messages are there at once.
@@ -150,9 +142,9 @@ def host(device: torch.device) -> Measured:
         events = json.loads(file.read_text())["traceEvents"]
     kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _OF_DEVICE)
     if not kernels:
-        return Measured(f"{len(events)} events, no kernels", device.type == "cpu")
+        return Found(f"{len(events)} events, no kernels", device.type == "cpu")
     idle = idle_share(kernels)
-    return Measured(f"{len(kernels)} kernels, the device waits {idle:.1%} of the step, at most 2%", idle <= 0.02)
+    return Found(f"{len(kernels)} kernels, the device waits {idle:.1%} of the step, at most 2%", idle <= 0.02)
 
 
 _OF_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -167,7 +159,7 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     return 1 - busy / (until - spans[0][0])
 
 
-MEASURES: dict[str, Callable[[torch.device], Measured]] = {f.__name__: f for f in (ceilings, split, schedules, host)}
+MEASURES: dict[str, Callable[[torch.device], Found]] = {f.__name__: f for f in (ceilings, split, schedules, host)}
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -222,10 +214,6 @@ def training(
     return lambda: train_step(pipeline, optimizer, [*data], 0, 1e-4)
 
 
-def _on(measure: Callable[[torch.device], Measured], device: str) -> Measured:
-    return measure(torch.device(device))
-
-
 def _runs_alone(name: str) -> bool:
     try:
         build(name, 1, 4)
@@ -255,6 +243,6 @@ def _stage(model: ModelConfig, span: LayerSpan, device: torch.device) -> nn.Modu
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:], {name: partial(_on, measure) for name, measure in MEASURES.items()})
+        main(sys.argv[1:], MEASURES)
     except UserError as error:
         stop(error)

@@ -14,26 +14,25 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.checks.run import flag_problems, validate  # noqa: E402
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
-from megapipe.data.tokenizer import build_tokenizer  # noqa: E402
-from megapipe.distributed.device import has_cuda, pick_device  # noqa: E402
-from megapipe.errors import ConfigError, ScheduleError, UserError  # noqa: E402
-from megapipe.flags.parse import parse, stop, to_flags  # noqa: E402
-from megapipe.models.overrides import inline  # noqa: E402
-from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.pipeline_parallel.layout_string import layout_string  # noqa: E402
-from megapipe.pipeline_parallel.partition import nearly_even  # noqa: E402
-from megapipe.plan import GIB, Plan, changes, make_plan, pieces_of, plan_of, table  # noqa: E402
-from megapipe.schedule import Costs  # noqa: E402
-from megapipe.schedule.costs_file import dump_costs  # noqa: E402
-from megapipe.training.check import vocabulary  # noqa: E402
-from megapipe.training.measure import measure  # noqa: E402
-from tools.links import Device, load_device  # noqa: E402
-from tools.plan_search import BEST, Search, search  # noqa: E402
+from megapipe.checks.run import flag_problems, validate
+from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.data.tokenizer import build_tokenizer
+from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.errors import ConfigError, ScheduleError, UserError
+from megapipe.flags.parse import parse, stop, to_flags
+from megapipe.models.overrides import inline
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.layout_string import layout_string
+from megapipe.pipeline_parallel.partition import nearly_even
+from megapipe.plan import GIB, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.schedule import Costs
+from megapipe.schedule.costs_file import dump_costs
+from megapipe.training.check import vocabulary
+from megapipe.training.measure import measure
+from tools.links import Device, load_device
+from tools.plan_search import BEST, Search, search
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from typing import Literal
 from megapipe.config import DataConfig
 from megapipe.config.files import TokenizerType
 from megapipe.data.files import is_current
-from megapipe.data.preprocess import Encoding, Written, preprocess
+from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop, to_flags
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         for written in preprocess(
             flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
         ):
-            _describe(written)
+            print(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
     print(f"Next: pretrain_gpt.py --data-path {flags.prefixes[0]} {_tokenizer_flags(flags)}")
 
 
@@ -131,10 +131,6 @@ def _progress(interval: int) -> Callable[[int, int], None]:
             print(f"Processed {documents} documents ({rate}).", flush=True)
 
     return report
-
-
-def _describe(written: Written) -> None:
-    print(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.checks.run import flag_problems  # noqa: E402
-from megapipe.config import Config  # noqa: E402
-from megapipe.errors import ConfigError, UserError  # noqa: E402
-from megapipe.flags.parse import parse, stop  # noqa: E402
-from megapipe.models.overrides import inline, layer_config  # noqa: E402
-from megapipe.plan import GIB, Plan, make_plan  # noqa: E402
-from megapipe.schedule import Costs, simulate, unpaired  # noqa: E402
-from megapipe.schedule.measured import measured_costs  # noqa: E402
-from megapipe.training.check import as_here, vocabulary  # noqa: E402
-from tools.links import NOTHING, Device, load_device, sums, with_messages  # noqa: E402
-from tools.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank  # noqa: E402
+from megapipe.checks.run import flag_problems
+from megapipe.config import Config
+from megapipe.errors import ConfigError, UserError
+from megapipe.flags.parse import parse, stop
+from megapipe.models.overrides import inline, layer_config
+from megapipe.plan import GIB, Plan, make_plan
+from megapipe.schedule import Costs, simulate, unpaired
+from megapipe.schedule.measured import measured_costs
+from megapipe.training.check import as_here, vocabulary
+from tools.links import NOTHING, Device, load_device, sums, with_messages
+from tools.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank
 
 Shown = Mapping[int, Rehearsed]
 """By pipeline rank."""

@@ -1,0 +1,49 @@
+"""Processes of this machine that are the ranks of a run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def run_ranks(size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()) -> list[Any]:
+    """What work(*given) returns in each of so many processes, in rank order; torch.distributed finds them by itself.
+
+    Args:
+        preload: modules that a process of its own imports once for all of them; without, they are copies of this one.
+    Raises: SystemExit if a rank fails.
+    """
+    context: Any = multiprocessing.get_context("forkserver" if preload else "fork")
+    if preload:
+        context.set_forkserver_preload(list(preload))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, size, port, sender, work, given), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process, (_, sender) in zip(ranks, pipes, strict=True):
+        process.start()
+        sender.close()
+    try:
+        return [receiver.recv() for receiver, _ in pipes]
+    except EOFError:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: a rank failed; its error is above") from None
+    finally:
+        for process in ranks:
+            process.join(timeout=30)
+
+
+def _rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sender.send(work(*given))
