@@ -191,18 +191,11 @@ def _timed(device: torch.device) -> Iterator[list[float]]:
         taken.append(time.perf_counter() - start)
 
 
-def training(
-    schedule: str, size: Size, layers: int, device: torch.device, microbatches: int = 4
-) -> Callable[[], StepResult]:
-    """Steps of a whole model in bf16 on one rank under a schedule, on data of its own."""
-    model = _model(size, layers)
+def training(schedule: str, size: Size, layers: int, device: torch.device) -> Callable[[], StepResult]:
+    """Steps of a whole model in bf16 on one rank under a schedule, on data of its own: four microbatches of two."""
+    model, microbatches = _model(size, layers), 4
     train = TrainConfig(
-        micro_batch_size=2,
-        global_batch_size=2 * microbatches,
-        seq_length=size.seq,
-        train_iters=1,
-        lr=1e-4,
-        bf16=True,
+        micro_batch_size=2, global_batch_size=2 * microbatches, seq_length=size.seq, train_iters=1, lr=1e-4, bf16=True
     )
     config = Config(model=model, parallel=ParallelConfig(), train=train)
     mesh, table = ProcessMesh.create(config.parallel, device), build(schedule, 1, microbatches)

@@ -9,72 +9,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megapipe.flags.holds import HOLDS, OLD_FLAGS, SEVERAL
+from megapipe.flags.holds import HOLDS, OLD_FLAGS, SEVERAL, rows_of
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.zero_bubble import SWITCHES
 
-_GPT = "megapipe trains GPT models only"
-
 # The first pattern that fits gives the reason; a name that none fits is refused without one.
-_REASONS: tuple[tuple[str, str], ...] = (
-    ("model-parallel-size", "an old name; use --tensor-model-parallel-size"),
-    ("batch-size", "an old name; use --micro-batch-size"),
-    ("warmup", "an old name; use --lr-warmup-fraction"),
-    ("persistent-save-interval", "use --save-interval"),
-    ("encoder-num-layers decoder-num-layers", "use --num-layers"),
-    ("encoder-seq-length", "use --seq-length"),
-    ("override-ckpt-iteration", "use --ckpt-step"),
-    ("fp16-lm-cross-entropy", "the loss is always computed in float32"),
-    ("checkpoint-activations", "an old name; use --recompute-granularity full"),
-    ("spec", "use --model-provider; see docs/model_provider.md"),
-    ("use-mp-args-from-checkpoint-args", "any layout loads any checkpoint; give the layout's flags"),
-    ("tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args", "a tokenizer is what its files say"),
-    (
-        "rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*",
-        "rotary positions are plain or scaled as in Llama 3.1 (--use-rope-scaling)",
-    ),
-    (
-        "glu-linear-offset activation-func-clamp-value",
-        "the MLP has GELU, --squared-relu, --swiglu or --quick-geglu",
-    ),
-    ("fp32-residual-connection", "the residual stream has the type of the weights"),
-    ("record-shapes pytorch-profiler-*", "use --profile --use-pytorch-profiler"),
-    ("moe-* num-experts expert-* ep-* gtp-* use-grouped-gemm-*", "there are no mixture-of-experts layers"),
-    ("rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method", "megapipe pretrains; no reinforcement learning"),
-    (
-        "inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens",
-        "megapipe trains; it does not serve",
-    ),
-    ("bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* query-in-block-prob", _GPT),
-    ("evidence-data-path embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings", _GPT),
-    ("dino-* vision-* swin-* img-* patch-dim num-channels num-classes classes-fraction head-lr-mult", _GPT),
-    ("mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*", "all layers are attention and MLP"),
-    (
-        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-* v-head-dim mla-* cache-mla-*",
-        "attention is multi-head or grouped-query",
-    ),
-    (
-        "dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*",
-        "attention is causal, whole or --window-size",
-    ),
-    ("mtp-*", "there is no multi-token prediction"),
-    (
-        "fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*",
-        "precision is float32, bf16 or fp16",
-    ),
-    ("muon-* lion-*", "the optimizers are adam, sgd, muon with whole float32 matrices, and --optimizer FILE.py:NAME"),
-    ("*optimizer-*offload* qk-clip*", "optimizer state is on the device"),
-    ("*fsdp*", "parameters are not sharded over data-parallel ranks"),
-    (
-        "hybrid-context-parallel",
-        "context-parallel ranks exchange keys in one way, --cp-comm-type",
-    ),
-    ("iter-per-epoch data-per-class-fraction decoder-seq-length", _GPT),
-    ("fim-*", "there is no fill-in-the-middle"),
-    (
-        "inprocess-* calc-ft-* enable-ft-* ft-* fault-* adlr-*",
-        "restart with --load",
-    ),
+_REASONS = tuple(
+    rows_of("""
+model-parallel-size: an old name; use --tensor-model-parallel-size
+batch-size: an old name; use --micro-batch-size
+warmup: an old name; use --lr-warmup-fraction
+persistent-save-interval: use --save-interval
+encoder-num-layers decoder-num-layers: use --num-layers
+encoder-seq-length: use --seq-length
+override-ckpt-iteration: use --ckpt-step
+fp16-lm-cross-entropy: the loss is always computed in float32
+checkpoint-activations: an old name; use --recompute-granularity full
+spec: use --model-provider; see docs/model_provider.md
+use-mp-args-from-checkpoint-args: any layout loads any checkpoint; give the layout's flags
+tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer is what its files say
+rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain or scaled as in Llama
+    3.1 (--use-rope-scaling)
+glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or --quick-geglu
+fp32-residual-connection: the residual stream has the type of the weights
+record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
+moe-* num-experts expert-* ep-* gtp-* use-grouped-gemm-*: there are no mixture-of-experts layers
+rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method: megapipe pretrains; no reinforcement learning
+inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens: megapipe trains; it
+    does not serve
+bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* query-in-block-prob evidence-data-path
+    embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings dino-* vision-* swin-* img-* patch-dim
+    num-channels num-classes classes-fraction head-lr-mult: megapipe trains GPT models only
+mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers are attention and MLP
+multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-* v-head-dim mla-* cache-mla-*: attention is
+    multi-head or grouped-query
+dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
+mtp-*: there is no multi-token prediction
+fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*: precision is float32, bf16 or
+    fp16
+muon-* lion-*: the optimizers are adam, sgd, muon with whole float32 matrices, and --optimizer FILE.py:NAME
+*optimizer-*offload* qk-clip*: optimizer state is on the device
+*fsdp*: parameters are not sharded over data-parallel ranks
+hybrid-context-parallel: context-parallel ranks exchange keys in one way, --cp-comm-type
+iter-per-epoch data-per-class-fraction decoder-seq-length: megapipe trains GPT models only
+fim-*: there is no fill-in-the-middle
+inprocess-* calc-ft-* enable-ft-* ft-* fault-* adlr-*: restart with --load
+""")
 )
 
 _FORK = "sail-sg/zero-bubble-pipeline-parallelism"
