@@ -82,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 if nothing grows."""
     try:
         options = parse(Options, argv)
-        if options.restarts < 4:
+        if not 4 <= options.restarts <= options.steps:
             raise ConfigError(
-                f"--restarts {options.restarts}: give at least 4, the second and the last quarter are compared"
+                f"--restarts {options.restarts}: give at least 4, the second and the last quarter are compared, and no "
+                f"more than --steps {options.steps}"
             )
         print("    steps  memory MiB  files  threads  disk KiB", file=sys.stderr)
         with TemporaryDirectory() as name, open(os.devnull, "w") as nothing, redirect_stdout(nothing):

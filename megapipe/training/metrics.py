@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 from megapipe.plan import GIB
@@ -93,7 +94,8 @@ class MetricsFile:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # said already: what it still holds could not be written
+                self._file.close()
 
 
 def _finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ from megapipe.config import LogConfig
 from megapipe.errors import DataError
 from megapipe.flags.parse import stop
 from megapipe.training.log import TensorBoard
+from megapipe.training.metrics import MetricsFile
 
 PROGRAM = """
 from megapipe.training.stdout import stdout_may_break
@@ -72,6 +73,16 @@ def test_an_error_that_nobody_reads_has_its_exit_code(monkeypatch):
             with pytest.raises(SystemExit) as caught:
                 stop(DataError("no such file"))
             assert caught.value.code == 2
+
+
+def test_a_full_disk_under_the_metrics_costs_one_warning(capsys):
+    """Closing the file at the end of the run raised it once more, and the run ended with a traceback."""
+    file = MetricsFile("/dev/full")
+    for n in range(2):
+        file.write({"iteration": n})
+    file.close()
+    warning = "WARNING: no metrics from here on, --metrics-file /dev/full: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().out == warning
 
 
 @pytest.fixture
