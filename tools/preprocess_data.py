@@ -11,11 +11,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field
 
-from megapipe.config import DataConfig
-from megapipe.config.files import TokenizerType
+from megapipe.config import TokenizerConfig
 from megapipe.data.files import is_current
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizer import tokenizer_files
@@ -52,24 +50,7 @@ class Flags:
     """Print progress every so many documents."""
     reuse: bool = False
     """Keep files that are there already and newer than the input and the tokenizer."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer, as in pretrain_gpt.py; NullTokenizer reads numbers."""
-    tokenizer_model: str | None = None
-    """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
-    vocab_file: str | None = None
-    """vocab.json of the GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """merges.txt of the GPT2BPETokenizer."""
-    vocab_size: int | None = None
-    """Vocabulary of the NullTokenizer or TikTokenizer."""
-    null_tokenizer_eod_id: int | None = None
-    """Id that ends a document under the NullTokenizer. Default: the last."""
-    tokenizer_hf_no_include_special_tokens: bool = False
-    """HuggingFaceTokenizer: a text gets no ids around it."""
-    tiktoken_pattern: Literal["v1", "v2"] = "v2"
-    """How TikTokenizer cuts a text before it merges pairs."""
-    tiktoken_num_special_tokens: int = 1000
-    """Ids of TikTokenizer before its first byte string."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     @property
     def prefixes(self) -> list[str]:
@@ -83,25 +64,20 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     _validate(flags)
     outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
-    data = DataConfig(**{name: getattr(flags, name) for name in _TOKENIZER})
-    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(data)]):
+    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)]):
         print(f"{', '.join(outputs)}: up to date")
     else:
-        encoding = Encoding(data, flags.json_keys, flags.append_eod)
+        encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
         for written in preprocess(
             flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
         ):
             print(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
-    print(f"Next: pretrain_gpt.py --data-path {flags.prefixes[0]} {_tokenizer_flags(flags)}")
+    print(f"Next: pretrain_gpt.py --data-path {flags.prefixes[0]} {_tokenizer_flags(flags.tokenizer)}")
 
 
-_TOKENIZER = tuple(f.name for f in fields(DataConfig) if f.name in {mine.name for mine in fields(Flags)})
-
-
-def _tokenizer_flags(flags: Flags) -> str:
-    data = DataConfig(**{name: getattr(flags, name) for name in _TOKENIZER})
-    shown = " ".join(to_flags(data))
-    return shown if flags.tokenizer_type else f"--tokenizer-type {data.tokenizer} {shown}"
+def _tokenizer_flags(tokenizer: TokenizerConfig) -> str:
+    shown = " ".join(to_flags(tokenizer))
+    return shown if tokenizer.tokenizer_type else f"--tokenizer-type {tokenizer.tokenizer} {shown}"
 
 
 def _validate(flags: Flags) -> None:

@@ -14,7 +14,7 @@ from tyro.conf import Suppress
 
 from megapipe.config.batch import BatchSizes
 from megapipe.config.check import CheckConfig
-from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig
+from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig

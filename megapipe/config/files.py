@@ -17,7 +17,39 @@ TokenizerType = Literal[
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class TokenizerConfig:
+    """Which tokenizer, and its files."""
+
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else SentencePieceTokenizer."""
+    tokenizer_model: str | None = None
+    """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
+    vocab_file: str | None = None
+    """vocab.json of the GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt of the GPT2BPETokenizer."""
+    vocab_size: int | None = None
+    """Ids of the NullTokenizer, or of TikTokenizer with its special ones."""
+    null_tokenizer_eod_id: int | None = None
+    """Id that ends a document under the NullTokenizer. Default: the last."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """HuggingFaceTokenizer: a text gets no ids around it, such as one that begins a sequence."""
+    tiktoken_pattern: Literal["v1", "v2"] = "v2"
+    """How TikTokenizer cuts a text before it merges pairs."""
+    tiktoken_num_special_tokens: int = 1000
+    """Ids of TikTokenizer before its first byte string."""
+
+    @property
+    def tokenizer(self) -> str:
+        """The kind, by one name each."""
+        if self.tokenizer_type is None:
+            return "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "SentencePieceTokenizer"
+        alias = self.tokenizer_type in ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
+        return "SentencePieceTokenizer" if alias else self.tokenizer_type
+
+
+@dataclass(frozen=True)
+class DataConfig(TokenizerConfig):
     """Tokens, where they come from and in which order."""
 
     data_path: tuple[str, ...] = ()
@@ -50,24 +82,6 @@ class DataConfig:
     """Positions, learned or rotary, start again at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
     """A token attends only to tokens of its own document."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else SentencePieceTokenizer."""
-    tokenizer_model: str | None = None
-    """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
-    vocab_file: str | None = None
-    """vocab.json of the GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """merges.txt of the GPT2BPETokenizer."""
-    vocab_size: int | None = None
-    """Ids of the NullTokenizer, or of TikTokenizer with its special ones."""
-    null_tokenizer_eod_id: int | None = None
-    """Id that ends a document under the NullTokenizer. Default: the last."""
-    tokenizer_hf_no_include_special_tokens: bool = False
-    """HuggingFaceTokenizer: a text gets no ids around it, such as one that begins a sequence."""
-    tiktoken_pattern: Literal["v1", "v2"] = "v2"
-    """How TikTokenizer cuts a text before it merges pairs."""
-    tiktoken_num_special_tokens: int = 1000
-    """Ids of TikTokenizer before its first byte string."""
     eval_iters: int = 100
     """Batches per evaluation; with 0 or -1 nothing is evaluated."""
     eval_global_batch_size: int | None = None
@@ -85,14 +99,6 @@ class DataConfig:
     def eval_batches(self) -> int:
         """Per evaluation."""
         return max(0, self.eval_iters)
-
-    @property
-    def tokenizer(self) -> str:
-        """The kind, by one name each."""
-        if self.tokenizer_type is None:
-            return "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "SentencePieceTokenizer"
-        alias = self.tokenizer_type in ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
-        return "SentencePieceTokenizer" if alias else self.tokenizer_type
 
 
 @dataclass(frozen=True)

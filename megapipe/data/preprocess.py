@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.config import DataConfig
+from megapipe.config import TokenizerConfig
 from megapipe.data.fingerprint import write_fingerprint
 from megapipe.data.indexed import IndexedWriter, token_dtype
 from megapipe.data.text import RawDocument, raw_documents, texts
@@ -31,12 +31,12 @@ class Encoding:
     """How a document becomes token ids.
 
     Attributes:
-        data: which tokenizer.
+        tokenizer: which one.
         keys: fields of each JSON line; one output per key.
         append_eod: end each document that is not empty with the end-of-document id.
     """
 
-    data: DataConfig
+    tokenizer: TokenizerConfig
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
 
@@ -72,7 +72,7 @@ def preprocess(
     """
     if problems := list(_bad_keys(encoding.keys)):
         raise DataError(problems)
-    tokenizer = build_tokenizer(encoding.data)
+    tokenizer = build_tokenizer(encoding.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoding.keys]
     documents = num_bytes = 0
@@ -89,7 +89,7 @@ def preprocess(
         if not all(tokens):
             raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
     for prefix in prefixes:
-        write_fingerprint(prefix, tokenizer, encoding.data.tokenizer)
+        write_fingerprint(prefix, tokenizer, encoding.tokenizer.tokenizer)
     return [Written(prefix, documents, n) for prefix, n in zip(prefixes, tokens, strict=True)]
 
 
@@ -136,12 +136,12 @@ def _encoded(chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: i
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(data: DataConfig) -> Tokenizer:
-    return build_tokenizer(data)
+def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+    return build_tokenizer(config)
 
 
 def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
-    tokenizer = _tokenizer(encoding.data)
+    tokenizer = _tokenizer(encoding.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     documents: list[list[NDArray[Any]]] = [[] for _ in encoding.keys]
     problems: list[str] = []

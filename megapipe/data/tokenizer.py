@@ -9,7 +9,7 @@ from typing import Protocol
 
 import sentencepiece
 
-from megapipe.config import DataConfig
+from megapipe.config import TokenizerConfig
 from megapipe.errors import DataError
 
 _TIKTOKEN_SIZE = 2**17  # Megatron-LM's default
@@ -84,7 +84,7 @@ class NullTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
 
-def build_tokenizer(data: DataConfig) -> Tokenizer:
+def build_tokenizer(data: TokenizerConfig) -> Tokenizer:
     """The tokenizer that --tokenizer-type and the flags of its kind describe.
 
     Raises: DataError.
@@ -119,7 +119,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     return SentencePieceTokenizer(data.tokenizer_model)
 
 
-def tokenizer_files(data: DataConfig) -> list[str]:
+def tokenizer_files(data: TokenizerConfig) -> list[str]:
     """Of which the ids follow."""
     if data.tokenizer == "GPT2BPETokenizer":
         return [path for path in (data.vocab_file, data.merge_file) if path is not None]
@@ -130,7 +130,7 @@ def tokenizer_files(data: DataConfig) -> list[str]:
     return [file for file in inside if os.path.isfile(file)] if os.path.isdir(path) else [path]
 
 
-def assumed_vocab_size(data: DataConfig) -> int:
+def assumed_vocab_size(data: TokenizerConfig) -> int:
     """What a plan may count with while the tokenizer's files are not at hand."""
     return data.vocab_size or {"GPT2BPETokenizer": 50257, "TikTokenizer": _TIKTOKEN_SIZE}.get(data.tokenizer, 32000)
 

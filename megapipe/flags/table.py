@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from megapipe.config import Config
@@ -73,14 +74,15 @@ def _values(values: tuple[str, ...]) -> str:
 
 def _help(flag: Flag) -> str:
     """The docstring under the field."""
-    (body,) = ast.parse(inspect.getsource(flag.owner)).body
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id == flag.field:
-            assert isinstance(text, ast.Expr), f"{flag.field} has no docstring"
-            assert isinstance(text.value, ast.Constant), f"{flag.field} has no docstring"
-            return str(text.value.value)
-    raise AssertionError(flag.field)
+    for owner in flag.owner.__mro__[:-1]:
+        (body,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(body, ast.ClassDef)
+        for pair in pairwise(body.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    if name == flag.field:
+                        return str(text)
+    raise AssertionError(f"{flag.field} has no docstring")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_text_files_gz_crlf_blank_lines_and_several_keys(tmp_path: Path) -> None
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "4"}\r\n\r\n{"text": "5"}'))
     (written,) = preprocess([f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl.gz"], f"{tmp_path}/out", NUMBERS, workers=1)
     assert IndexedDataset(written.prefix).tokens.tolist() == [1, 2, 3, 99, 4, 99, 5, 99]
-    keys = Encoding(NUMBERS.data, ("x", "y"))
+    keys = Encoding(NUMBERS.tokenizer, ("x", "y"))
     both = preprocess([json_lines(tmp_path / "k.jsonl", {"x": "1", "y": "2 3"})], f"{tmp_path}/k", keys, workers=1)
     assert [w.prefix for w in both] == [f"{tmp_path}/k_x_document", f"{tmp_path}/k_y_document"]
     assert [IndexedDataset(w.prefix).tokens.tolist() for w in both] == [[1], [2, 3]]
@@ -121,7 +121,7 @@ def test_the_standard_library_becomes_a_corpus(tmp_path: Path) -> None:
 
 def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path: Path) -> None:
     corpus = json_lines(tmp_path / "c.jsonl", {"text": "9"}, {"text": "1 2 3 4 5 6 7 8"})
-    preprocess([corpus], f"{tmp_path}/out", Encoding(NUMBERS.data), workers=1)
+    preprocess([corpus], f"{tmp_path}/out", Encoding(NUMBERS.tokenizer), workers=1)
     done = run("unigram_entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0")
     assert done.stdout == f"Unigram entropy of 8 validation tokens: {np.log(8):.4f} nats\n"
 
@@ -137,7 +137,7 @@ def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path:
 def test_a_key_that_cannot_name_its_files_is_refused_before_anything_is_made(tmp_path, keys, sentence) -> None:
     corpus = json_lines(tmp_path / "c.jsonl", {"text": "1", "../evil": "2", "": "3"})
     with pytest.raises(DataError) as error:
-        preprocess([corpus], str(tmp_path / "out"), Encoding(NUMBERS.data, keys), workers=1)
+        preprocess([corpus], str(tmp_path / "out"), Encoding(NUMBERS.tokenizer, keys), workers=1)
     assert str(error.value) == sentence
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
 
