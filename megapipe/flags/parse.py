@@ -1,21 +1,19 @@
-"""Flags to configuration and back. tyro reads the values; names, counts and error texts are checked here first.
+"""Flags to configuration and back; tyro prints the help.
 
-tyro alone would also take `--micro_batch_size`, stop at the first error and frame it in a box. Megatron takes each name
-as it is spelled, and a user with three wrong flags wants to read three lines.
+Megatron takes each name as it is spelled, and a user with three wrong flags wants to read three lines.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
+import functools
 import os
 import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -42,8 +40,6 @@ zero bubble computes norms, GELU and dropout again; the last is the vocabulary-p
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
 _UNQUOTED = "--step-batch-size-schedule"
-_NUMBERS = ("-inf", "-infinity", "-nan")
-_STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
@@ -59,7 +55,8 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     flags = flags_of(cls)
     if _asks_for_help(argv, flags):
         try:
-            tyro.cli(cls, args=["--help"], config=_STYLE, prog=program())
+            style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+            tyro.cli(cls, args=["--help"], config=style, prog=program())
         except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
             sys.exit(0)
@@ -72,14 +69,15 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     known = KNOWN if issubclass(cls, Config) else frozenset()
     problems += [line for name, values in others if (line := _other(name, values, flags, known))]
     problems += [line for name, values in given.items() if (line := flags[name].count_problem(values))]
-    try:
-        if not problems:
-            parsed = _tyro(cls, [token for name, values in given.items() for token in flags[name].spell(values)])
-            return dataclasses.replace(parsed, holding=tuple(holding.items())) if holding else parsed  # type: ignore
-    except SystemExit:
-        pass  # tyro stops at the first value it cannot read; each is tried alone below
     problems += [line for name, values in given.items() if (line := flags[name].value_problem(values))]
-    raise ConfigError(problems)
+    if problems:
+        raise ConfigError(problems)
+    sections: dict[str, dict[str, Any]] = {"": {"holding": tuple(holding.items())} if holding else {}}
+    for name, values in given.items():
+        sections.setdefault(flags[name].section, {})[flags[name].field] = flags[name].read(values)
+    parsed: Any = cls()
+    top = sections.pop("") | {name: dataclasses.replace(getattr(parsed, name), **to) for name, to in sections.items()}
+    return cast(T, dataclasses.replace(parsed, **top))
 
 
 def to_flags(config: object) -> list[str]:
@@ -144,10 +142,19 @@ class Flag:
         if self.count_problem(values):
             return None
         try:
-            _tyro(self.owner, self.spell(values))
-        except SystemExit:
+            self.read(values)
+        except (KeyError, ValueError):
             return f"{self.name} {' '.join(values)}: expected {self.allowed}"
         return None
+
+    def read(self, values: Sequence[str]) -> Any:
+        """The value of the field. Raises: KeyError or ValueError."""
+        if self.count == "none":
+            return not self.default
+        kind = get_args(self.kind)[0] if self.count == "many" else self.kind
+        read = {str(choice): choice for choice in get_args(kind)}.__getitem__ if get_origin(kind) is Literal else kind
+        found = tuple(map(read, values))
+        return found if self.count == "many" else found[0]
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -155,29 +162,27 @@ def flags_of(cls: type) -> dict[str, Flag]:
     return {flag.name: flag for flag in _flags(cls, "")}
 
 
-def _flags(cls: type, section: str) -> Iterator[Flag]:
+@functools.cache
+def _flags(cls: type, section: str) -> tuple[Flag, ...]:
+    found: list[Flag] = []
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        kind, *notes = (
-            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
-        )
+        hint = hints[field.name]
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
         if tyro.conf.Suppress in notes:
             continue
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             assert not section, "two levels: a configuration and its sections"
-            yield from _flags(kind, field.name)
+            found += _flags(kind, field.name)
             continue
         named = next((note.name for note in notes if getattr(note, "name", None)), field.name.replace("_", "-"))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
-        yield Flag(f"--{named}", cls, section, field.name, _without_none(kind), default)
-
-
-def _without_none(kind: Any) -> Any:
-    if get_origin(kind) in (Union, types.UnionType):
-        return next(k for k in get_args(kind) if k is not types.NoneType)
-    return kind
+        if get_origin(kind) in (Union, types.UnionType):
+            kind = next(k for k in get_args(kind) if k is not types.NoneType)
+        found.append(Flag(f"--{named}", cls, section, field.name, kind, default))
+    return tuple(found)
 
 
 def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:
@@ -189,7 +194,7 @@ def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:
 
 
 def _split(
-    argv: Sequence[str], flags: dict[str, Flag]
+    argv: Sequence[str], flags: Mapping[str, Flag]
 ) -> tuple[dict[str, list[str]], list[tuple[str, list[str]]], list[str]]:
     """The values typed after each flag we have and after each we have not, and a line for every stray value."""
     # Megatron takes --override-opt_param-scheduler and --override-opt-param-scheduler, and no other second spelling.
@@ -200,7 +205,7 @@ def _split(
     values: list[str] | None = None
     for token in argv:
         name, equals, value = token.partition("=")
-        if _FLAG.match(name) and name not in _NUMBERS:
+        if _FLAG.match(name) and name not in ("-inf", "-infinity", "-nan"):
             values = [value] if equals else []
             if name in ours:
                 given[ours[name]] = values
@@ -274,9 +279,3 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
         return value_problem(name, values) if name in HOLDS else refusal(name)
     near = difflib.get_close_matches(name if name.startswith("--") else f"-{name}", {*ours, *known}, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def _tyro(cls: type[T], tokens: Sequence[str]) -> T:
-    # tyro frames some errors on stderr even with console_outputs=False; ours say the same in a line.
-    with contextlib.redirect_stderr(io.StringIO()):
-        return tyro.cli(cls, args=list(tokens), config=_STYLE, prog=program(), console_outputs=False)
