@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["megapipe.training.pretrain", "megapipe.testing", "torch.utils.tensorboard"])
+FORKED.set_forkserver_preload(
+    ["megapipe.training.pretrain", "megapipe.training.shards", "megapipe.testing", "torch.utils.tensorboard"]
+)
 
 
 class Program:

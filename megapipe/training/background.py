@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -178,7 +177,7 @@ class Background:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes a second
 
 
 def _remove(folder: Path) -> None:

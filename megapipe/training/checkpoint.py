@@ -2,6 +2,7 @@
 
 Tensors are saved under global names in their full shapes, so any tp, pp, dp and schedule loads what any other wrote.
 Nothing on disk is a pickle and nothing is unpickled. Every check is made on all ranks together: all raise or none.
+`shards` is imported by a run that saves or loads: torch.distributed.checkpoint takes a second.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ import dataclasses
 import json
 import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.layout import layout_of
@@ -31,7 +29,6 @@ from megapipe.training import commit
 from megapipe.training.background import Background
 from megapipe.training.resume import changed_settings, resume_problems, settings, unnamed
 from megapipe.training.retention import retain
-from megapipe.training.shards import ShardWriter, all_there, compare, facts_of, tensors_of
 from megapipe.training.together import on_first, share_of, together
 
 STATE = "state.json"
@@ -73,6 +70,7 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
         shutil.rmtree(probe)
 
     on_first(mesh, check)
+    import_module("megapipe.training.shards")  # now: who knows what is installed when the first save is due
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
@@ -105,25 +103,26 @@ def save_checkpoint(
     Returns: the checkpoint's folder; None while it is being written.
     Raises: CheckpointError on all ranks if any cannot write; previous checkpoints are as they were.
     """
+    from megapipe.training import shards
+
     kept = None if config.checkpoint.no_save_optim else optimizer
     text = _content(iteration, state, config, optimizer, schedule)
     flags = config.checkpoint
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
-        tensors = tensors_of(stages, {} if kept is None else kept.state(), mesh)
+        tensors = shards.tensors_of(stages, {} if kept is None else kept.state(), mesh)
         if background is not None and background.fits(tensors):
             keep = flags.save_retain_interval, flags.save_keep_last
             background.start(folder, iteration, tensors, {STATE: text}, keep)
             return None
-        writer = ShardWriter(str(folder), save_distributed=True)
-        together(mesh, lambda: _quietly(save, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None), folder)
+        writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
         on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
         # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
         mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]
         parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
         files = {name: entry for part in parts for name, entry in part.items()}
-        on_first(mesh, lambda: all_there(folder, writer.everyones, files))
+        on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
         saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
         if background is not None:
             background.learn(saved, writer.mine)
@@ -181,6 +180,8 @@ def load_checkpoint(
         contents: of this run's data and tokenizer, see `same.contents`, to be compared with state["contents"].
     Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
     """
+    from megapipe.training import shards
+
     flags = config.checkpoint
     weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers or config.data.skip_train
     with_optimizer = None if weights_alone else optimizer
@@ -189,11 +190,10 @@ def load_checkpoint(
         together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
     content, other = together(mesh, lambda: _read_state(folder, with_optimizer, config, contents))
     held = {} if with_optimizer is None else with_optimizer.state()
-    tensors = tensors_of(stages, held, mesh)
-    needed = {key: fact for row in mesh.pp.gather_json(facts_of(tensors)) for key, fact in row.items()}
-    reader = HuggingFaceStorageReader(str(folder))
-    together(mesh, lambda: compare(folder, reader, needed, with_optimizer is not None))
-    together(mesh, lambda: _quietly(load, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None))
+    tensors = shards.tensors_of(stages, held, mesh)
+    needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
+    together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
+    together(mesh, lambda: shards.read(folder, tensors, mesh))
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     for param in params.values():
         if (owner := params.get(layout_of(param).tied_to or "")) is not None:
@@ -248,12 +248,6 @@ def _see(folder: Path, mesh: ProcessMesh) -> None:
             f"rank {mesh.world.rank} does not see {folder}, which rank 0 has made: "
             "--save must be a folder that all machines share"
         )
-
-
-def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        call(*args, **kwargs)
 
 
 def _read_state(

@@ -12,8 +12,6 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megapipe.config import Config, LogConfig
 from megapipe.plan import GIB
 from megapipe.training.counters import Measured
@@ -175,6 +173,8 @@ class TensorBoard:
         self._writer: Any = None
         self._folder = log.tensorboard_dir
         if self._folder is not None:
+            from torch.utils.tensorboard import SummaryWriter  # a tenth of a second, for those who ask
+
             with self._warning():
                 self._writer = SummaryWriter(self._folder, max_queue=log.tensorboard_queue_size)
 

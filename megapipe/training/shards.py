@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
@@ -18,6 +22,7 @@ from megapipe.distributed.layout import Layout, layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
+from megapipe.training.together import room
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -34,6 +39,19 @@ class ShardWriter(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.everyones = _names(results)
         super().finish(metadata, results)
+
+
+def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardWriter:
+    """Collective. Raises: CheckpointError with the failure of each rank."""
+    writer = ShardWriter(str(folder), save_distributed=True)
+    _call(save, folder, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None)
+    return writer
+
+
+def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
+    """Into `tensors`, which `compare` has found there. Collective."""
+    reader = HuggingFaceStorageReader(str(folder))
+    _call(load, folder, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None)
 
 
 def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
@@ -60,10 +78,10 @@ def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 
-def compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str, str], with_optimizer: bool) -> None:
+def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> None:
     """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
     try:
-        stored = reader.read_metadata().state_dict_metadata
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
         raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
     there = {
@@ -97,6 +115,17 @@ def compare(folder: Path, reader: HuggingFaceStorageReader, needed: Mapping[str,
     ]
     if problems:
         raise CheckpointError(problems)
+
+
+def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call(*args, **kwargs)
+    except CheckpointException as error:
+        raise CheckpointError(
+            [f"{folder}, on rank {rank}: {why}{room(why, folder)}" for rank, (why, _) in error.failures.items()]
+        ) from error
 
 
 def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:

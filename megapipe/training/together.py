@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 
@@ -37,12 +35,7 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
     except CheckpointError as error:
         problems += error.problems
     except OSError as error:
-        problems.append(f"{error.filename or folder or 'checkpoint'}: {error.strerror or error}{_room(error, folder)}")
-    except CheckpointException as error:
-        problems += [
-            f"{folder or 'checkpoint'}, on rank {rank}: {failure}{_room(failure, folder)}"
-            for rank, (failure, _) in error.failures.items()
-        ]
+        problems.append(f"{error.filename or folder or 'checkpoint'}: {error.strerror or error}{room(error, folder)}")
     except Exception as error:
         unexpected = error
         problems.append(f"on rank {mesh.world.rank}: {type(error).__name__}: {error}")
@@ -59,8 +52,8 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
     return sorted(names)[mesh.world.rank :: mesh.world.size]
 
 
-def _room(error: BaseException, folder: Path | None) -> str:
-    """What is left on a disk that is full."""
+def room(error: BaseException, folder: Path | None) -> str:
+    """What is left on a disk that is full, behind an error; empty for other errors."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if folder is None or not full or not folder.exists():
         return ""

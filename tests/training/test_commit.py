@@ -239,7 +239,7 @@ def test_a_full_disk_is_told_with_folder_and_bytes(root, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megapipe.training.checkpoint.save", full)
+    monkeypatch.setattr("megapipe.training.shards.save", full)
     with pytest.raises(CheckpointError) as caught:
         Toy(3).save(root)
     assert re.fullmatch(
