@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +13,7 @@ import pytest
 import short_run
 import torch
 from killed_saves import Toy, load_newest
+from programs import FORKED
 from safetensors.torch import load_file
 from tiny import STYLES
 
@@ -86,9 +86,8 @@ def kill_at_random(root: Path, outcomes) -> None:
 
 
 def test_a_run_killed_at_twenty_random_points_leaves_its_newest_complete_checkpoint(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    outcomes = spawn.Queue()
-    process = spawn.Process(target=kill_at_random, args=(tmp_path, outcomes))
+    outcomes = FORKED.Queue()
+    process = FORKED.Process(target=kill_at_random, args=(tmp_path, outcomes))
     process.start()
     seen = [outcomes.get(timeout=120) for _ in range(20)]
     process.join(60)

@@ -5,44 +5,36 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from programs import FORKED
 
 from megapipe.errors import CheckpointError
 from megapipe.training.lock import NAME, Lock
 
-OWNER = """
-import sys, time
-from pathlib import Path
-from megapipe.training.lock import Lock
-Lock(Path(sys.argv[1]))
-print("mine", flush=True)
-time.sleep(60)
-"""
 
-
-def owner_in(folder) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "mine\n"
-    return process
+def own(folder, has_it) -> None:
+    Lock(folder)
+    has_it.set()
+    time.sleep(60)
 
 
 def test_a_folder_of_a_living_run_is_refused_and_that_of_a_killed_one_taken_at_once(tmp_path):
-    owner = owner_in(tmp_path)
+    has_it = FORKED.Event()
+    owner = FORKED.Process(target=own, args=(tmp_path, has_it))
+    owner.start()
+    assert has_it.wait(60)
     try:
         with pytest.raises(CheckpointError, match=rf"belongs to another run: process {owner.pid} on \S+, since 20"):
             Lock(tmp_path)
-        owner.send_signal(signal.SIGSTOP)  # Ctrl-Z is not death
+        os.kill(owner.pid, signal.SIGSTOP)  # Ctrl-Z is not death
         with pytest.raises(CheckpointError):
             Lock(tmp_path)
     finally:
         owner.kill()
-        owner.wait()
+        owner.join()
     started = time.monotonic()
     mine = Lock(tmp_path)
     assert time.monotonic() - started < 1
