@@ -15,9 +15,10 @@ from megapipe.schedule.dependencies import Dependencies, can_repeat
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import lower_timed
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
-from megapipe.schedule.simulate import Clock, memory_curves, run_clock
+from megapipe.schedule.simulate import Clock, memory_curves, run_clock, uncollected
 
 
+@uncollected()
 def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UNIT) -> None:
     """Check that a schedule trains every microbatch exactly once and can be run.
 
