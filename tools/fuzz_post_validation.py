@@ -218,7 +218,7 @@ def differences(ones: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]
 def draw(rng: random.Random) -> Case:
     """A case that can be built, of at most 8 ranks."""
     while True:
-        pp, (tp, dp) = rng.randint(1, 4), rng.choice([(1, 1), (1, 1), (1, 2), (1, 2), (2, 1), (2, 2)])
+        pp, (tp, dp) = rng.choice((1, 2, 2, 2, 3, 4)), rng.choice([*[(1, 1)] * 3, *[(1, 2)] * 5, (2, 1), (2, 2)])
         bad: dict[int, float] = {}
         for _ in range(rng.randint(0, 4)):
             first = rng.choice((0, STEPS - 1, *range(STEPS)))
@@ -227,7 +227,7 @@ def draw(rng: random.Random) -> Case:
         case = Case(
             schedule=rng.choice(list(SCHEDULES)),
             pp=pp,
-            microbatches=rng.choice((1, 2, 3, 4, 6, 8)),
+            microbatches=rng.choice((1, 2, 2, 3, 4, 6)),
             tp=tp,
             dp=dp,
             distributed=dp > 1 and rng.random() < 0.5,

@@ -11,7 +11,7 @@ from programs import ROOT, run
 
 from megapipe.schedule import Costs, build, simulate, unpaired
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
-from tools.bench_vocabulary import jobs_of
+from tools.bench_vocabulary import Model
 from tools.emulated import Device
 
 
@@ -85,5 +85,6 @@ def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
 def test_a_model_has_the_same_work_with_a_head_on_its_last_stage_and_a_shared_one():
     """8 layers of 1, 2 and 3 ms in 4 microbatches, and a head worth two of them."""
     for name in ("1f1b", "dualpipe-v"):
-        for job in jobs_of(name, 2, 4, 4, 2.0, (4, 8, 12)):
+        model = Model(name, 2, 4, 4, 2.0, (4, 8, 12))
+        for job in (model.whole(), model.shared()):
             assert sum(simulate(job.schedule, job.costs).busy) == pytest.approx(4 * 10 * 6e-3)
