@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from random import Random
 
 import pytest
@@ -142,9 +142,18 @@ def test_context_parallel_ranks_train_what_one_process_trains(schedule, way, set
     assert differences(case, ranks) == []
 
 
-def test_four_context_parallel_ranks_in_float32_for_twenty_steps():
-    case = Case("naive", 1, 1, (1,), cp=4, style="llama", dtype="float32", steps=20)
-    ranks = run_threads(lambda mesh: train(mesh, case), cp=4, timeout_s=120)
+TWENTY_STEPS = [
+    Case(
+        "naive", 1, 1, (1,), cp=cp, way=way, style=style, documents=documents, window=window, dtype="float32", steps=20
+    )
+    for cp, way, style, documents, window in product((4, 2), CONTEXT, ("llama", "gpt2"), ("none", "both"), (None, 3))
+    if (way, style, cp) != ("a2a", "llama", 4)  # which has two groups
+]
+
+
+@pytest.mark.parametrize("case", TWENTY_STEPS if NIGHTLY else TWENTY_STEPS[:1])
+def test_context_parallel_ranks_have_the_losses_of_one_process_in_float32_for_twenty_steps(case):
+    ranks = run_threads(lambda mesh: train(mesh, case), cp=case.cp, timeout_s=120)
     assert ranks[0].losses == pytest.approx(alone(case.whole).losses, rel=1e-6)
 
 
