@@ -33,6 +33,9 @@ class _Forgiving:
     def flush(self) -> None:
         self._do(lambda stream: stream.flush())
 
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -19,12 +19,14 @@ from megapipe.training.log import TensorBoard
 from megapipe.training.metrics import MetricsFile
 
 PROGRAM = """
+import sys
 from megapipe.training.stdout import stdout_may_break
 
 @stdout_may_break()
 def run():
     for n in range(3000):
         print(n, "x" * 100, flush=True)
+    assert not sys.stdout.isatty()  # which the iteration line asks
     file = open("done", "w")
     print(file.fileno(), file=file)
 
