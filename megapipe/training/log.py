@@ -56,7 +56,8 @@ class IterationReport:
 def short_line(report: IterationReport) -> str:
     """The same in 80 characters."""
     r = report
-    loss = " ".join(f"{value:.4f}" for value in list(r.losses.values())[:1]) or "-"
+    losses = [value for name, value in r.losses.items() if name == "lm loss"] or [*r.losses.values()]
+    loss = " ".join(f"{value:.4f}" for value in losses[:1]) or "-"
     parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"{_brief(r.elapsed_ms)} ms"]
     parts += [f"{_brief(r.tokens_per_second)} tok/s"]
     parts += [] if r.remaining is None else [f"left {_clock(r.remaining)}"]

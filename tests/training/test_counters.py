@@ -24,6 +24,7 @@ from megapipe.plan import make_plan
 from megapipe.schedule import Costs, build
 from megapipe.schedule.measured import measured_costs, spent
 from megapipe.training.counters import READ, WINDOW, Counters
+from megapipe.training.log import IterationReport, short_line
 from tools.emulated_runs import Ours, _EmulatedLinks
 
 
@@ -133,6 +134,12 @@ def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remai
     assert len(lines) == 2
     assert all(len(x) <= 80 and "tok/s left 0:00:" in x and "bubble" in x for x in lines), lines
     assert "left 0:00:00" in lines[1]
+
+
+def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
+    numbers = {"hardest token": 5.0, "lm loss": 2.0}
+    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, numbers, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
+    assert "loss 2.0000" in short_line(one)
 
 
 def test_peaks_are_those_of_the_device_that_is_named():
