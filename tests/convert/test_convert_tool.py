@@ -101,6 +101,7 @@ def test_the_tool_imports_and_exports_and_compares(tmp_path):
 LAUNCH = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --micro-batch-size 2 "
     "--global-batch-size 4 --seq-length 16 --train-iters 1 --lr 1e-2 --log-interval 1 --eval-iters 0 --mock-data "
+    "--split 1,0,99 "
     "--tokenizer-type NullTokenizer --vocab-size 101"
 )
 

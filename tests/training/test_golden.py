@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megapipe.config import Config
+from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.training.pretrain import pretrain
@@ -32,11 +35,17 @@ def test_every_golden_checkpoint_is_tested():
     assert PRINTED.keys() == {path.name for path in GOLDEN.iterdir() if path.is_dir()}
 
 
+@cache
+def datasets() -> Datasets:
+    config = parse(Config, FLAGS.split())
+    return build_datasets(config, build_tokenizer(config.data))
+
+
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_checkpoint_of_that_version_goes_on_as_it_did_then(name, tmp_path, capsys):
     shutil.copytree(GOLDEN / name, tmp_path / "run")
     flags = [*FLAGS.split(), "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "4"]
-    pretrain(parse(Config, flags), gpt_provider, forward_step)
+    pretrain(parse(Config, flags), gpt_provider, forward_step, lambda config, tokenizer: datasets())
     found = re.findall(r"iteration +[34]/.* lm loss: (\S+) .*grad norm: (\S+) ", capsys.readouterr().out)
     for (loss, norm), (then, norm_then) in zip(found, PRINTED[name], strict=True):
         assert float(loss) == pytest.approx(float(then), rel=2e-6)  # float32 on another CPU

@@ -18,8 +18,8 @@ from programs import ROOT, Program, start_ranks
 TIMEOUT_S = 6
 FLAGS = (
     "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
-    "--global-batch-size 8 --train-iters 1000000 --lr 1e-3 --log-interval 1 --eval-iters 0 "
+    "--mock-data --split 1,0,99 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 10000 --lr 1e-3 --log-interval 1 --eval-iters 0 "
     f"--distributed-timeout-minutes 1 --distributed-timeout-seconds-after-init {TIMEOUT_S}"
 )
 LINE = r"^megapipe: rank (\d) \(pipeline rank \d, stage \d\) is in (.+), waits (.+), since ([\d.]+) s: (.*)$"

@@ -7,20 +7,23 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from programs import run_ranks
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megapipe.data.indexed import IndexedWriter
+
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0"
+    "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --attention-dropout 0"
 )
 RUN = (
     f"{MODEL} --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 3e-3 --lr-decay-style cosine "
     "--lr-warmup-iters 3 --log-interval 1 --eval-interval 10 --eval-iters 2 --save-interval 10 "
-    "--log-validation-ppl-to-tensorboard"
+    "--log-validation-ppl-to-tensorboard --split 8,1,1"
 )
 PASS_LABEL = re.compile(r"^\d+(F|BW)\d+$")
 
@@ -51,13 +54,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Folder and output of 20 steps on one process."""
     folder = tmp_path_factory.mktemp("unbroken")
-    return folder, launch(f"{RUN} --save {folder}/checkpoints --tensorboard-dir {folder}/tensorboard")
+    with IndexedWriter(folder / "data", np.uint16) as writer:
+        writer.add_documents(np.arange(20_000) % 127, np.full(200, 100))
+    flags = f"--data-path {folder}/data --save {folder}/checkpoints --tensorboard-dir {folder}/tensorboard"
+    return folder, launch(f"{RUN} {flags}")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ten_steps_and_ten_after_a_load_are_twenty_steps_bit_for_bit(unbroken, tmp_path, processes):
     folder, output = unbroken
-    flags = f"{RUN} --load {folder}/checkpoints --ckpt-step 10 --save {tmp_path}/checkpoints"
+    flags = f"{RUN} --data-path {folder}/data --load {folder}/checkpoints --ckpt-step 10 --save {tmp_path}/checkpoints"
     flags += f" --pipeline-model-parallel-size {processes}"
     if processes > 1:
         flags += f" --tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-end 11"

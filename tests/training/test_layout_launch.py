@@ -4,7 +4,10 @@ import re
 
 from training.test_launch import MODEL, launch, numbers
 
-RUN = f"{MODEL} --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 3e-3 --log-interval 1 --save-interval 2"
+RUN = (
+    f"{MODEL} --mock-data --split 1,0,99 --eval-iters 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 "
+    "--lr 3e-3 --log-interval 1 --save-interval 2"
+)
 
 
 def test_a_checkpoint_of_one_layout_goes_on_under_another(tmp_path):

@@ -12,8 +12,8 @@ from megapipe.training.signals import ExitSignal
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 2 "
-    "--train-iters 1000000 --lr 1e-3 --log-interval 1 --save-interval 1000000 --exit-signal-handler"
+    "--mock-data --split 1,0,99 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 2 "
+    "--train-iters 10000 --lr 1e-3 --log-interval 1 --save-interval 10000 --exit-signal-handler --eval-iters 0"
 )
 
 
