@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 # many-rank tests are threads and processes of their own
+unset PYTHONDONTWRITEBYTECODE # or each of many processes compiles what it imports
 # The pure wheel, which is not installed: with it layers of Transformer Engine are tested without a GPU.
 te="$(python -c 'import sys; print(sys.prefix)')/transformer_engine-2.20.2-py3-none-any.whl"
 if [ ! -f "$te" ]; then

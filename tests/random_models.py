@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,18 @@ from torch import Tensor
 
 from megapipe.errors import CheckpointError
 
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:
+    pytest.skip("the transformers library is not installed", allow_module_level=True)
+
+
+class _Transformers:
+    """The library, imported when a test asks it for something: it takes two seconds, and every worker collects."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("transformers"), name)
+
+
+transformers: Any = _Transformers()
 
 TOKENS = torch.randint(0, 101, (2, 10), generator=torch.Generator().manual_seed(3))
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
