@@ -13,7 +13,9 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -94,15 +96,17 @@ def run(command: Sequence[object], cwd: Path = ROOT, timeout: float = 120) -> su
         return subprocess.CompletedProcess(list(map(str, command)), code, stdout.read_text(), log.read_text())
 
 
-def start_ranks(world_size: int, command: Sequence[object], folder: Path, cwd: Path = ROOT) -> list[Program]:
+def start_ranks(
+    world_size: int, command: Sequence[object], folder: Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> list[Program]:
     """The ranks of a run as a launcher starts them; rank r writes to folder/rank-r."""
-    env, ranks, store = {}, [], None
+    env, ranks, store = dict(env or {}), [], None
     if world_size > 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in us, as in torchrun
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     for r in range(world_size):
-        mine = {"RANK": str(r), "LOCAL_RANK": str(r)} if env else {}
+        mine = {"RANK": str(r), "LOCAL_RANK": str(r)} if store is not None else {}
         ranks.append(Program(command, folder / f"rank-{r}", env | mine, cwd, keeps=store))
     return ranks
 
@@ -115,3 +119,49 @@ def run_ranks(world_size: int, command: Sequence[object], cwd: Path = ROOT) -> s
         output = "".join(rank.log.read_text() for rank in ranks)
     assert codes == [0] * world_size, output
     return output
+
+
+_ASKS = """#!/bin/sh
+case "$1" in *.py | --nproc-per-node) ;; *) exec REAL "$@" ;; esac
+ask=$(mktemp -d "${0%/*}/XXXXXX")
+mkfifo "$ask/code"
+env -0 > "$ask/env"
+printf '%s\\0' "$@" > "$ask/words"
+mv "$ask/words" "$ask/asked"
+read -r code < "$ask/code"
+cat "$ask/out"
+exit "$code"
+"""
+
+
+@contextmanager
+def forked_python(folder: Path) -> Iterator[Path]:
+    """A folder for PATH with a `python FILE.py` and a `torchrun --nproc-per-node N FILE.py` that this process forks."""
+    for name in ("python", "torchrun"):
+        (folder / name).write_text(_ASKS.replace("REAL", sys.executable))
+        (folder / name).chmod(0o755)
+    over = threading.Event()
+
+    def answer(ask: Path) -> None:
+        words, env = ((ask / name).read_text().split("\0")[:-1] for name in ("asked", "env"))
+        given = dict(pair.split("=", 1) for pair in env)
+        ranks, command = (int(words[1]), words[2:]) if words[0] == "--nproc-per-node" else (1, words)
+        code, started = 1, start_ranks(ranks, command, ask, Path(given["PWD"]), given)
+        try:
+            code = max(abs(rank.wait(240)) for rank in started)
+        finally:
+            (ask / "out").write_text("".join(rank.log.read_text() for rank in started))
+            (ask / "code").write_text(f"{code}\n")
+
+    def serve() -> None:
+        answered = set[Path]()
+        while not over.wait(0.01):
+            for ask in {path.parent for path in folder.glob("*/asked")} - answered:
+                answered.add(ask)
+                threading.Thread(target=answer, args=(ask,)).start()
+
+    threading.Thread(target=serve).start()
+    try:
+        yield folder
+    finally:
+        over.set()

@@ -1,4 +1,4 @@
-"""The shipped scripts as users call them, sizes overridden: real files, and in the quickstart real torchrun."""
+"""The shipped scripts as users call them, sizes overridden; what they start is forked, by scripts/nightly.sh real."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-from programs import ROOT, run_ranks
+import pytest
+from programs import ROOT, forked_python, run_ranks
 
 from megapipe.schedule.views.traces import order_of, read
 
@@ -17,6 +18,16 @@ SMALL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --eval-iters 0 --log-interval 1 --lr-decay-iters 10"
 )
+
+
+@pytest.fixture
+def forked(tmp_path_factory, monkeypatch):
+    if os.environ.get("MEGAPIPE_NIGHTLY"):
+        yield
+        return
+    with forked_python(tmp_path_factory.mktemp("forked")) as bin:
+        monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+        yield
 
 
 def run_script(name: str, run: Path, flags: str, **env: str) -> str:
@@ -44,7 +55,7 @@ def run_its_ranks(name: str, run: Path, flags: str) -> str:
 
 
 def test_the_local_script_trains_a_step(tmp_path):
-    flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1"
+    flags = "--micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1 --train-iters 1 --split 1,0,99"
     assert "iteration        1/       1 |" in run_its_ranks("pretrain_gpt_local.sh", tmp_path, flags)
 
 
@@ -74,9 +85,10 @@ def slurm(run: Path, flags: str, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_slurm_job_that_is_told_to_stop_saves_and_is_queued_again(tmp_path):
     flags = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --global-batch-size 4 --lr-warmup-iters 1"
-    done = slurm(tmp_path, f"{flags} --exit-duration-in-mins 0.0001", RUN=str(tmp_path), MOCK="1")
+    done = slurm(tmp_path, f"{flags} --split 1,0,99 --exit-duration-in-mins 0.0001", RUN=str(tmp_path), MOCK="1")
     assert done.returncode == 75, done.stdout + done.stderr
     assert "pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline" in done.stdout.splitlines()[0]
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
@@ -101,9 +113,8 @@ def test_a_mistake_of_the_user_is_not_queued_again_and_a_failure_a_few_times(tmp
 def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
     """Its pipeline as it is: 4 stages, global batch 16, micro batch 2."""
     profile = f"--tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-start 1"
-    output = run_its_ranks(
-        "pretrain_gpt3_857m.sh", tmp_path, f"--train-iters 2 --lr-warmup-fraction 0.1 {profile} --profile-step-end 2"
-    )
+    flags = f"--train-iters 2 --lr-warmup-fraction 0.1 --split 1,0,99 {profile} --profile-step-end 2"
+    output = run_its_ranks("pretrain_gpt3_857m.sh", tmp_path, flags)
     assert "global batch size:    16" in output
     order = order_of(read(tmp_path / "torch_profile" / "rank-0.json.gz"))
     assert order[:3] == ["0F0", "0F1", "0F2"]
@@ -111,6 +122,7 @@ def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwar
     assert order[13:] == ["0BW5", "0BW6", "0BW7"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_quickstart_goes_from_text_to_a_sample(tmp_path):
     """With 25 modules of the standard library for its corpus and a schedule that a visitor swaps in."""
     folder = Path(json.__file__).parents[1]
