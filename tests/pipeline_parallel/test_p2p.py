@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from types import SimpleNamespace
 
@@ -23,14 +24,17 @@ from megapipe.schedule import SCHEDULES, Program, Schedule, ScheduleError, build
 from .relay import Done, Queues, Rendezvous, Void, Wires, relay
 
 RANKS = [2, 3, 4, 8]
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh: every schedule also on eight ranks
+OF_EIGHT = list(SCHEDULES) if NIGHTLY else ["interleaved", "zb-v", "hanayo", "dualpipe"]
 RANKS_AND_MODES = [(p, mode) for mode in P2PMode for p in RANKS if p < 8 or mode is P2PMode.PLAIN]
 
 
 @cache
 def every_schedule(p: int) -> list[tuple[Schedule, tuple[Program, ...]]]:
-    """All of the catalogue that p ranks can run, with 2p microbatches, and the programs of their ranks."""
+    """All of the catalogue that p ranks can run, of eight a spread, with 2p microbatches, and their ranks' programs."""
     found = []
-    for name, entry in SCHEDULES.items():
+    for name in OF_EIGHT if p == 8 else SCHEDULES:
+        entry = SCHEDULES[name]
         if "costs" not in entry.generate.__code__.co_varnames:  # a search of seconds
             try:
                 found.append(build(name, p, 2 * p))
