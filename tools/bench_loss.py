@@ -22,8 +22,7 @@ from typing import Literal
 import torch
 
 from megapipe.distributed.axis import Axis
-from megapipe.errors import UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import parse, run
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -100,7 +99,4 @@ def measure(flags: Flags) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it befo
 from megapipe.config import Config
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import Plan
 from megapipe.schedule import Costs, Schedule, build, simulate, unpaired
@@ -176,7 +175,4 @@ def _passes(runner: Ours) -> list[Ran]:
 
 if __name__ == "__main__":
     sharpen_sleep()
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

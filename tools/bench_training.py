@@ -28,8 +28,8 @@ import torch
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.device import keep_freed_memory, synchronize
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse, run
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
@@ -249,7 +249,4 @@ def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -6,7 +6,6 @@ python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def m
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,8 @@ from megapipe.config import CheckpointConfig, Config
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import CheckpointError, ConfigError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.flags.parse import parse, run
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
@@ -110,7 +109,4 @@ def _problems(flags: Flags) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

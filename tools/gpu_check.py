@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
 
 from megapipe.errors import UserError  # noqa: E402
-from megapipe.flags.parse import parse, stop  # noqa: E402
+from megapipe.flags.parse import parse, run  # noqa: E402
 from tools.gpu_cases import CASES, SHAPE, SIZES, Case  # noqa: E402
 
 GIB = 2**30
@@ -237,7 +237,4 @@ def _machine(device: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -5,7 +5,6 @@ PYTHONPATH=. python tools/gpu_kernels.py --device cuda --only weight_grad
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.errors import UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import parse, run
 from megapipe.models.block_attention import Rule
 from megapipe.models.context_attention import context_attention
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
@@ -141,7 +139,4 @@ def main(argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Foun
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

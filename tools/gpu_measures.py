@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import be_deterministic, synchronize
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ScheduleError, UserError
-from megapipe.flags.parse import stop
+from megapipe.errors import ScheduleError
+from megapipe.flags.parse import run
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.partition import LayerSpan, partition
@@ -235,7 +234,4 @@ def _stage(model: ModelConfig, span: LayerSpan, device: torch.device) -> nn.Modu
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:], MEASURES)
-    except UserError as error:
-        stop(error)
+    run(partial(main, checks=MEASURES))

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.data.files import complete_file
-from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse, run
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,4 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

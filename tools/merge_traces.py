@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse, run
 from megapipe.schedule.views.traces import merge, pipelines, predict, read, summarise
 
 
@@ -56,7 +55,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it befo
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.flags.parse import parse, run
 from megapipe.models.overrides import inline, layer_config
 from megapipe.plan import GIB, Plan, make_plan
 from megapipe.schedule import Costs, simulate, unpaired
@@ -217,7 +217,4 @@ def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import sentencepiece
 
 from megapipe.data.files import complete_file, is_current
 from megapipe.data.text import raw_documents, texts
-from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse, run
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
 
@@ -114,7 +113,4 @@ def _reason(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

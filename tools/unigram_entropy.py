@@ -5,7 +5,6 @@ python tools/unigram_entropy.py --data-path data/stdlib_text_document --split 96
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 
 from megapipe.data.blend import split_ranges
 from megapipe.data.indexed import IndexedDataset
-from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse, run
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,4 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
+    run(main)

@@ -22,6 +22,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.stop import program
+from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
 from megapipe.flags.zero_bubble import PADDING, SWITCHES, chosen, uneven
 

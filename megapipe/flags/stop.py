@@ -7,10 +7,19 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from megapipe.errors import UserError
+
+
+def run(main: Callable[[list[str]], object]) -> None:
+    """A tool, with the command line's flags: what the user can mend ends it in one message."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
 
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
