@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ from megapipe.convert.vocabulary import token_ids, write_tokenizer
 from megapipe.data.tokenizer import build_tokenizer
 
 MODEL = ModelConfig(max_position_embeddings=64)
-CORPUS = Path(__file__).read_text() + Path(transformers.__file__).read_text()[:30_000] + "\nif a < b > c: <x>" * 200
+CORPUS = (
+    Path(__file__).read_text()
+    + Path(find_spec("transformers").origin).read_text()[:30_000]
+    + "\nif a < b > c: <x>" * 200
+)
 TEXTS = [
     *CORPUS.split("\n")[:300],
     CORPUS[:3000],
