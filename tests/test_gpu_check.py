@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from programs import start_ranks
 
 from megapipe.errors import UserError
 from tools import gpu_check, gpu_kernels, gpu_measures
@@ -70,6 +71,23 @@ def test_the_command_runs_a_training_and_writes_both_tables(tmp_path, capsys):
     (row,) = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert (row["result"], len(row["steps"])) == ("pass", 6)
     assert "| float32 | pass | loss 4.8" in (tmp_path / "report.md").read_text()
+
+
+def test_every_case_that_a_cpu_can_run_passes(tmp_path, monkeypatch, capsys):
+    """Each program is forked: the test above has paid for an interpreter and its imports."""
+
+    def forked(command, log, limit):
+        ranks, program = (int(command[5]), command[6:]) if command[1] == "-m" else (1, command[1:])
+        started = start_ranks(ranks, program, log.parent)
+        codes = [rank.wait(limit) for rank in started]
+        log.write_text("".join(rank.log.read_text() for rank in started))
+        return "" if not any(codes) else log.read_text()[-500:]
+
+    monkeypatch.setattr(gpu_check, "_process", forked)
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main(["--device", "cpu", "--output", str(tmp_path)])
+    assert not end.value.code, capsys.readouterr().out
+    assert len(json.loads((tmp_path / "report.json").read_text())["cases"]) == 25
 
 
 def test_a_script_fails_by_its_exit_status_and_its_last_line_is_the_figure(tmp_path):

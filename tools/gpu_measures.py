@@ -111,7 +111,7 @@ def schedules(device: torch.device) -> Found:
     names.sort(key=lambda name: name != "1f1b")
     found = {}
     for name in names:
-        step = training(name, size, 8, device)
+        step = training(name, size, 8 if device.type == "cuda" else 4, device)
         found[name] = [(r.losses["lm loss"], r.grad_norm) for r in (step(), step())]
     other = [name for name in names if found[name] != found["1f1b"]]
     figure = f"{len(names)} schedules, {f'not the bits of 1f1b: {other}' if other else 'the bits of 1f1b'}"
