@@ -6,6 +6,7 @@ tells whether it lives; elsewhere the file's time does, as it changes or does no
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -108,7 +109,9 @@ class Lock:
     def _remove(self, owner: dict[str, Any], root: Path) -> None:
         """The file of a dead owner, unless a third run was faster."""
         moved = self.path.with_name(f"{NAME}.{self._token}")
-        with suppress(FileNotFoundError):
+        with _in_turn(root), suppress(FileNotFoundError):
+            if _read(self.path) != owner:
+                return
             os.rename(self.path, moved)
             if _read(moved) != owner:
                 with suppress(FileExistsError):
@@ -119,6 +122,18 @@ class Lock:
         while not self._over.wait(self._beat_s):
             with suppress(OSError):
                 os.utime(self.path)
+
+
+@contextmanager
+def _in_turn(root: Path) -> Iterator[None]:
+    """One at a time where the file system has locks: else a third run might come between a look and a removal."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def refuse_others(root: Path) -> None:
