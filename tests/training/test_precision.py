@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_with_its_loss_scale_bit_for_bit(tmp_path):
         again.progress.loss_scale
         != run_of(ProcessMesh.single(), replace(flags, checkpoint=CheckpointConfig())).progress.loss_scale
     )
-    assert [again.step() for _ in range(6)] == [run.step() for _ in range(6)]
+    assert repr([again.step() for _ in range(6)]) == repr([run.step() for _ in range(6)])  # a norm may be nan
 
 
 def test_gradients_reduced_in_bf16_differ_in_the_third_digit():
