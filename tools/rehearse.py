@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, run
 from megapipe.models.overrides import inline, layer_config
 from megapipe.plan import GIB, Plan, make_plan
-from megapipe.schedule import Costs, simulate, unpaired
-from megapipe.schedule.measured import measured_costs
+from megapipe.schedule import Costs, Timeline, simulate, unpaired
+from megapipe.schedule.measured import Ran, measured_costs
 from megapipe.training.check import as_here, vocabulary
 from tools.links import NOTHING, Device, load_device, sums, with_messages
 from tools.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank
@@ -162,10 +163,16 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     place, ranks = plan.schedule.placement, range(plan.schedule.placement.num_ranks)
     count = len(next(iter(shown.values())).steps)
     rows = [[shown[r].passes(n, place.stages_on(r)) if r in shown else [] for r in ranks] for n in range(count)]
-    costs = _filled(config, plan, measured_costs(rows, place, plan.costs))
-    costs = with_messages(costs, plan, config, device)
-    table = unpaired(plan.schedule)
-    timeline = simulate(table, costs)
+    alone = _filled(config, plan, measured_costs(rows, place, plan.costs))
+    costs, table = with_messages(alone, plan, config, device), unpaired(plan.schedule)
+    before, after = alone.durations(place), costs.durations(place)
+
+    def replayed(row: list[list[Ran]]) -> Timeline:
+        """A step by its own passes: a rank waits for the slower one of two, which medians do not know."""
+        beside = {x.item: after[x.item.kind][x.item.stage] - before[x.item.kind][x.item.stage] for x in chain(*row)}
+        return simulate(table, costs, {x.item: x.end - x.begin + costs.overhead + beside[x.item] for x in chain(*row)})
+
+    timeline = sorted(map(replayed, rows), key=lambda x: x.makespan)[count // 2]
     busy = sum(timeline.busy) - costs.overhead * sum(len(row) for row in table.ranks)
     beside = max(x.beside for x in shown.values()) + sums(plan, config, device)
     return Forecast(costs, timeline.makespan, timeline.makespan + beside, 1 - busy / len(ranks) / timeline.makespan)

@@ -90,12 +90,14 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Timeline:
     """Play a schedule under costs.
 
+    Args:
+        took: what single passes take, overhead included, in place of what the costs say of their kind.
     Raises: ScheduleError if ranks wait for each other for ever, saying which rank waits where and for what.
     """
-    clock = run_clock(schedule, costs)
+    clock = run_clock(schedule, costs, took)
     place = schedule.placement
     start: dict[Pass, float] = {}
     end: dict[Pass, float] = {}
@@ -121,11 +123,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     )
 
 
-def run_clock(schedule: Schedule, costs: Costs = UNIT) -> Clock:
-    """Start and end of every step, in time linear in the number of passes."""
+def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Clock:
+    """Start and end of every step, in time linear in the number of passes. took: as in `simulate`."""
     rows, m = schedule.ranks, schedule.all_microbatches
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
-    length = _lengths(costs, schedule.placement)
+    by_kind = _lengths(costs, schedule.placement)
+    length = by_kind if took is None else lambda step: took.get(step[0]) or by_kind(step)
     rank_of = schedule.placement.rank_of
     done: dict[Pass, float] = {}
 

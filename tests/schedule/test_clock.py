@@ -94,3 +94,11 @@ def test_a_timeline_prints_what_people_ask_and_not_every_pass() -> None:
     # 1F1B: bubble (p-1)(F+B+W), makespan m(F+B+W) more, peak p - rank.
     said = repr(simulate(build("1f1b", 4, 8)))
     assert said == "Timeline(makespan 33, bubble 9, peak by rank 4 3 2 1)"
+
+
+def test_single_passes_may_take_what_they_took() -> None:
+    """The second forward of two ranks takes 4 more on the first rank, and all that waits for it comes as much later."""
+    schedule = build("gpipe", 2, 2)
+    plain, slow = simulate(schedule), simulate(schedule, took={f(0, 1): 5.0})
+    assert slow.makespan == plain.makespan + 4
+    assert slow.start[f(1, 1)] == plain.start[f(1, 1)] + 4
