@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -106,10 +107,12 @@ def pretrain(
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
-            run = Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
-            exit_code = run.train()
+            exit_code = Run(
+                config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams
+            ).train()
     finally:
         mesh.close()
+        gc.collect()  # the parts of a run know each other; with them end the threads and files of its data
     if exit_code:
         sys.exit(exit_code)
 
