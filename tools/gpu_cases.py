@@ -14,7 +14,7 @@ SIZES = {
     "cuda": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
     "--vocab-size 4095",
     "cpu": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--vocab-size 127",
+    "--vocab-size 127 --split 1,0,99",  # few documents to index
 }
 GPT2_124M = (
     "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 --seq-length 1024 "
