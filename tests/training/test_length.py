@@ -261,6 +261,9 @@ def test_threads_and_files_of_a_run_end_with_it():
         "--tokenizer-type NullTokenizer --vocab-size 15 --num-workers 1 --micro-batch-size 1 --global-batch-size 1 "
         "--lr 1e-3 --train-iters 2 --split 1,1,98 --eval-interval 1 --eval-iters 1"
     )
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     pretrain(parse(Config, flags.split()), gpt_provider, forward_step)
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)  # it has been told
+        assert not thread.is_alive(), thread
+    assert set(os.listdir("/proc/self/fd")) <= files  # what other tests have left may end too
