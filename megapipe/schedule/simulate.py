@@ -128,7 +128,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
     rows, m = schedule.ranks, schedule.all_microbatches
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
     by_kind = _lengths(costs, schedule.placement)
-    length = by_kind if took is None else lambda step: took.get(step[0]) or by_kind(step)
+    length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
     rank_of = schedule.placement.rank_of
     done: dict[Pass, float] = {}
 
