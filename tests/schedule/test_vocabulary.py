@@ -60,7 +60,7 @@ def test_loss_waits_for_all_shares_and_everything_after_it_for_the_loss() -> Non
     assert (at["1BW0"], at["0T0"], at["0BW0"], at["1EW0"]) == (6, 6.5, 8.5, 11)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("1f1b", 1.2), ("zb-h1", 9.6), ("zb-v", 9.6)])
+@pytest.mark.parametrize(("name", "layers"), [("1f1b", 1.2), ("1f1b-v", 1.2), ("zb-h1", 9.6), ("zb-v", 9.6)])
 def test_eight_ranks_are_balanced_with_any_head(name: str, layers: float) -> None:
     """A head of so many layers (32k and 256k words beside a Llama of width 4096), 4 layers a rank."""
     share = 10 / 4 * layers / 8

@@ -8,11 +8,13 @@ which the gradients of the rows wait like W (T, EW). One barrier: B of the last 
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import zip_longest
 from math import inf
+from typing import Self
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
@@ -29,8 +31,9 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """The table of one step with the passes of the vocabulary's shares.
 
     Forwards keep their order, backwards with their weight passes too, but these stand up to a microbatch later between
-    those: while ranks are busy with S, the last stage goes on with the next forward. Of the delays and numbers of T
-    that may wait, the best by the clock of `costs`, with at most one microbatch more activation on any rank.
+    those: while ranks are busy with S, the last stage goes on with the next forward, and where that is not there yet a
+    backward goes first. Of the delays and numbers of T that may wait, the best by the clock of `costs`, with at most
+    one microbatch more activation on any rank.
 
     Raises: ScheduleError for a table that has such passes, or passes of a stage as a whole, or a rank without a stage
         in each chain.
@@ -48,9 +51,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     room = [peak + sum(held[s] for s in place.stages_on(r)) for r, peak in enumerate(before.peak)]
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-place.num_stages // place.num_ranks)):
-        rows = [delayed(row, delay) for row in (unpaired(plain) if delay else plain).ranks]
         for waiting in (1, 2, 3):
-            merged = _Merge(replace(plain, ranks=tuple(map(tuple, rows))), costs, waiting).run()
+            merged = _Merge(unpaired(plain) if delay else plain, costs, delay, waiting).run()
             if merged is None:
                 continue
             table = replace(plain, ranks=merged)
@@ -67,40 +69,47 @@ def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float,
     return time.peak if not costs.mem_s else simulate(schedule, replace(costs, mem_s=0.0)).peak
 
 
-def delayed(row: tuple[Step, ...], forwards: int) -> list[Step]:
-    """The row with so many forwards more before each step that is none."""
-    ahead = [step for step in row if step[0].kind.is_forward and len(step) == 1]
-    if not forwards:
-        return list(row)
-    out, done, seen = list[Step](), 0, 0
-    for step in row:
-        if step in ahead[seen : seen + 1]:
-            seen += 1
-            continue
-        more = min(seen + forwards, len(ahead))
-        out += [*ahead[done:more], step]
-        done = max(done, more)
-    return out + ahead[done:]
-
-
 @dataclass
 class _Rank:
-    """One rank while its row is merged: what is due beside the row, in the order in which it became so."""
+    """One rank while its row is merged.
 
-    row: tuple[Step, ...]
-    at: int = 0
+    Attributes:
+        forwards, others: what is left of the row; others with the number of forwards behind them there.
+        due: what is due beside the row, in the order in which it became so.
+    """
+
+    forwards: deque[Step]
+    others: deque[tuple[int, Step]]
     free: float = 0.0
     lookups: int = 0
     due: dict[Kind, list[tuple[float, Pass]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     out: list[Step] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, row: tuple[Step, ...]) -> Self:
+        left = [len(step) == 1 and step[0].kind.is_forward for step in row]
+        others = deque((sum(left[i:]), step) for i, step in enumerate(row) if not left[i])
+        return cls(deque(step for i, step in enumerate(row) if left[i]), others)
+
+    def next(self, delay: int) -> list[Step]:
+        """What may come next of the row, the first choice first."""
+        forward = [self.forwards[0]] if self.forwards else []
+        left, other = self.others[0] if self.others else (-1, ())
+        if left < len(self.forwards):
+            return forward
+        return [*forward, other] if left < len(self.forwards) + delay else [other]
+
+    def take(self, step: Step) -> None:
+        """It is off the row."""
+        (self.forwards if self.forwards and self.forwards[0] is step else self.others).popleft()
+
 
 class _Merge:
     """A play of the table in which each rank takes what is due: S first, T where it waits or has too many."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, waiting: int) -> None:
-        self.place, self.costs, self.waiting = schedule.placement, costs, waiting
-        self.ranks = [_Rank(row) for row in schedule.ranks]
+    def __init__(self, schedule: Schedule, costs: Costs, delay: int, waiting: int) -> None:
+        self.place, self.costs, self.delay, self.waiting = schedule.placement, costs, delay, waiting
+        self.ranks = [_Rank.of(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
         self.pairs = {step: costs.of_step(step, self.place) for row in schedule.ranks for step in row if len(step) > 1}
         order = list(_first_forwards(schedule))
@@ -129,7 +138,7 @@ class _Merge:
             rank = self.ranks[number]
             while rank.free <= now and (step := self._next(number, rank, now)) is not None:
                 self._do(number, rank, step, now)
-        done = all(rank.at == len(rank.row) for rank in self.ranks) and not any(self.lacks.values())
+        done = not any(rank.forwards or rank.others for rank in self.ranks) and not any(self.lacks.values())
         return tuple(tuple(rank.out) for rank in self.ranks) if done else None
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
@@ -141,14 +150,14 @@ class _Merge:
             if rank.due[kind] and rank.due[kind][0][0] <= now:
                 return (rank.due[kind].pop(0)[1],)
         ready = rank.due[Kind.T] and rank.due[Kind.T][0][0] <= now
-        if rank.at < len(rank.row) and not (ready and len(rank.due[Kind.T]) > self.waiting):
-            step = rank.row[rank.at]
-            comes = max([inf if self.lacks[x] and self._open(x, step) else self.arrival[x] for x in step])
-            if comes <= now:
-                rank.at += 1
-                return step
-            if ready and comes < now + self.length[Kind.T][rank.due[Kind.T][0][1].stage] / 2:
-                return None
+        if not (ready and len(rank.due[Kind.T]) > self.waiting):
+            for step in rank.next(self.delay):
+                comes = max([inf if self.lacks[x] and self._open(x, step) else self.arrival[x] for x in step])
+                if comes <= now:
+                    rank.take(step)
+                    return step
+                if ready and comes < now + self.length[Kind.T][rank.due[Kind.T][0][1].stage] / 2:
+                    return None
         return (rank.due[Kind.T].pop(0)[1],) if ready else None
 
     def _open(self, item: Pass, step: Step) -> bool:
