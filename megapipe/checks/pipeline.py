@@ -86,7 +86,6 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
         )
     without = {
         "--pipeline-model-parallel-size 1": par.pipeline_model_parallel_size == 1,
-        f"--pipeline-schedule {name}, which has two copies of the model": place.num_chains > 1,
         f"--context-parallel-size {par.context_parallel_size}": par.context_parallel_size > 1,
         f"--model-provider {model.model_provider}": model.model_provider is not None,
         f"--pipeline-costs {par.pipeline_costs}": par.pipeline_costs is not None,

@@ -27,7 +27,7 @@ class LayerSpan:
         embedding: does it embed the tokens?
         loss: does it hold the final norm, the output head and the loss?
         shares: of how many parts of the vocabulary embedding and head consist; 1 if the ends of the model have them.
-        share: which part this stage has, None for none.
+        share: which part this stage has, None for none; in the first chain each rank's is of the rank's number.
     """
 
     first: int
@@ -80,7 +80,7 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
             p == 0,
             p == placement.chain - 1,
             len(shares) or 1,
-            shares.index(stage) if stage in shares else None,
+            placement.rank_of[p] if stage in shares else None,
         )
         for stage, (p, shares) in enumerate(zip(places, own, strict=True))
     )

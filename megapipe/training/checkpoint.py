@@ -194,6 +194,7 @@ def load_checkpoint(
     needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
     together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
     together(mesh, lambda: shards.read(folder, tensors, mesh))
+    shards.from_twins(stages, mesh)
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     for param in params.values():
         if (owner := params.get(layout_of(param).tied_to or "")) is not None:

@@ -61,16 +61,28 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 
 def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
     """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
-    hold the one or the other save one tensor and load the same."""
+    hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     layouts = {name: layout_of(param) for name, param in params.items()}
-    own = {name: param.detach() for name, param in params.items() if layouts[name].tied_to not in params}
+    saved = {name: param for name, param in params.items() if not _of_twin(layouts[name], mesh)}
+    own = {name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params}
     kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
     return {
         prefix + whole_name(layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
         for prefix, views in kinds.items()
         for name, tensor in views.items()
     }
+
+
+def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
+    """The second copy of shares of the vocabulary, under DualPipe, from the mirrored rank, which has read its own."""
+    params = dict(pair for stage in stages for pair in stage.named_parameters())
+    if not any(_of_twin(layout_of(param), mesh) for param in params.values()):
+        return
+    for _, param in sorted(params.items()):  # in one order on both
+        share, shares = layout_of(param).part
+        if shares > 1:
+            mesh.twins.broadcast(param.detach(), mesh.twins.ranks.index(mesh.pp.ranks[share]))
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -139,10 +151,14 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
         return local
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
     if shared:
-        assert layout.part[0] == mesh.pp.rank, "ranks hold the shares of the vocabulary in their order"
         both = [Shard(layout.dim)] * 2
         return DTensor.from_local(local, mesh.device_mesh["pp", "tp"], both, run_check=False)
     return DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(layout.dim)], run_check=False)
+
+
+def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:
+    """Ranks save the shares of the vocabulary in their order; another rank's is a copy."""
+    return layout.part[1] > 1 and layout.part[0] != mesh.pp.rank
 
 
 def _fact(shape: list[int], dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ TOKENS, HIDDEN, VOCAB = 6, 8, 384
 
 
 def case_of(schedule: str, pp: int, **settings: object) -> Case:
-    case = Case(schedule, pp, 2 * pp, (), vocabulary=True, steps=2, **settings)
+    case = replace(Case(schedule, pp, 2 * pp, (), vocabulary=True, steps=2), **settings)
     chain = table(case).placement.chain
     return replace(case, layers=(8 // chain,) * chain)
 
@@ -71,6 +71,7 @@ def test_shares_of_any_number_make_torchs_cross_entropy(monkeypatch, shares, dty
         ("zb-v", 2, {"dp": 2, "distributed": True, "overlap": True, "recompute": "full"}),
         ("interleaved", 2, {"chunks": 2, "style": "llama", "p2p": "ring"}),
         ("dualpipe", 2, {"file": "csv"}),
+        ("chimera", 2, {"dp": 2, "distributed": True, "overlap": True}),
         ("dualpipe-v", 2, {"dtype": "float32", "fused": True}),
     ],
 )
@@ -87,10 +88,15 @@ def pool(tmp_path_factory):
     pool.close()
 
 
-@pytest.mark.parametrize("shared_first", [True, False])
-def test_a_checkpoint_moves_between_with_and_without(pool, tmp_path, shared_first):
-    one, other = case_of("1f1b", 4), replace(case_of("zb-v", 2, tp=2, tied=True), microbatches=8, vocabulary=False)
-    layouts = [(4, 1, 1), (2, 1, 2)]
-    if not shared_first:
-        one, other = replace(one, vocabulary=False), replace(other, vocabulary=True)
-    assert differences(replace(other, steps=3), pool.run(go_on, layouts, one, other, tmp_path)) == []
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (case_of("1f1b", 4), case_of("zb-v", 2, tp=2, microbatches=8, vocabulary=False)),
+        (case_of("1f1b", 4, vocabulary=False), case_of("zb-v", 2, tp=2, microbatches=8)),
+        (case_of("dualpipe", 4), case_of("chimera", 2, tp=2, microbatches=8)),
+    ],
+    ids=["to ends", "from ends", "two copies"],
+)
+def test_a_checkpoint_moves_between_with_and_without(pool, tmp_path, saves, loads):
+    layouts = [(x.pp, x.dp, x.tp) for x in (saves, loads)]
+    assert differences(replace(loads, steps=3), pool.run(go_on, layouts, saves, loads, tmp_path)) == []
