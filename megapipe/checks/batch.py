@@ -56,4 +56,6 @@ def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
             f"{whole} {batch} does not divide by {micro} {config.train.micro_batch} x {config.data_parallel_size} "
             f"data-parallel ranks = {share}: {division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )
-    yield from pipeline_problems(config, None if batch % share else config.num_microbatches)
+        yield from pipeline_problems(config, None)
+    elif any(pipeline_problems(config, _kind(config, batch)[0])):  # by a table as small as can be
+        yield from pipeline_problems(config, config.num_microbatches)

@@ -84,7 +84,9 @@ def needs_of(kind: Kind, schedule: Schedule) -> tuple[Need, ...]:
     return tuple(
         need
         for need in kind.rule.needs
-        if need.unless not in schedule.kinds and not (need.optional and schedule.kinds.isdisjoint(_MAKERS[need.made]))
+        if need.unless not in schedule.kinds
+        and not (need.optional and schedule.kinds.isdisjoint(_MAKERS[need.made]))
+        and (need.where is not Where.SHARES or schedule.placement.vocabulary)
     )
 
 

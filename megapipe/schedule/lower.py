@@ -38,58 +38,57 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     """`lower` by a clock that has run already."""
-    place, m = schedule.placement, schedule.all_microbatches
+    m = schedule.all_microbatches
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
     made: dict[tuple[Made, int], tuple[int, int, int]] = {}
     latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
+    computes = {kind for kind in schedule.kinds if kind.rule.lane is Lane.COMPUTE}
+    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
+    links = schedule.links
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
-        if step[0].kind.rule.lane is not Lane.COMPUTE:  # posted in its place of the row; it waits on its own lane
+        if step[0].kind not in computes:  # posted in its place of the row; it waits on its own lane
             tick = done = max(latest[rank][0], posted[rank])
         # Passes may take no time; levels then keep what follows from what apart within a tick.
         level = latest[rank][1] + 1 if latest[rank][0] == tick else 0
-        for item in step:
-            for what, stage in place.sources(item):
-                arrived = made.get((what, stage * m + item.microbatch))
+        for kind, stage, microbatch in step:
+            for what, source in links[kind, stage][0]:
+                arrived = made.get((what, source * m + microbatch))
                 if arrived is not None and arrived[1] == tick:
                     level = max(level, arrived[2])
         latest[rank] = tick, level
-        validates = Made.VALIDATED in step[0].kind.rule.makes
-        if validates:
+        validating = step[0].kind in validates
+        if validating:
             passed[rank] = 2 * step[0].microbatch + 2
-        entries[rank].append((passed[rank] - validates, tick, level, 1, i, step))
+        entries[rank].append((passed[rank] - validating, tick, level, 1, i, step))
         at = passed[rank], done, level + 1 if done == tick else 0
         posted[rank] = done
         for j, item in enumerate(step):
-            made[item.kind.rule.makes[0], item.stage * m + item.microbatch] = at
-            for consumer in schedule.consumers(item):
-                dst = place.rank_of[consumer]
-                if dst != rank:
-                    entry = (*at, 0, (2 * number + j) * len(entries) + dst, Message(item, rank, dst))
-                    entries[rank].append(entry)
-                    entries[dst].append(entry)
+            kind, stage, microbatch = item
+            made[kind.rule.makes[0], stage * m + microbatch] = at
+            for dst in links[kind, stage][1]:
+                entry = (*at, 0, (2 * number + j) * len(entries) + dst, Message(item, rank, dst))
+                entries[rank].append(entry)
+                entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
 
 
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     """Of each rank: the most of its messages that are made and not yet taken at one time by the clock."""
-    place = schedule.placement
+    links = schedule.links
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
     ]
-    taken = {
-        (made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in place.sources(p)
-    }
+    taken = {(made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]][0]}
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
-        for dst in (place.rank_of[consumer] for consumer in schedule.consumers(p)):
-            if dst != rank:
-                changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
+        for dst in links[p[:2]][1]:
+            changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 

@@ -91,18 +91,19 @@ class Placement:
     def consumers(self, made_by: Pass) -> tuple[int, ...]:
         """The stages that take what a pass makes: an F's output, a B's input gradient, what shares of the vocabulary
         are given and give. Other passes make nothing to send."""
-        key = made_by.kind, made_by.stage
-        if key not in self._consumers:
-            self._consumers[key] = self._taking(*key)
-        return self._consumers[key]
+        made, stage = made_by.kind.rule.makes[0], made_by.stage
+        first = stage - self.position(stage)
+        if made in _ENDS:
+            return (first if made is Made.LOOKED_UP else first + self.chain - 1,)
+        if made not in (Made.OUTPUT, Made.GRADIENT, Made.LOSS):
+            return ()
+        near = {Made.OUTPUT: self.next(stage), Made.GRADIENT: self.prev(stage)}.get(made)
+        return self.shares(stage) if near is None else (near,)
 
     def sources(self, item: Pass) -> tuple[tuple[Made, int], ...]:
         """What a pass takes of other passes, and the stages that made it: `consumers` seen from the other end."""
-        key = item.kind, item.stage
-        if key not in self._sources:
-            needs = [need for need in item.kind.rule.needs if need.where in HANDED]
-            self._sources[key] = tuple((need.made, stage) for need in needs for stage in self.meant(item.stage, need))
-        return self._sources[key]
+        needs = [need for need in item.kind.rule.needs if need.where in HANDED]
+        return tuple((need.made, stage) for need in needs for stage in self.meant(item.stage, need))
 
     def meant(self, stage: int, need: Need) -> tuple[int, ...]:
         """The stages whose results a pass of `stage` needs."""
@@ -122,24 +123,6 @@ class Placement:
         if where is Where.RANK:
             return self.stages_on(self.rank_of[stage])
         return tuple(range(self.num_stages)) if where is Where.EVERYWHERE else (stage,)
-
-    def _taking(self, kind: Kind, stage: int) -> tuple[int, ...]:
-        made, first = kind.rule.makes[0], stage - self.position(stage)
-        if made in _ENDS:
-            return (first if made is Made.LOOKED_UP else first + self.chain - 1,)
-        if made not in (Made.OUTPUT, Made.GRADIENT, Made.LOSS):
-            return ()
-        near = {Made.OUTPUT: self.next(stage), Made.GRADIENT: self.prev(stage)}.get(made)
-        return self.shares(stage) if near is None else (near,)
-
-    @cached_property
-    def _consumers(self) -> dict[tuple[Kind, int], tuple[int, ...]]:
-        """What is known by now; a table asks for each kind and stage once a microbatch."""
-        return {}
-
-    @cached_property
-    def _sources(self) -> dict[tuple[Kind, int], tuple[tuple[Made, int], ...]]:
-        return {}
 
     def shares(self, stage: int) -> tuple[int, ...]:
         """Of each rank the stage that has its share of the vocabulary, the first that it has of the chain of `stage`,
@@ -217,6 +200,17 @@ class Schedule:
         """Those of the placement, where the table has what takes it: an evaluation's loss goes nowhere."""
         nowhere = made_by.kind is Kind.C and Kind.T not in self.kinds
         return () if nowhere else self.placement.consumers(made_by)
+
+    @cached_property
+    def links(self) -> dict[tuple[Kind, int], tuple[tuple[tuple[Made, int], ...], tuple[int, ...]]]:
+        """By kind and stage: what a pass takes of others (`Placement.sources`), and to which other ranks it sends."""
+        place, found = self.placement, {}
+        for kind in self.kinds:
+            for stage, rank in enumerate(place.rank_of):
+                item = Pass(kind, stage, 0)
+                dsts = [place.rank_of[consumer] for consumer in self.consumers(item)]
+                found[kind, stage] = place.sources(item), tuple(dst for dst in dsts if dst != rank)
+        return found
 
     def chain_of(self, microbatch: int) -> int:
         """The chain a microbatch runs through: each chain carries an equal run of a step's consecutive microbatches."""

@@ -98,7 +98,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
     Raises: ScheduleError if ranks wait for each other for ever, saying which rank waits where and for what.
     """
     clock = run_clock(schedule, costs, took)
-    place = schedule.placement
+    place, links = schedule.placement, schedule.links
     start: dict[Pass, float] = {}
     end: dict[Pass, float] = {}
     sent = [0] * len(schedule.ranks)
@@ -106,7 +106,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
         for step, begin, finish in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for item in step:
                 start[item], end[item] = begin, finish
-                sent[rank] += sum(place.rank_of[consumer] != rank for consumer in schedule.consumers(item))
+                sent[rank] += len(links[item[:2]][1])
     ends = [(min(s), max(e)) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
     return Timeline(
         start,
@@ -279,16 +279,18 @@ def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple
         kind: [sum(n * size for n, size in zip(kind.rule.memory, sizes, strict=True)) for sizes in by_stage]
         for kind in schedule.kinds
     }
+    takes = {kind for kind in schedule.kinds if max(kind.rule.memory) > 0 <= min(kind.rule.memory)}
+    gives = {kind for kind in schedule.kinds if min(kind.rule.memory) < 0}
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         held, curve = 0.0, []
         for step, start, end in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for kind, stage, _ in step:
-                if max(kind.rule.memory) > 0 <= min(kind.rule.memory):
+                if kind in takes:
                     held += change[kind][stage]
                     curve.append((start, held))
             for kind, stage, _ in step:
-                if min(kind.rule.memory) < 0:
+                if kind in gives:
                     held += change[kind][stage]
                     curve.append((end, held))
         curves.append(tuple(curve))

@@ -217,7 +217,6 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    place = schedule.placement
     at, waits = [0] * len(programs), [0] * len(programs)
     posted: set[Message] = set()
     here: set[tuple[int, Made, int, int]] = set()  # rank; what, of which stage and microbatch
@@ -243,7 +242,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                     break
             else:
                 for x in item:
-                    if any((rank, *source, x.microbatch) not in here for source in place.sources(x)):
+                    if not here.issuperset([(rank, *source, x.microbatch) for source in schedule.links[x[:2]][0]]):
                         yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
                 here.update((rank, *_result(x)) for x in item)
             at[rank] += 1
