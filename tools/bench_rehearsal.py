@@ -3,8 +3,9 @@
 python tools/bench_rehearsal.py                 the whole table: 20 trainings at pp 2, 12 emulated steps at pp 4 and 8
 python tools/bench_rehearsal.py --steps 0       memory alone, which no other program on the machine disturbs
 
-A training and the rehearsals of its ranks take turns in the same processes, step by step. On emulated devices
-(tools/emulated.py) passes sleep, so that pp 8 fits on two cores; memory there is in device shares.
+A training and the rehearsals of its ranks take turns in the same processes, step by step; the ranks rehearse at the same
+time, since on one machine they slow each other. On emulated devices (tools/emulated.py) passes sleep, so that pp 8 fits
+on two cores; memory there is in device shares.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ F_B_W = Costs(0.02, 0.02, 0.02)
 class Flags:
     """Flags of this tool."""
 
-    steps: int = 4
-    """Timed steps of each; 0 compares memory alone."""
+    steps: int = 16
+    """Timed steps of each training, a quarter of it of each emulated one; 0 compares memory alone."""
     only: tuple[str, ...] = ()
     """Cells that begin so: emulated, or the name of a schedule, for trainings."""
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
             row(2, text, *training(text, flags.steps))
     for pp, name in EMULATED if flags.steps else ():
         if (cell := f"emulated {name}").startswith(flags.only or ("",)):
-            row(pp, cell, *emulated(pp, name, flags.steps))
+            row(pp, cell, *emulated(pp, name, max(1, flags.steps // 4)))
 
 
 def row(pp: int, cell: str, rehearsal: Seen, real: Seen) -> None:
@@ -131,9 +132,8 @@ def _rank(config: Config, plan: Plan, answers: Answers, steps: int) -> tuple[Reh
     for _ in range(steps + 1 if steps else 0):
         mesh.world.barrier()
         real.append(timed_step(run))
-        for turn in range(2):
-            mesh.world.barrier()
-            mine += [timed_step(alone)] if turn == rank else []
+        mesh.world.barrier()
+        mine.append(timed_step(alone))
     seen = rehearsed(alone, mine[1:]), real[1:], sum(parts_of(run).values())
     mesh.close()
     return seen
