@@ -3,6 +3,7 @@
 import gc
 
 WAITING = (
+    "gpu_check",
     "scripts",
     "hangs",
     "chaos",

@@ -20,7 +20,7 @@ from megapipe.training.seams import NONE, Seams
 from pretrain_gpt import forward_step
 
 STEPS = 20
-SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 8
+SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 5
 """Of ranks, whose numbers are compared with one process's: scripts/nightly.sh goes on to the last."""
 
 
@@ -67,8 +67,8 @@ def train(mesh: ProcessMesh, config: Config, steps: int = STEPS) -> list[tuple[f
 
 
 @cache
-def alone(style: str, **train_flags) -> list[tuple[float, float]]:
-    return train(ProcessMesh.single(), config(STYLES[style], **train_flags))
+def alone(style: str, steps: int = STEPS, **train_flags) -> list[tuple[float, float]]:
+    return train(ProcessMesh.single(), config(STYLES[style], **train_flags), steps)
 
 
 def split(style: str, **layout) -> list[list[tuple[float, float]]]:

@@ -237,16 +237,9 @@ def test_a_plan_above_the_memory_limit_is_refused_with_its_numbers():
 
 
 def test_the_table_has_a_line_for_each_stage_and_global_layer_numbers():
-    text = table(
-        make_plan(
-            config(
-                "--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
-                "--pipeline-model-parallel-layout Ett||tttt|L",
-                2,
-            )
-        )
-    )
-    rows = [line.split() for line in text.splitlines()]
+    flags = "--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
+    plan = make_plan(config(f"{flags} --pipeline-model-parallel-layout Ett||tttt|L", 2))
+    rows = [line.split() for line in table(plan).splitlines()]
     assert [row[:5] for row in rows[1:]] == [
         ["0", "0", "0", "0-1", "embedding"],
         ["1", "1", "0", "-", "-"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import short_run
@@ -147,13 +148,19 @@ def test_resume_within_the_ramp_is_exact(tmp_path):
     assert first + run(replace(rest, checkpoint=CheckpointConfig(load=str(tmp_path)))) == whole
 
 
+THREE = {"step_batch_size_schedule": "0:8 128:12 320:16", "train_samples": 52}
+
+
+@cache
+def alone() -> list[tuple[str, ...]]:
+    return run(config(**THREE))
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v", "zb-auto"])
 def test_each_size_has_a_table_of_its_own(schedule):
     """The same losses on two pipeline ranks as on one, over three tables."""
-    flags = {"step_batch_size_schedule": "0:8 128:12 320:16", "train_samples": 52}
-    alone = run(config(**flags))
-    both = run_threads(lambda mesh: run(config(schedule, pp=2, **flags), mesh), pp=2, timeout_s=60)
-    assert both == [alone, alone]
+    both = run_threads(lambda mesh: run(config(schedule, pp=2, **THREE), mesh), pp=2, timeout_s=60)
+    assert both == [alone(), alone()]
 
 
 def test_the_log_names_the_batch_and_evaluations_have_their_own(capsys):
