@@ -3,9 +3,9 @@
 python tools/bench_rehearsal.py                 the whole table: 20 trainings at pp 2, 12 emulated steps at pp 4 and 8
 python tools/bench_rehearsal.py --steps 0       memory alone, which no other program on the machine disturbs
 
-A training and the rehearsals of its ranks take turns in the same processes, step by step; the ranks rehearse at the same
-time, since on one machine they slow each other. On emulated devices (tools/emulated.py) passes sleep, so that pp 8 fits
-on two cores; memory there is in device shares.
+A training and the rehearsals of its ranks take turns in the same processes, step by step; the ranks rehearse at the
+same time, since on one machine they slow each other. On emulated devices (tools/emulated.py) passes sleep, so that pp 8
+fits on two cores; memory there is in device shares.
 """
 
 from __future__ import annotations

@@ -94,20 +94,15 @@ class Launched:
 
     def pids(self) -> list[int]:
         """Processes that this command started and that have not ended."""
-        mark, found = f"{MARK}={self._mark}".encode(), []
+        mark, found = f"{MARK}={self._mark}", []
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+            if entry.name.isdigit() and mark in _words(int(entry.name), "environ"):
+                found.append(int(entry.name))
         return found
 
     def ranks(self) -> list[int]:
-        """Those that train: all but the launcher, if there is one."""
-        found = []
-        for pid in self.pids():
-            with suppress(OSError):
-                if any(v.startswith(b"RANK=") for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                    found.append(pid)
+        """Those that train or write for one that does: all but the launcher, if there is one."""
+        found = [pid for pid in self.pids() if any(word.startswith("RANK=") for word in _words(pid, "environ"))]
         return sorted(found) or ([self.process.pid] if self.process.poll() is None else [])
 
     def signal_all(self, number: int) -> None:
@@ -121,14 +116,13 @@ class Launched:
         ranks = self.ranks()
         if not ranks:
             return ""
-        place = draw.randrange(len(ranks))
-        pid = self.process.pid if launcher else ranks[place]
+        alone, pid = ranks == [self.process.pid], ranks[draw.randrange(len(ranks))]
+        who = "the launcher" if launcher and not alone else _name(pid)
         try:
-            os.kill(pid, number)
+            os.kill(self.process.pid if launcher else pid, number)
         except ProcessLookupError:
             return ""
-        alone = ranks == [self.process.pid]
-        return f"{number.name} to {'the launcher' if launcher and not alone else f'rank {place}'} {where}".rstrip()
+        return f"{number.name} to {who} {where}".rstrip()
 
     def sees(self, what: Callable[[], bool], limit_s: float) -> bool:
         """Wait until it is so, for the process's life and at most limit_s."""
@@ -186,6 +180,19 @@ class Fault:
 
     def _said(self) -> list[float]:
         return [at for at in self.run.trouble if at > self.at]
+
+
+def _name(pid: int) -> str:
+    environment, command = (_words(pid, file) for file in ("environ", "cmdline"))
+    rank = next((word.removeprefix("RANK=") for word in environment if word.startswith("RANK=")), "0")
+    return f"the writer of rank {rank}" if "megapipe.training.writer" in command else f"rank {rank}"
+
+
+def _words(pid: int, file: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
+    except OSError:
+        return []  # it has ended
 
 
 def newest_sound(root: Path) -> Path | None:

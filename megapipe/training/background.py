@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from megapipe.training.together import on_first, together
 from megapipe.training.writer import Job, marker
 
 _PAGE = 4096
+SILENT_S = 600.0
+"""How long a writer may give no sign of life where no --distributed-timeout-* says it."""
 
 
 class Background:
@@ -36,7 +39,9 @@ class Background:
         self._files: dict[str, tuple[int, int]] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._buffer: Tensor | None = None
+        self._memory = -1
         self._writer: subprocess.Popen[bytes] | None = None
+        self._heard = b""
         self._job: Job | None = None
         self._answer: str | None = None
         self._news: tuple[int, str] | None = None
@@ -70,13 +75,24 @@ class Background:
         self._buffer.zero_()  # pages are made now, not while the next save blocks a step
         for at, text in headers:
             self._buffer[at : at + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._memory = memory
+        self._start_writer()
+
+    def _start_writer(self) -> None:
+        self._heard = b""
         self._writer = subprocess.Popen(
-            [sys.executable, "-m", "megapipe.training.writer", str(memory), str(os.getpid())],
+            [sys.executable, "-m", "megapipe.training.writer", str(self._memory), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=(memory,),
+            pass_fds=(self._memory,),
         )
-        os.close(memory)
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.kill()  # it writes nothing, or never will
+            with suppress(subprocess.TimeoutExpired):
+                self._writer.communicate(timeout=10)
+            self._writer = None
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Do all ranks know the form of this checkpoint? Collective."""
@@ -100,7 +116,9 @@ class Background:
             texts: what the first rank writes beside tensors.
         """
         assert self._buffer is not None, "a save has been learned from"
-        assert self._writer is not None, "a save has been learned from"
+        if self._writer is None:
+            self._start_writer()
+        assert self._writer is not None, "just started"
         assert self._writer.stdin is not None, "a pipe"
         for key, (at, size) in self._places.items():
             flat = _local(tensors[key]).detach().contiguous().view(-1)
@@ -126,18 +144,29 @@ class Background:
         """What became of the save under way, on this rank: empty if it is complete, a problem, None if it goes on."""
         if self._job is None or self._answer is not None:
             return self._answer
+        rank, folder = self._mesh.world.rank, Path(self._job["folder"])
+        self._answer, became = self._hear(wait)
+        if became:
+            self._answer = f"the process that writes rank {rank}'s part {became}"
+            marker(folder).touch()
+            self._end_writer()
+        if self._answer is not None:
+            self._news = self._job["iteration"], self._answer
+        return self._answer
+
+    def _hear(self, wait: bool) -> tuple[str | None, str]:
+        """The writer's answer, if it has one, and what has become of a writer that will never have one."""
         assert self._writer is not None, "a job has a writer"
         assert self._writer.stdout is not None, "a pipe"
-        if not wait and not select.select([self._writer.stdout], [], [], 0)[0]:
-            return None
-        line = self._writer.stdout.readline()
-        if line:
-            self._answer = str(json.loads(line))
-        else:
-            self._answer = f"the process that writes rank {self._mesh.world.rank}'s part has ended"
-            marker(Path(self._job["folder"])).touch()
-        self._news = self._job["iteration"], self._answer
-        return self._answer
+        limit = self._mesh.position.limit_s or SILENT_S
+        while select.select([self._writer.stdout], [], [], limit if wait else 0)[0]:
+            self._heard += (heard := os.read(self._writer.stdout.fileno(), 1 << 16))
+            *lines, self._heard = self._heard.split(b"\n")
+            if answers := [line for line in lines if line]:  # an empty one says that it lives
+                return str(json.loads(answers[-1])), ""
+            if not heard:
+                return None, "has ended"
+        return None, f"has not moved for {limit:g} s: it is stopped, or its file system hangs" if wait else ""
 
     def news(self) -> tuple[int, str] | None:
         """(iteration, problem) of a save that has come to its end on this rank; told once."""
@@ -168,12 +197,11 @@ class Background:
 
     def close(self) -> None:
         """Wait for this rank's part and end the writer."""
-        if self._writer is not None:
-            self.poll(wait=True)
-            assert self._writer.stdin is not None, "a pipe"
-            self._writer.stdin.close()
-            self._writer.wait()
-            self._writer = None
+        self.poll(wait=True)
+        self._end_writer()
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The process beside a rank that writes its part of checkpoints out of shared memory, while the rank trains.
 
-It lives as long as the rank, is told of a save by a line and answers by one when the checkpoint is complete. It knows
-neither torch nor groups: the writers of all ranks meet in the folder. Each leaves the digests of its files there; the
-first rank's waits for all of them and commits as a save without it does; the others wait for that. A file FOLDER.failed
-ends everyone's waiting.
+It lives as long as the rank, is told of a save by a line and answers by one when the checkpoint is complete, with empty
+ones until then. It knows neither torch nor groups: the writers of all ranks meet in the folder. Each leaves the digests
+of its files there; the first rank's waits for all of them and commits as a save without it does; the others wait for
+that. A file FOLDER.failed ends everyone's waiting.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -23,6 +24,7 @@ from megapipe.training import commit
 from megapipe.training.retention import retain
 
 _AT_ONCE = 1 << 24
+BEAT_S = 0.5
 
 
 class Job(TypedDict):
@@ -85,6 +87,24 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@contextmanager
+def _signs_of_life() -> Iterator[None]:
+    """An empty line now and then. A process that is stopped gives none; one whose disk is slow does."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            os.write(sys.stdout.fileno(), b"\n")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _main(memory: int, rank: int) -> None:
     # Signals are for the rank, which waits for this process before it leaves; its end, however it comes, is the end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -96,7 +116,8 @@ def _main(memory: int, rank: int) -> None:
         job: Job = json.loads(line)
         problem = ""
         try:
-            write(job, memory)
+            with _signs_of_life():
+                write(job, memory)
         except Failed as error:
             problem = str(error)
         except Exception as error:

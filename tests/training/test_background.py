@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import short_run
@@ -106,14 +108,31 @@ def saved(tmp_path):
     background.close()
 
 
-def test_a_writer_that_dies_is_an_error_and_the_last_checkpoint_stands(tmp_path, saved):
-    assert saved._writer is not None
-    os.kill(saved._writer.pid, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("number", "became"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not moved for 1 s: it is stopped")]
+)
+def test_a_writer_that_dies_or_stops_is_an_error_and_the_next_save_has_a_new_one(tmp_path, saved, number, became):
+    saved._mesh.position.limit_s = 1.0
+    os.kill(saved._writer.pid, number)
     Toy(2).save(tmp_path, saved)
-    with pytest.raises(CheckpointError, match="iteration 2: the process that writes rank 0's part has ended"):
+    with pytest.raises(CheckpointError, match=f"iteration 2: the process that writes rank 0's part {became}"):
         saved.finish()
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", commit.POINTER]
-    assert load_newest(tmp_path) == 1
+    saved._mesh.position.limit_s = 60.0
+    Toy(3).save(tmp_path, saved)
+    assert saved.finish() == 3
+    assert load_newest(tmp_path) == 3
+
+
+def test_a_save_may_take_longer_than_a_writer_may_be_silent(tmp_path, saved):
+    saved._mesh.position.limit_s = 1.0
+    saved._job = {"folder": str(commit.begin(tmp_path, 2)), "iteration": 2, "rank": 0, "ranks": 2}
+    saved._job |= {"files": {}, "texts": {}, "keep": (None, None)}
+    saved._writer.stdin.write(json.dumps(saved._job).encode() + b"\n")
+    saved._writer.stdin.flush()
+    late = Timer(2, (Path(saved._job["folder"]) / "rank-1.digests").write_text, ["{}"])  # the other rank takes its time
+    late.start()
+    assert saved.finish() == 2
 
 
 def test_a_file_that_cannot_be_written_is_an_error_and_the_next_save_works(tmp_path, saved):
