@@ -116,7 +116,8 @@ class Background:
             texts: what the first rank writes beside tensors.
         """
         assert self._buffer is not None, "a save has been learned from"
-        if self._writer is None:
+        if self._writer is None or self._writer.poll() is not None:
+            self._end_writer()
             self._start_writer()
         assert self._writer is not None, "just started"
         assert self._writer.stdin is not None, "a pipe"

@@ -113,15 +113,19 @@ def saved(tmp_path):
 )
 def test_a_writer_that_dies_or_stops_is_an_error_and_the_next_save_has_a_new_one(tmp_path, saved, number, became):
     saved._mesh.position.limit_s = 1.0
-    os.kill(saved._writer.pid, number)
+    os.kill(saved._writer.pid, signal.SIGSTOP)
     Toy(2).save(tmp_path, saved)
+    os.kill(saved._writer.pid, number)
     with pytest.raises(CheckpointError, match=f"iteration 2: the process that writes rank 0's part {became}"):
         saved.finish()
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", commit.POINTER]
     saved._mesh.position.limit_s = 60.0
     Toy(3).save(tmp_path, saved)
     assert saved.finish() == 3
-    assert load_newest(tmp_path) == 3
+    saved._writer.kill()
+    saved._writer.wait()  # while it has nothing to write
+    Toy(4).save(tmp_path, saved)
+    assert saved.finish() == load_newest(tmp_path) == 4
 
 
 def test_a_save_may_take_longer_than_a_writer_may_be_silent(tmp_path, saved):
