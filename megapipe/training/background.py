@@ -167,7 +167,7 @@ class Background:
                 return str(json.loads(answers[-1])), ""
             if not heard:
                 return None, "has ended"
-        return None, f"has not moved for {limit:g} s: it is stopped, or its file system hangs" if wait else ""
+        return None, f"has not moved for {limit:g} s: it is stopped" if wait else ""
 
     def news(self) -> tuple[int, str] | None:
         """(iteration, problem) of a save that has come to its end on this rank; told once."""
