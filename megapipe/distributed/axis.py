@@ -73,7 +73,7 @@ class Axis:
         """`all_reduce` that runs while its caller goes on; so are the two below. x must not change before the end."""
         if self.size == 1:
             return Pending(x)
-        exchange = self._exchange(x, lambda parts: _add(parts, x)) if op == "sum" else None
+        exchange = self._exchange(x, lambda parts: _combine(parts, x, _OF_TWO[op]))
         op_of_torch = getattr(dist.ReduceOp, op.upper())
         return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
@@ -89,7 +89,7 @@ class Axis:
             return Pending(x)
         rows = x.shape[0] // self.size
         mine, out = slice(self.rank * rows, (self.rank + 1) * rows), x.new_empty(rows, *x.shape[1:])
-        exchange = self._exchange(x, lambda parts: _add([part[mine] for part in parts], out))
+        exchange = self._exchange(x, lambda parts: _combine([part[mine] for part in parts], out, torch.add))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
@@ -142,8 +142,11 @@ ALONE = Axis()
 """One rank has all."""
 
 
-def _add(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Their sum in this order, the same bits on every rank."""
-    torch.add(parts[0], parts[1], out=out)
+_OF_TWO: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
+    """All of them in this order, the same bits on every rank."""
+    of_two(parts[0], parts[1], out=out)
     for part in parts[2:]:
-        out.add_(part)
+        of_two(out, part, out=out)
