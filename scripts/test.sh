@@ -7,13 +7,16 @@ cd "$(dirname "$0")/.."
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 # many-rank tests are threads and processes of their own
 unset PYTHONDONTWRITEBYTECODE # or each of many processes compiles what it imports
-# The pure wheel, which is not installed: with it layers of Transformer Engine are tested without a GPU.
+# The pure wheel, unpacked but not installed: with it layers of Transformer Engine are tested without a GPU.
 te="$(python -c 'import sys; print(sys.prefix)')/transformer_engine-2.20.2-py3-none-any.whl"
 if [ ! -f "$te" ]; then
   python -m pip download --quiet --retries 0 --no-deps --dest "$(dirname "$te")" transformer_engine==2.20.2 ||
     echo "== No wheel of transformer_engine: its tests will be skipped"
 fi
-[ ! -f "$te" ] || export MEGAPIPE_TE_WHEEL="${MEGAPIPE_TE_WHEEL:-$te}"
+if [ -f "$te" ]; then
+  [ -d "${te%.whl}" ] || python -m zipfile --extract "$te" "${te%.whl}"
+  export MEGAPIPE_TE_WHEEL="${MEGAPIPE_TE_WHEEL:-$te}"
+fi
 echo "== ruff"
 ruff check .
 ruff format --check --quiet .

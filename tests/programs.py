@@ -24,7 +24,14 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["megapipe.training.pretrain", "megapipe.training.shards", "megapipe.testing", "torch.utils.tensorboard"]
+    [
+        "megapipe.training.pretrain",
+        "megapipe.training.shards",
+        "megapipe.testing",
+        "torch.utils.tensorboard",
+        "torch._dynamo",  # which a profile, --deterministic-mode and a first save import
+        "torch._inductor",
+    ]
 )
 
 

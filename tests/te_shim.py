@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 WHEEL = "MEGAPIPE_TE_WHEEL"
-"""A wheel of transformer_engine, or a folder that holds the unpacked package."""
+"""A wheel of transformer_engine, or a folder that holds the unpacked package. It is taken from where a wheel has been
+unpacked beside it, as each of its modules is compiled only once there."""
 
 
 def absent():
@@ -39,8 +40,9 @@ def install():
     if "transformer_engine.pytorch" in sys.modules:
         return
     assert absent() is None, absent()
-    if os.environ.get(WHEEL):
-        sys.path.insert(0, os.environ[WHEEL])
+    if given := os.environ.get(WHEEL):
+        unpacked = given.removesuffix(".whl")
+        sys.path.insert(0, unpacked if Path(unpacked).is_dir() else given)
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine then looks for no CUDA libraries
     # What is left of attention is written in torch.
     os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_MASKED_SOFTMAX_FUSION": "0"}
