@@ -25,9 +25,10 @@ TOKENS, HIDDEN, VOCAB = 6, 8, 384
 
 
 def case_of(schedule: str, pp: int, **settings: object) -> Case:
+    """Four layers, or one for each position of a longer chain."""
     case = replace(Case(schedule, pp, 2 * pp, (), vocabulary=True, steps=2), **settings)
     chain = table(case).placement.chain
-    return replace(case, layers=(8 // chain,) * chain)
+    return replace(case, layers=(max(1, 4 // chain),) * chain)
 
 
 @pytest.mark.parametrize("shares", [1, 3])
@@ -91,8 +92,8 @@ def pool(tmp_path_factory):
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
-        (case_of("1f1b", 4), case_of("zb-v", 2, tp=2, microbatches=8, vocabulary=False)),
-        (case_of("1f1b", 4, vocabulary=False), case_of("zb-v", 2, tp=2, microbatches=8)),
+        (case_of("1f1b", 4, microbatches=4), case_of("zb-v", 2, tp=2, vocabulary=False)),
+        (case_of("1f1b", 4, microbatches=4, vocabulary=False), case_of("zb-v", 2, tp=2)),
         (case_of("dualpipe", 4), case_of("chimera", 2, tp=2, microbatches=8)),
     ],
     ids=["to ends", "from ends", "two copies"],
