@@ -21,7 +21,8 @@ install_megapipe() { # install_megapipe EXTRAS: once per environment, checkout a
   for found in "$prefix"/.megapipe-*; do # what is installed is the checkout that asked last
     [ "$(cat "$found" 2> /dev/null)" != "$mine" ] || { [ -n "$1" ] && [ "$found" != "$prefix/.megapipe-$1" ]; } || return 0
   done
-  if ! python -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2> /dev/null; then
+  local recent='from importlib.metadata import version; assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11)'
+  if ! python -c "$recent" 2> /dev/null; then
     if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
       echo "== Installing torch with CUDA (several GB)"
       python -m pip install "torch>=2.11"
