@@ -67,8 +67,17 @@ def train(mesh: ProcessMesh, config: Config, steps: int = STEPS) -> list[tuple[f
 
 
 @cache
+def _alone(style: str, **train_flags) -> tuple[Run, list[tuple[float, float]]]:
+    return run_of(ProcessMesh.single(), config(STYLES[style], **train_flags)), []
+
+
 def alone(style: str, steps: int = STEPS, **train_flags) -> list[tuple[float, float]]:
-    return train(ProcessMesh.single(), config(STYLES[style], **train_flags), steps)
+    """`train` on one process; a run that is asked again goes on from where it stands."""
+    run, done = _alone(style, **train_flags)
+    while len(done) < steps:
+        result = run.step()
+        done.append((result.losses["lm loss"], result.grad_norm))
+    return done[:steps]
 
 
 def split(style: str, **layout) -> list[list[tuple[float, float]]]:

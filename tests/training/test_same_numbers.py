@@ -42,13 +42,13 @@ def test_the_loss_falls(style):
 def test_pipeline_parallel_runs_have_the_same_bits_as_one_process(table, style):
     pp, schedule = table
     for rank in split(style, pp=pp, schedule=schedule):
-        assert rank == alone(style)[:SPLIT_STEPS]
+        assert rank == alone(style, SPLIT_STEPS)
 
 
 @pytest.mark.parametrize(("layout", "style"), with_a_style(LAYOUTS))
 def test_tensor_and_data_parallel_runs_agree_to_five_digits(layout, style):
     for rank in split(style, **layout):
-        torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)[:SPLIT_STEPS]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style, SPLIT_STEPS)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_sequence_parallel_runs_agree_to_five_digits(style, layout):
     shared = config(replace(STYLES[style], sequence_parallel=True), **layout)
     sizes = {axis: size for axis, size in layout.items() if axis != "schedule"}
     for rank in run_threads(partial(train, config=shared, steps=SPLIT_STEPS), **sizes):
-        torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style)[:SPLIT_STEPS]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(alone(style, SPLIT_STEPS)), rtol=1e-5, atol=0)
 
 
 def test_loss_per_token_of_the_global_batch_is_the_same_under_data_parallel():
@@ -71,7 +71,7 @@ def test_loss_per_token_of_the_global_batch_is_the_same_under_data_parallel():
     for rank in split("llama", dp=2, pp=2, calculate_per_token_loss=True):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(expected), rtol=1e-5, atol=0)
     # no token is masked here, so the mean over tokens is the mean of the microbatches' means
-    torch.testing.assert_close(torch.tensor(expected), torch.tensor(alone("llama")[:SPLIT_STEPS]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(expected), torch.tensor(alone("llama", SPLIT_STEPS)), rtol=1e-5, atol=0)
 
 
 def test_bf16_trains_close_to_float32():
