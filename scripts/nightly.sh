@@ -7,10 +7,10 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
-python -m pytest tests/schedule/test_schedule_properties.py tests/schedule/test_auto.py tests/pipeline_parallel/test_equality.py \
+WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/schedule/test_auto.py tests/pipeline_parallel/test_equality.py \
   tests/pipeline_parallel/test_p2p.py tests/optim/test_distributed.py tests/training/test_same_numbers.py \
   tests/training/test_two_hosts.py tests/tensor_parallel/test_rng.py tests/tensor_parallel/test_sequence_parallel.py \
-  tests/test_scripts.py
+  tests/test_scripts.py tests/models/test_transformer_engine.py tests/training/test_commit.py tests/training/test_precision.py
 python tools/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
 python tools/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
 python tools/check_zero.py

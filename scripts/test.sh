@@ -14,7 +14,7 @@ if [ ! -f "$te" ]; then
     echo "== No wheel of transformer_engine: its tests will be skipped"
 fi
 if [ -f "$te" ]; then
-  [ -d "${te%.whl}" ] || python -m zipfile --extract "$te" "${te%.whl}"
+  [ -d "${te%.whl}" ] || { python -m zipfile --extract "$te" "${te%.whl}.new" && mv "${te%.whl}.new" "${te%.whl}"; }
   export MEGAPIPE_TE_WHEEL="${MEGAPIPE_TE_WHEEL:-$te}"
 fi
 echo "== ruff"

@@ -1,8 +1,7 @@
 """Tensors between CPU ranks of one host, through memory that all of them have mapped.
 
 Gloo sends every tensor through the kernel's TCP stack, by threads of its own. Here each rank copies its tensor into a
-segment that the others read, and a byte in a pipe says that it is there. Between two processes the smallest all-reduce
-takes 0.2 ms in place of 1.5, and 0.16 ms of CPU in place of 1.0.
+segment that the others read, and a byte in a pipe says that it is there.
 """
 
 from __future__ import annotations

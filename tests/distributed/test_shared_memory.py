@@ -54,6 +54,7 @@ def test_more_ranks_all_get_the_sum_in_rank_order(dtype):
         assert torch.equal(ours[0], expected)
         assert torch.equal(ours[1], torch.cat(parts))
         assert torch.equal(ours[2], expected.chunk(4)[rank])
+        assert torch.equal(ours[3], torch.stack(parts).amax(0))
 
 
 @pytest.mark.parametrize("rows", [0, 2])

@@ -39,7 +39,7 @@ CHUNKS = {"zb-auto": 1, "hanayo": 2} | dict.fromkeys(
 
 def case_of(schedule: str, pp: int, layers: int, **settings) -> Case:
     """The layers spread evenly, one at least for each position of the chain."""
-    case = Case(schedule, pp, settings.pop("microbatches", 2 * pp), (), chunks=CHUNKS.get(schedule), **settings)
+    case = replace(Case(schedule, pp, 2 * pp, (), chunks=CHUNKS.get(schedule)), **settings)
     chain = table(case).placement.chain
     return replace(case, layers=(max(1, layers // chain),) * chain)
 
