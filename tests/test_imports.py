@@ -1,6 +1,7 @@
 """Who may import whom: the arrows of the architecture, read from the source."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_the_rule_is_broken_on_the_line_that_breaks_it():
 def test_what_needs_no_torch_works_without_it(module):
     code = f"import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None; import {module}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("folder", ["tools", "examples"])
+def test_a_package_of_the_same_name_elsewhere_hides_none_of_ours(tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "__init__.py").touch()
+    names = [f"{folder}.{path.stem}" for path in sorted((ROOT / folder).glob("*.py"))]
+    find = f"import importlib.util; print([n for n in {names} if importlib.util.find_spec(n) is None])"
+    # As scripts that insert the repository: it is first on the path, and what is installed comes behind.
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", find], check=True, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert said.stdout == "[]\n"
 
 
 def test_only_one_module_touches_cuda():
