@@ -35,6 +35,8 @@ from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 RANKS, MICROBATCHES, BATCH = 2, 4, 2
 TOLERANCE = 1e-9
 """Of float64 numbers, relative to the largest of a tensor."""
+ROUNDING = 1e-13
+"""Of the largest gradient of all: what is left of one that is 0, as that of a bias on all keys of a softmax is."""
 
 
 def check_provider(
@@ -154,16 +156,22 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
             elif not torch.equal(before, _slice(whole.params[name][1], layout, before, tp, rank.tp_rank)):
                 yield f"{name} starts otherwise than in the whole model: give it a Layout, or a seed of its own"
             found[name, rank.tp_rank].append(torch.zeros_like(before) if grad is None else grad)
+    largest = max((grad.abs().max().item() for _, _, grad in whole.params.values() if grad is not None), default=0.0)
+    close = partial(_close, rounding=ROUNDING * largest)
     for name, (_, before, grad) in whole.params.items():
         want = torch.zeros_like(before) if grad is None else grad
-        for tp_rank in range(tp):
-            parts = found.get((name, tp_rank))
-            if parts is None:
-                yield f"{name} is on no rank"
-                continue
-            got = torch.stack(parts).sum(0)  # of DualPipe's twins each has a part
-            if not _close(got, _slice(want, layouts[name], got, tp, tp_rank)):
-                yield f"the gradient of {name} differs from the whole model's"
+        # Of DualPipe's twins each has a part.
+        sums = {t: torch.stack(found[name, t]).sum(0) for t in range(tp) if (name, t) in found}
+        if len(sums) < tp:
+            yield f"{name} is on no rank"
+            continue
+        if layouts[name].sum_over_tp:  # the optimizer will
+            sums = dict.fromkeys(sums, torch.stack([*sums.values()]).sum(0))
+        wrong = [t for t, got in sums.items() if not close(got, _slice(want, layouts[name], got, tp, t))]
+        if wrong and layouts[name].dim is None and close(torch.stack([*sums.values()]).sum(0), want):
+            yield f"the gradient of {name} lacks a sum over tensor-parallel ranks: Layout(..., sum_over_tp=True)"
+        elif wrong:
+            yield f"the gradient of {name} differs from the whole model's"
 
 
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
@@ -173,8 +181,8 @@ def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -
     return whole.reshape(like.shape)
 
 
-def _close(got: Tensor, want: Tensor) -> bool:
-    return bool((got - want).abs().max() <= TOLERANCE * max(want.abs().max().item(), 1e-30))
+def _close(got: Tensor, want: Tensor, rounding: float = 1e-39) -> bool:
+    return bool((got - want).abs().max() <= max(TOLERANCE * want.abs().max().item(), rounding))
 
 
 def _vector(numbers: Sequence[float]) -> Tensor:

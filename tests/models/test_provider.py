@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny import GPT2, LLAMA
 from torch import nn
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
@@ -42,6 +43,29 @@ def test_the_test_of_the_docs_passes():
 @pytest.mark.parametrize("config", [GPT2, LLAMA])
 def test_our_own_provider_passes(config):
     check_provider(gpt_provider, config, schedules=["1f1b", "zb-v", "dualpipe"])
+
+
+@pytest.mark.parametrize(
+    "more", [{"qk_layernorm": True}, {"sequence_parallel": True}], ids=lambda more: next(iter(more))
+)
+def test_weights_of_which_a_tensor_parallel_rank_sees_a_part_pass(more):
+    """They were called wrong: what the optimizer adds up after the backward was compared before it."""
+    for config in GPT2, LLAMA:
+        check_provider(gpt_provider, replace(config, **more), schedules=["1f1b"], tensor_parallel=2)
+
+
+def test_a_weight_that_lacks_the_sum_over_tensor_parallel_ranks_is_found():
+    def model_provider(config, span, tp):
+        model = GPTModel(config, span, tp)
+        for param in (p for name, p in model.named_parameters() if "q_layernorm" in name):
+            set_layout(param, replace(layout_of(param), sum_over_tp=False))
+        return model
+
+    wrong = (
+        r"0\.self_attention\.q_layernorm\.weight lacks a sum over tensor-parallel ranks: Layout\(\.\.\., sum_over_tp="
+    )
+    with pytest.raises(AssertionError, match=wrong):
+        check_provider(model_provider, replace(GPT2, qk_layernorm=True), schedules=["1f1b"], tensor_parallel=2)
 
 
 def test_megatrons_signature_is_accepted_as_it_is():
