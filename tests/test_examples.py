@@ -10,27 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from examples import deepseek_pairs, megatron_shaped, own_run
+from examples.deepseek_pairs import Stage
+from megapipe.config import TrainConfig
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import build, simulate
+from megapipe.training.pretrain import Run
+from megapipe.training.seams import Callback
+from pretrain_gpt import forward_step
+from tools import fuzz_equivalence, schedules
+from tools.equivalence_case import Case
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import schedules  # noqa: E402
-
-from examples import deepseek_pairs, megatron_shaped, own_run  # noqa: E402
-from examples.deepseek_pairs import Stage  # noqa: E402
-from megapipe.config import TrainConfig  # noqa: E402
-from megapipe.distributed.mesh import ProcessMesh  # noqa: E402
-from megapipe.errors import ConfigError  # noqa: E402
-from megapipe.flags.parse import parse  # noqa: E402
-from megapipe.models.provider import gpt_provider  # noqa: E402
-from megapipe.optim.optimizer import Optimizer  # noqa: E402
-from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
-from megapipe.schedule import build, simulate  # noqa: E402
-from megapipe.training.pretrain import Run  # noqa: E402
-from megapipe.training.seams import Callback  # noqa: E402
-from pretrain_gpt import forward_step  # noqa: E402
-from tools import fuzz_equivalence  # noqa: E402
-from tools.equivalence_case import Case  # noqa: E402
-
 OWN = [f"{ROOT}/examples/own_schedule.py:{name}" for name in ("eager", "split")]
 
 

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, run_ranks
 
-sys.path.insert(0, str(ROOT / "tools"))
-
-import plan
-import schedules
+from tools import plan, schedules
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^`(\w+\.py)`\n```python\n(.*?)```", PAGE, re.M | re.S))

@@ -17,12 +17,10 @@ import pytest
 from megapipe.schedule import SCHEDULES, Costs, build
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
-from tools import progress
+from tools import progress, schedules
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
 
-import schedules  # noqa: E402
 
 DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]

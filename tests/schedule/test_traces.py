@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from megapipe.schedule.kinds import Lane
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.views.traces import merge, pipelines, predict, read, summarise
+from tools import merge_traces
 
-ROOT = Path(__file__).parents[2]
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started
 
 
@@ -142,10 +141,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
         read(path)
 
 
-def test_the_tool_writes_one_file_with_measured_and_predicted_passes(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import merge_traces
-
+def test_the_tool_writes_one_file_with_measured_and_predicted_passes(tmp_path, capsys):
     write_traces(tmp_path)
     merge_traces.main([str(tmp_path), "--output", str(tmp_path / "all.json")])
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
@@ -157,4 +153,3 @@ def test_the_tool_writes_one_file_with_measured_and_predicted_passes(tmp_path, c
     }
     assert predicted == measured
     assert "pipeline 0: 2 ranks, 4 microbatches" in capsys.readouterr().out
-    assert sys.modules.pop("merge_traces")
