@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.files import TokenizerType
+from megapipe.config.typed import unfit
 from megapipe.convert.plain import Named
 from megapipe.errors import CheckpointError
 
@@ -25,11 +26,15 @@ _TRAIN = (
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis optimizer lr min_lr decoupled_lr "
     "decoupled_min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters "
     "lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay "
-    "weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum"
+    "weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
+    "rampup_batch_size step_batch_size_schedule grad_reduce_in_bf16 muon_momentum muon_nesterov muon_num_ns_steps "
+    "muon_scale_mode muon_extra_scale_factor"
 )
 _DATA = (
-    "data_path split mock_data dataloader_type eod_mask_loss reset_position_ids reset_attention_mask tokenizer_type "
-    "tokenizer_model vocab_file merge_file vocab_size null_tokenizer_eod_id eval_iters eval_interval"
+    "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split mock_data "
+    "dataloader_type eod_mask_loss reset_position_ids reset_attention_mask tokenizer_type tokenizer_model vocab_file "
+    "merge_file vocab_size null_tokenizer_eod_id tokenizer_hf_no_include_special_tokens tiktoken_pattern "
+    "tiktoken_num_special_tokens eval_iters eval_interval"
 )
 
 # What would be another model here, if it has a value but these.
@@ -76,9 +81,14 @@ def config_of(args: Args, name: str) -> Config:
     train = _taken(args, _TRAIN)
     if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
         train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
-    data = _taken(args, _DATA)
+    if train.get("step_batch_size_schedule"):
+        train.pop("global_batch_size", None)
+    data = _taken(args, _DATA) | {"no_data_sharding": not args.get("data_sharding", True)}
     if data.get("tokenizer_type") not in get_args(TokenizerType):
         data.pop("tokenizer_type", None)
+    given = ((ModelConfig, model), (TrainConfig, train), (DataConfig, data))
+    if wrong := [f"{name}: its argument {text}" for kind, values in given for text in unfit(kind, values)]:
+        raise CheckpointError(wrong)
     return Config(model=ModelConfig(**model), train=TrainConfig(**train), data=DataConfig(**data))
 
 
@@ -89,6 +99,8 @@ def args_of(config: Config) -> dict[str, Any]:
     window = None if model.window_size is None else tuple(map(int, model.window_size.strip("()").split(",")))
     return named | {
         **{key: getattr(train, key) for key in _TRAIN.split()},
+        **{key: getattr(config.data, key) for key in _DATA.split()},
+        "data_sharding": not config.data.no_data_sharding,
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,
@@ -104,8 +116,6 @@ def args_of(config: Config) -> dict[str, Any]:
         "num_experts": None,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "tokenizer_type": config.data.tokenizer_type,
-        "tokenizer_model": config.data.tokenizer_model,
         "ckpt_format": "torch_dist",
         "no_save_rng": True,
     }
@@ -114,7 +124,10 @@ def args_of(config: Config) -> dict[str, Any]:
 def _taken(args: Args, names: str) -> dict[str, Any]:
     """What was given; a default of ours stands for what is None there."""
     values = {key: args[key] for key in names.split() if args.get(key) is not None}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    taken = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    if "rampup_batch_size" in taken:  # three words there
+        taken["rampup_batch_size"] = tuple(int(x) if str(x).isdecimal() else x for x in taken["rampup_batch_size"])
+    return taken
 
 
 def _shown(value: object) -> str:

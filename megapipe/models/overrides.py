@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from megapipe.config import ModelConfig
+from megapipe.config.typed import unfit
 from megapipe.errors import ConfigError
 
 FLAG = "--per-layer-overrides"
@@ -70,7 +70,7 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
     """
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{FLAG} is not JSON: {error}") from None
     if not isinstance(entries, dict) or not all(isinstance(fields, dict) for fields in entries.values()):
         raise ConfigError(f'{FLAG} is an object of objects: {{"0-3,7": {{"ffn_hidden_size": 512}}}}')
@@ -101,11 +101,4 @@ def _layers(text: str, num_layers: int) -> list[int] | None:
 def _problem(name: str, value: object) -> str | None:
     if name not in FIELDS:
         return f"{name} is not a field that one layer can change. There are {', '.join(FIELDS)}"
-    kind = get_type_hints(ModelConfig)[name]
-    if get_origin(kind) is Literal:
-        return None if value in get_args(kind) else f"{name} is {' or '.join(get_args(kind))}, got {json.dumps(value)}"
-    expected = next((k for k in get_args(kind) if k is not NoneType), kind)
-    # An int is a number too, but a bool is only ever a bool.
-    fits = type(value) is expected or (expected is float and type(value) is int)
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-    return None if fits else f"{name} is {words[expected]}, got {json.dumps(value)}"
+    return next(unfit(ModelConfig, {name: value}), None)

@@ -64,6 +64,7 @@ _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 
 FREE = {name for name, rule in RULES["model"].items() if rule in (_FREE, _NAMED)}
 """What weights do not depend on."""
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
@@ -161,9 +162,16 @@ def resume_problems(
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """The settings that the weights depend on, defaults filled in."""
+    """The settings that the weights depend on, defaults filled in, and what has no effect at its default."""
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
     fields |= {"window_size": model.window, "no_bias_gelu_fusion": model.erf_gelu}
+    if model.per_layer_overrides is None:  # a layer that differs may make use of them
+        if model.bias:
+            fields["add_qkv_bias"] = False
+        if model.position_embedding_type != "rope":
+            fields |= {name: getattr(ModelConfig, name) for name in _ROTARY}
+        elif not model.use_rope_scaling:
+            fields["rope_scaling_factor"] = ModelConfig.rope_scaling_factor
     if model.hidden_size and model.num_attention_heads:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]

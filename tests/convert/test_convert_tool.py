@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from programs import run, run_ranks
 from random_models import refused, saved, theirs, transformers
 from safetensors.torch import load_file, save_file
 
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.convert import export_checkpoint, import_checkpoint
+from megapipe.convert.families import to_huggingface
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
 from megapipe.training import commit
+from megapipe.training.resume import resume_problems
 
 
 def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_path):
@@ -123,3 +126,24 @@ def test_four_processes_train_an_import_at_tp_2_and_pp_2_without_flags_of_the_mo
     # Padding adds to the denominator, at most its share.
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert 0 <= float(loss) - want <= math.log(104 / 101)
+
+
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    max_position_embeddings=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+@pytest.mark.parametrize(
+    "idle", [{"add_qkv_bias": True}, {"rotary_base": 5e5, "rotary_percent": 0.5}, {"rope_scaling_factor": 32.0}]
+)
+def test_a_setting_that_does_nothing_in_a_model_keeps_it_from_no_family(idle):
+    """Megatron-LM sets add_qkv_bias in every model with biases, and its GPT-2 was refused."""
+    assert to_huggingface(replace(GPT, **idle), 16) == to_huggingface(GPT, 16)
+    one_layer = '{"1": {"disable_bias_linear": true, "position_embedding_type": "rope", "use_rope_scaling": true}}'
+    model = replace(GPT, per_layer_overrides=one_layer)
+    assert resume_problems(vars(model), None, Config(model=replace(model, **idle)), "it")
