@@ -132,7 +132,7 @@ class CheckpointConfig:
     no_load_optim: bool = False
     """Do not load the optimizer state."""
     trigger_path: str | None = None
-    """Folder looked into every --log-interval steps: a file `save` there has a checkpoint saved, `exit` the run end."""
+    """Folder looked into every --log-interval steps: a file `save` or `exit` there is removed and obeyed."""
     async_save: bool = False
     """Copy a checkpoint into shared memory and let a process beside each rank write it; the run's first waits."""
 

@@ -27,11 +27,11 @@ class TrainConfig:
     train_samples: int | None = None
     """Sequences to train on, instead of --train-iters."""
     exit_interval: int | None = None
-    """Stop after an iteration that is a multiple of this."""
+    """Save and stop after an iteration that is a multiple of this, with exit status 0."""
     exit_duration_in_mins: float | None = None
     """Save and stop after this many minutes."""
     exit_signal_handler: bool = False
-    """Save and stop after the iteration in which any rank gets --exit-signal."""
+    """Save and stop after the iteration in which any rank gets --exit-signal or a first Ctrl-C; repeats are ignored."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     """Which signal, with --exit-signal-handler."""
     seed: int = 1234

@@ -38,6 +38,8 @@ ANSWER_S = 3.0
 """How long the other ranks have to say where they are."""
 SILENCE_S = 6.0
 """How long the ranks' store may owe answers before it counts as gone."""
+RELAY_S = 5.0
+"""How long after a Ctrl-C, which a terminal sends to every process, torchrun may still pass it on."""
 GRACE_S = 1.0
 """What a call may take beyond the timeout before it counts as one that never returns."""
 
@@ -59,6 +61,7 @@ class Watch:
         self._failure: tuple[Report, int] | None = None
         self._closed, self._lost, self._silent_s = False, False, 0.0
         self._old: dict[int, Any] = {}
+        self._noted: float | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -102,7 +105,8 @@ class Watch:
         if self._old:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._old.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is _ignore:  # else the run has been told to stop and ignores repeats
+                    signal.signal(number, handler)
         self._closed = True
         self._bell.send(b"\0")
         self._thread.join()
@@ -117,7 +121,7 @@ class Watch:
                 heard = b"\0"
             if self._closed:
                 return
-            if signal.SIGINT in heard and signal.getsignal(signal.SIGINT) is _ignore:
+            if signal.SIGINT in heard and self._interrupted():
                 self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))
                 self._leave("interrupted", signal.SIGINT)
             if self._failure:
@@ -130,6 +134,14 @@ class Watch:
                 self._end(report_of(self.mesh, "timed out"), STUCK)
             if self._others_failed():
                 self._end(report_of(self.mesh, "another rank failed"), LOST)
+
+    def _interrupted(self) -> bool:
+        """Does this Ctrl-C end the run? Not a first one that saves, nor the same as torchrun passes it on."""
+        handler, now = signal.getsignal(signal.SIGINT), time.monotonic()
+        if getattr(handler, "first_saves", False):
+            first, self._noted = self._noted, self._noted or now
+            return first is not None and now - first > (0.0 if LAUNCHER is None else RELAY_S)
+        return handler is _ignore
 
     def _alone(self) -> str | None:
         """Why no other rank can be heard any more, and none will be started beside this one that knows of it."""

@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from torch import Tensor
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training.together import on_first, together
-from megapipe.training.writer import Job, marker
+from megapipe.training.writer import SIGNALS, Job, marker
 
 _PAGE = 4096
 SILENT_S = 600.0
@@ -80,12 +81,16 @@ class Background:
 
     def _start_writer(self) -> None:
         self._heard = b""
-        self._writer = subprocess.Popen(
-            [sys.executable, "-m", "megapipe.training.writer", str(self._memory), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(self._memory,),
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a process inherits it, until it ignores them
+        try:
+            self._writer = subprocess.Popen(
+                [sys.executable, "-m", "megapipe.training.writer", str(self._memory), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(self._memory,),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _end_writer(self) -> None:
         if self._writer is not None:
@@ -149,7 +154,8 @@ class Background:
         self._answer, became = self._hear(wait)
         if became:
             self._answer = f"the process that writes rank {rank}'s part {became}"
-            marker(folder).touch()
+            with suppress(OSError):  # a quota, a folder that is gone: the other ranks see the silence
+                marker(folder).touch()
             self._end_writer()
         if self._answer is not None:
             self._news = self._job["iteration"], self._answer

@@ -10,27 +10,36 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 from megapipe.config import Config, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.watch import RELAY_S
 from megapipe.training.together import on_first
 
 STOPPED = 75
 """Exit code of a run that was asked to stop, has saved and can go on (EX_TEMPFAIL of sysexits.h)."""
 
+REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What launchers and schedulers send more than once: each passes on what the one above it has sent to all."""
+
 
 def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
-    """Which files of --trigger-path ask for something after an iteration. Collective."""
+    """Which files of --trigger-path ask for something after an iteration; they are removed. Collective."""
     folder = config.checkpoint.trigger_path
     if folder is None or iteration % config.log.log_interval:
         return []
 
     def look() -> list[str]:
         found = [name for name in ("save", "exit") if Path(folder, name).exists()]
-        with suppress(OSError):
-            Path(folder, "save").unlink()
+        for path in (Path(folder, name) for name in found):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                again = f"{error.strerror}; it will be obeyed again and again, also by the next run. Remove it by hand"
+                print(f"WARNING: {path} of --trigger-path cannot be removed: {again}", flush=True)
         return found
 
     return on_first(mesh, look)
@@ -52,44 +61,75 @@ class Stopping:
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
         """Why to stop after an iteration, agreed over all ranks. asked: by `triggered`."""
-        train = self.train
-        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
-            mine = [(time.monotonic() - self._started) / 60, float(self.signal.received)]
-            longest, signalled = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
-            over = train.exit_duration_in_mins is not None and longest > train.exit_duration_in_mins
-            if signalled or over:
-                # torchrun would take it for a failure and, with --max-restarts, start the run again.
-                self.exit_code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else STOPPED
-                after = f"receiving {train.exit_signal}" if signalled else f"{longest} minutes"
-                return f"[exiting program after {after}]"
-        if train.exit_interval and iteration % train.exit_interval == 0:
+        why = self._asked()
+        if why is None and "exit" in asked:
+            why = "finding exit in --trigger-path"
+        if why is not None:
+            # torchrun would take it for a failure and, with --max-restarts, start the run again.
+            self.exit_code = 0 if _under_torchrun() else STOPPED
+            return f"[exiting program after {why}]"
+        if (every := self.train.exit_interval) and iteration % every == 0:
             return f"[exiting program at iteration {iteration}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
-        return "[exiting program after finding exit in --trigger-path]" if "exit" in asked else None
+        return None
+
+    def _asked(self) -> str | None:
+        """What came to any rank, or the time that is up."""
+        most = self.train.exit_duration_in_mins
+        if most is None and not self.train.exit_signal_handler:
+            return None
+        mine = [(time.monotonic() - self._started) / 60, float(self.signal.number)]
+        longest, number = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
+        if number:
+            return f"receiving {signal.Signals(int(number)).name}"
+        return f"{longest} minutes" if most is not None and longest > most else None
 
 
 class ExitSignal:
-    """Notes a signal instead of dying of it. A second one of the kind does what it did before.
+    """Notes a signal, or Ctrl-C, instead of dying of it. Repeats are noted too, and change nothing: the run is saving,
+    perhaps for minutes. A second Ctrl-C is the watch's, which also hears it while this thread hangs in a call.
 
     Args:
         name: such as SIGTERM; None to listen to none. Only the main thread of a process may listen.
     Attributes:
-        received: did it arrive on this rank?
+        number: of the signal that arrived on this rank first; 0 for none.
     """
 
+    first_saves = True
+    """For the watch, which asks the handler of SIGINT."""
+
     def __init__(self, name: str | None) -> None:
-        self.received = False
-        self._number = None if name is None else signal.Signals[name]
-        if self._number is not None:
-            self._before = signal.signal(self._number, self._note)
+        self.number = 0
+        self._before: dict[int, Any] = {}
+        for number in () if name is None else dict.fromkeys((signal.Signals[name], signal.SIGINT)):
+            self._listen(number)
+
+    @property
+    def received(self) -> bool:
+        return self.number != 0
 
     def close(self) -> None:
-        """Stop listening."""
-        if self._number is not None:
-            signal.signal(self._number, self._before)
-            self._number = None
+        """Stop listening. What has come may come once more while the process ends, and is not to change its status."""
+        for number, before in self._before.items():
+            ends = self.received and (number != signal.SIGINT or _under_torchrun())
+            signal.signal(number, signal.SIG_IGN if ends else before)
+        self._before = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            self.close()
-            signal.raise_signal(number)
-        self.received = True
+    def _listen(self, number: int) -> None:
+        if number not in self._before and signal.getsignal(number) is not None:  # None: another library's, in C
+            self._before[number] = signal.signal(number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if not self.received:
+            self.number = number
+            for repeated in REPEATED:
+                self._listen(repeated)
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                after = f", from {RELAY_S:g} s on," if _under_torchrun() else ""
+                text = f"megapipe: Ctrl-C: saves and ends after this iteration. A second one{after} ends it at once\n"
+                with suppress(OSError):
+                    os.write(2, text.encode())
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ

@@ -25,6 +25,8 @@ from megapipe.training.retention import retain
 
 _AT_ONCE = 1 << 24
 BEAT_S = 0.5
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends to every process of a step, and a terminal to all of its group."""
 
 
 class Job(TypedDict):
@@ -107,7 +109,7 @@ def _signs_of_life() -> Iterator[None]:
 
 def _main(memory: int, rank: int) -> None:
     # Signals are for the rank, which waits for this process before it leaves; its end, however it comes, is the end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != rank:

@@ -24,6 +24,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
 from megapipe.training.background import Background
+from megapipe.training.writer import SIGNALS
 
 
 def run(folder: Path, **flags):
@@ -161,3 +162,21 @@ def test_the_tensors_may_change_while_they_are_written(tmp_path, saved):
             parameter.fill_(99)
     saved.finish()
     assert load_newest(tmp_path) == 2
+
+
+def test_a_writer_goes_on_writing_whatever_signal_its_step_gets(tmp_path, saved):
+    for iteration, number in enumerate(SIGNALS, 2):
+        Toy(iteration).save(tmp_path, saved)
+        os.kill(saved._writer.pid, number)
+        assert saved.finish() == iteration
+
+
+def test_a_folder_that_is_gone_is_the_answer_of_poll_and_not_its_error(tmp_path, saved, monkeypatch):
+    def refuse(path):
+        raise OSError(122, "Disk quota exceeded", str(path))
+
+    os.kill(saved._writer.pid, signal.SIGSTOP)
+    Toy(2).save(tmp_path, saved)
+    os.kill(saved._writer.pid, signal.SIGKILL)
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert saved.poll(wait=True) == "the process that writes rank 0's part has ended"
