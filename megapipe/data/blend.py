@@ -34,28 +34,32 @@ class BlendedDataset:
 
 
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and normalised weights: even lists are weight, prefix, ...; odd ones prefixes (weights None).
+    """Prefixes and normalised weights of weight, prefix, ...; of an odd list, or one that has no number where weights
+    would be, every item is a prefix (weights None). As Megatron's `get_blend_from_list`.
 
-    Raises: DataError for an empty list or a weight that is not a positive number.
+    Raises: DataError for an empty list, or some weights that are no positive numbers beside others that are.
     """
     if not data_path:
         raise DataError("--data-path is missing. Give the prefix of a .bin/.idx pair, or --mock-data for no files.")
-    if len(data_path) % 2:
+    weights = [_number(text) for text in data_path[::2]]
+    if len(data_path) % 2 or all(weight is None for weight in weights):
         return list(data_path), None
-    problems, weights = [], []
-    for text, prefix in zip(data_path[::2], data_path[1::2], strict=True):
-        try:
-            weights.append(float(text))
-        except ValueError:
-            weights.append(math.nan)
-        if not (math.isfinite(weights[-1]) and weights[-1] > 0):
-            problems.append(
-                f"--data-path weight {text} of {prefix} is not a positive number. A list of even length is "
-                f"weight prefix weight prefix ..., such as --data-path 1 {prefix}"
-            )
+    problems = [
+        f"--data-path weight {text} of {prefix} is not a positive number. A list of even length is "
+        f"weight prefix weight prefix ..., such as --data-path 1 {prefix}, or has no weight at all"
+        for text, weight, prefix in zip(data_path[::2], weights, data_path[1::2], strict=True)
+        if weight is None or not (math.isfinite(weight) and weight > 0)
+    ]
     if problems:
         raise DataError(problems)
-    return list(data_path[1::2]), normalised(weights)
+    return list(data_path[1::2]), normalised([weight or 0.0 for weight in weights])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -85,10 +85,11 @@ def test_a_split_of_nothing_is_refused() -> None:
         split_ranges("0,0,0", 10)
 
 
-def test_even_lists_are_weights_and_prefixes_odd_ones_prefixes() -> None:
+def test_lists_are_weights_and_prefixes_or_prefixes_alone() -> None:
     assert parse_data_path(["a"]) == (["a"], None)
     assert parse_data_path(["3", "a", "1", "b"]) == (["a", "b"], [0.75, 0.25])
-    assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
+    for prefixes in (["a", "b"], ["a", "b", "c"], ["a", "1", "c", "2"], ["1", "b", "c"]):
+        assert parse_data_path(prefixes) == (prefixes, None)
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "prefix"])

@@ -97,7 +97,7 @@ def test_ways_to_name_data_exclude_each_other() -> None:
     assert problem(valid_data_path=("a",)) == (
         "--train-data-path is missing, the data to train on. Give it too, or --data-path and --split."
     )
-    assert problem(train_data_path=("x", "a")).startswith("--train-data-path weight x of a is not a positive number.")
+    assert problem(train_data_path=("0", "a")).startswith("--train-data-path weight 0 of a is not a positive number.")
 
 
 def test_what_cannot_be_read_is_named_as_it_was_given(abc: list[str], tmp_path: Path) -> None:
