@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
 from megapipe.checks.numbers import division, near
-from megapipe.checks.pipeline import pipeline_problems
+from megapipe.checks.pipeline import FORWARDS, pipeline_problems
 from megapipe.config import Config
+from megapipe.plan import forwards
 from megapipe.schedule import SCHEDULES
 
 
@@ -57,5 +58,7 @@ def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
             f"data-parallel ranks = {share}: {division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )
         yield from pipeline_problems(config, None)
-    elif any(pipeline_problems(config, _kind(config, batch)[0])):  # by a table as small as can be
+    elif any(pipeline_problems(config, _kind(config, batch)[0])) or (  # by a table as small as can be
+        forwards(config, config.num_microbatches) > FORWARDS
+    ):
         yield from pipeline_problems(config, config.num_microbatches)

@@ -22,6 +22,7 @@ REQUIRED = {
 
 RULES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda v: v >= 1,
+    "at least 1 and at most 1000000": lambda v: 1 <= v <= 10**6,
     "above 0": lambda v: v > 0,
     "above 0 and at most 1e9": lambda v: 0 < v <= 1e9,
     "at least 0": lambda v: v >= 0,
@@ -33,11 +34,13 @@ RULES: dict[str, Callable[[Any], bool]] = {
 }
 _FIELDS = {
     "at least 2": "reschedule_after",
-    "at least 1": "loss_scale_window hysteresis world_size "
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
-    "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size "
-    "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "context_parallel_size check_weight_hash_across_dp_replicas_interval "
+    # What is listed, rank by rank or layer by layer, before anything starts.
+    "at least 1 and at most 1000000": "world_size num_layers num_attention_heads num_query_groups "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
+    "at least 1": "loss_scale_window hysteresis hidden_size ffn_hidden_size kv_channels muon_num_ns_steps "
+    "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by "
+    "check_weight_hash_across_dp_replicas_interval "
     "microbatch_group_size_per_virtual_pipeline_stage "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers micro_batch_size global_batch_size seq_length "
     "train_iters train_samples exit_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
@@ -47,7 +50,7 @@ _FIELDS = {
     "tensorboard_log_interval tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
     "above 0": "loss_scale initial_loss_scale min_loss_scale "
     "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps "
-    "device_peak_tflops",
+    "device_peak_tflops muon_extra_scale_factor",
     # What a clock of the system can count.
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
     "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
@@ -55,7 +58,8 @@ _FIELDS = {
     "num_workers ckpt_step profile_step_start error_injection_rate",
     "at least -1": "eval_iters",
     "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more
-    "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 "
+    "sgd_momentum muon_momentum",
     "above 0 and at most 1": "rotary_percent",
 }
 RANGES = {field: rule for rule, names in _FIELDS.items() for field in names.split()}

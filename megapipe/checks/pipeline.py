@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from megapipe.checks.inputs import ask
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
-from megapipe.plan import check_flags, counts_of, schedule_name, schedule_of
+from megapipe.plan import check_flags, counts_of, forwards, schedule_name, schedule_of
 from megapipe.schedule import SCHEDULES, Placement, build, is_file, load
+
+FORWARDS = 500_000
+"""Most of a step that a table is made of, which takes half a minute."""
 
 
 def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]:
@@ -28,6 +31,9 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         return  # a file is made for one number of microbatches
     # Every schedule of the catalogue takes as many, so that layers are checked whatever the batch is.
     usual = 4 * config.parallel.pipeline_model_parallel_size
+    if too_large := table_problem(config, microbatches or usual):
+        yield too_large
+        return
     refused = ask(lambda: schedule_of(config, microbatches or usual))
     for text in refused:
         yield text if text.startswith("--") else _named(name, text) + _remedy(config, name, microbatches)
@@ -40,6 +46,17 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
+
+
+def table_problem(config: Config, microbatches: int) -> str | None:
+    """Of a step so large that its table is a matter of minutes."""
+    if (count := forwards(config, microbatches)) <= FORWARDS:
+        return None
+    return (
+        f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size} and {microbatches} "
+        f"microbatches make {count} forwards of a step, and a table has at most {FORWARDS}. "
+        "Use fewer stages, a larger --micro-batch-size or a smaller --global-batch-size."
+    )
 
 
 def _named(schedule: str, text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from megapipe.checks.batch import batch_problems, sound_batch
 from megapipe.checks.context import context_problems
@@ -30,6 +31,8 @@ from megapipe.models.overrides import layer_config
 from megapipe.optim.lr import LRSchedule
 
 Problems = Iterator[str]
+_TOLD = 128
+"""Most ranks of a pipeline of which a table is made, for its problems, before the number of processes fits: 2 s."""
 
 
 def validate(config: Config, *, has_cuda: bool) -> None:
@@ -188,7 +191,8 @@ def _layout(config: Config) -> Problems:
             * (cp == 1)
         )
     if world % ranks or not config.train.micro_batch_size:
-        yield from pipeline_problems(config, None)
+        if pp <= _TOLD:
+            yield from pipeline_problems(config, None)
     else:
         yield from batch_problems(config)
 
@@ -247,13 +251,13 @@ def _widths(config: Config) -> dict[str, int]:
 
 def _tensor_sizes(config: Config) -> list[int]:
     """Tensor-parallel sizes that fit the widths and, if any do, the number of processes; 1 always fits the widths."""
-    fits = [d for d in _divisors(config.world_size) if all(w % d == 0 for w in _widths(config).values())]
+    fits = _divisors(gcd(config.world_size, *(_widths(config).values() or (1,))))
     return [d for d in fits if config.world_size % (d * config.parallel.pipeline_model_parallel_size) == 0] or fits
 
 
 def _layouts(config: Config) -> str:
     """Tensor x pipeline sizes that these processes and this model allow, largest first."""
-    world, layers = config.world_size, config.model.num_layers or 0
-    sizes = [(t, p) for t in _tensor_sizes(config) for p in _divisors(world // t) if layers % p == 0]
+    world, layers = config.world_size, config.model.num_layers or 1
+    sizes = [(t, p) for t in _tensor_sizes(config) for p in _divisors(gcd(world // t, layers))]
     sizes.sort(key=lambda size: (-size[0] * size[1], size))
     return ", or use tensor x pipeline " + ", ".join(f"{t} x {p}" for t, p in sizes[:6]) + "."

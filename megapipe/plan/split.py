@@ -69,6 +69,14 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     return schedule
 
 
+def forwards(config: Config, microbatches: int) -> int:
+    """Of a step, at the stages that the flags ask for.
+
+    Raises: ConfigError as `check_flags`.
+    """
+    return config.parallel.pipeline_model_parallel_size * (_chunks(config) or 1) * microbatches
+
+
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
     """Layers at each position of the chain; for `auto` the even split, which its search replaces.
 

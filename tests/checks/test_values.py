@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megapipe.checks.numbers import RANGES
-from megapipe.checks.run import validate
+from megapipe.checks.run import flag_problems, validate
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import flags_of, parse
@@ -90,3 +93,46 @@ def test_help_where_a_text_belongs_is_no_call_for_help(capsys):
     with pytest.raises(SystemExit):
         parse(Config, ["--num-layers", "2", "--help"])
     assert "--micro-batch-size" in capsys.readouterr().out
+
+
+def number_flags():
+    for flag in flags_of(Config).values():
+        kind = get_args(flag.kind)[0] if flag.count == "many" else flag.kind
+        if kind in (int, float):
+            yield flag
+
+
+def test_every_number_has_a_rule():
+    elsewhere = {"null_tokenizer_eod_id", "tiktoken_num_special_tokens", "profile_step_end", "profile_ranks"}
+    assert {flag.field for flag in number_flags()} - set(RANGES) == elsewhere | {"rampup_batch_size"}
+
+
+@pytest.mark.parametrize("size", ["1000000", "1000000000000000000"])
+def test_no_number_is_so_large_that_there_is_no_answer(size):
+    """Ranks, layers and microbatches are listed, and tables of them made, before anything starts."""
+
+    def late(*_):
+        raise TimeoutError(f"{flags}: no answer in 10 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    for flags in [f"{flag.name} {size}" for flag in number_flags()] + [
+        f"--world-size {size} --pipeline-model-parallel-size {size}",
+        f"--world-size {size} --tensor-model-parallel-size 3",
+        f"--num-layers {size} --num-layers-per-virtual-pipeline-stage 1",
+    ]:
+        signal.alarm(10)
+        given = parse(Config, f"{SOUND} {flags}".split())
+        flag_problems(replace(given, world_size=given.check.world_size or 1))
+        signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_table_that_nobody_waits_for_is_refused_with_its_size():
+    assert problems("--global-batch-size 2000000") == [
+        "--pipeline-model-parallel-size 1 and 1000000 microbatches make 1000000 forwards of a step, and a table has at "
+        "most 500000. Use fewer stages, a larger --micro-batch-size or a smaller --global-batch-size."
+    ]
+    (told,) = problems("--pipeline-model-parallel-size 1000000")
+    assert told.startswith(
+        "1 processes are not --tensor-model-parallel-size 1 x --pipeline-model-parallel-size 1000000"
+    )
