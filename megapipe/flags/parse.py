@@ -115,7 +115,7 @@ class Flag:
         """What a value may be, in words."""
         kind = get_args(self.kind)[0] if self.count == "many" else self.kind
         if get_origin(kind) is Literal:
-            *most, last = get_args(kind)
+            *most, last = map(str, get_args(kind))
             return f"{', '.join(most)} or {last}" if most else f"only {last}"
         words = {int: "an integer", float: "a number", str: "a text"}
         return words[kind]

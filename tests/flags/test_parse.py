@@ -89,6 +89,22 @@ def test_a_choice_names_what_is_allowed():
     assert problems("--normalization", "BatchNorm") == ("--normalization BatchNorm: expected LayerNorm or RMSNorm",)
 
 
+def test_every_flag_names_what_it_takes_at_a_wrong_value_and_at_none():
+    choices = 0
+    for flag in flags_of(Config).values():
+        kind = get_args(flag.kind)[0] if flag.count == "many" else flag.kind
+        if kind in (bool, str):
+            continue
+        (wrong,), (none,) = problems(flag.name, "x"), problems(flag.name)
+        assert wrong.startswith(f"{flag.name} x: expected "), wrong
+        assert none.startswith(f"{flag.name} needs a value: "), none
+        if get_origin(kind) is Literal:
+            choices += 1
+            assert all(str(choice) in wrong and str(choice) in none for choice in get_args(kind))
+    assert choices > 20
+    assert problems("--timing-log-level", "3") == ("--timing-log-level 3: expected 0, 1 or 2",)
+
+
 def test_a_value_without_a_flag():
     assert problems("train") == ("unexpected train: values follow a flag",)
 
