@@ -18,7 +18,7 @@ python tools/check_zero.py --overlap --buckets 2
 python tools/check_zero.py --dp 4 --within 2e-6 --precision float32
 TINY="--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
   --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --lr 1e-3
-  --eval-iters 0 --save-interval 20 --save-keep-last 3 --distributed-timeout-seconds-after-init 20"
+  --eval-iters 0 --save-interval 20 --save-keep-last 3 --save-remove-earlier --distributed-timeout-seconds-after-init 20"
 # shellcheck disable=SC2086  # the flags are words
 for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--pipeline-model-parallel-size 2" \
   "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"; do

@@ -37,6 +37,7 @@ FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --split 8,1,1 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
     "--num-workers 1 --eval-interval 100 --eval-iters 2 --save-interval 50 --save-keep-last 3 --log-interval 100 "
+    "--save-remove-earlier "
     "--check-weight-hash-across-dp-replicas-interval 200 --check-for-spiky-loss"
 )
 

@@ -110,9 +110,11 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Save every so many steps."""
     save_retain_interval: int | None = None
-    """Keep checkpoints of every so many steps and the newest; remove others once a newer one is complete."""
+    """Keep of this run's checkpoints those of every so many steps and the newest; each removal is a line of the log."""
     save_keep_last: int | None = None
-    """Keep so many of the newest checkpoints; remove others, but those of --save-retain-interval."""
+    """Keep so many of the newest checkpoints; remove others of this run, but those of --save-retain-interval."""
+    save_remove_earlier: bool = False
+    """Let these two remove checkpoints of earlier runs too, not only what this run saved or resumed from."""
     save_failure: Literal["stop", "continue"] = "stop"
     """What becomes of the run when a checkpoint cannot be saved; continue: an alarm, and the next save tries again."""
     load: str | None = None

@@ -29,11 +29,13 @@ def _one_chunk(config: Config) -> bool:
 
 
 _DYNAMIC = "a dynamic loss scale (--fp16 without --loss-scale)"
+_RETAIN = "--save-keep-last or --save-retain-interval"
 _NULL, _GPT2, _TIK = "NullTokenizer", "GPT2BPETokenizer", "TikTokenizer"
 
 LACKS: Mapping[str, Callable[[Config], bool]] = {
     "--save": lambda c: not c.checkpoint.save,
     "--load": lambda c: not c.checkpoint.load,
+    _RETAIN: lambda c: not (c.checkpoint.save_keep_last or c.checkpoint.save_retain_interval),
     "--tensor-model-parallel-size of at least 2": lambda c: c.parallel.tensor_model_parallel_size == 1,
     "--context-parallel-size of at least 2": lambda c: c.parallel.context_parallel_size == 1,
     "--group-query-attention": lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
@@ -63,6 +65,7 @@ LACKS: Mapping[str, Callable[[Config], bool]] = {
 
 _ROWS: tuple[tuple[str, str, str], ...] = (
     ("save_interval save_retain_interval save_keep_last save_failure async_save", "--save", "nothing is saved"),
+    ("save_remove_earlier", _RETAIN, "nothing is removed"),
     ("no_load_optim finetune ckpt_step exit_on_missing_checkpoint override_on_load", "--load", "nothing is loaded"),
     ("sequence_parallel", "--tensor-model-parallel-size of at least 2", "there is nothing to share"),
     ("cp_comm_type", "--context-parallel-size of at least 2", "there is nothing to exchange"),

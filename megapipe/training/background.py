@@ -15,7 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
+from megapipe.training.retention import Keep
 from megapipe.training.together import on_first, together
 from megapipe.training.writer import SIGNALS, Job, marker
 
@@ -33,7 +34,9 @@ SILENT_S = 600.0
 
 
 class Background:
-    """The saves of one rank that its writer makes, one at a time."""
+    """The saves of one rank that its writer makes, one at a time. keep: what the first rank's then removes."""
+
+    keep: Keep = None, None, ()
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh
@@ -45,7 +48,8 @@ class Background:
         self._heard = b""
         self._job: Job | None = None
         self._answer: str | None = None
-        self._news: tuple[int, str] | None = None
+        self._removed: Sequence[int] = ()
+        self._news: tuple[int, str, Sequence[int]] | None = None
 
     @property
     def under_way(self) -> int | None:
@@ -112,7 +116,6 @@ class Background:
         iteration: int,
         tensors: Mapping[str, Tensor],
         texts: Mapping[str, str],
-        keep: tuple[int | None, int | None],
     ) -> None:
         """Copy and let write. Tensors may change after it.
 
@@ -137,9 +140,9 @@ class Background:
             ranks=world.size,
             files=self._files,
             texts=dict(texts) if world.rank == 0 else {},
-            keep=keep,
+            keep=self.keep,
         )
-        self._answer = None
+        self._answer, self._removed = None, ()
         try:
             self._writer.stdin.write(json.dumps(self._job).encode() + b"\n")
             self._writer.stdin.flush()
@@ -158,7 +161,7 @@ class Background:
                 marker(folder).touch()
             self._end_writer()
         if self._answer is not None:
-            self._news = self._job["iteration"], self._answer
+            self._news = self._job["iteration"], self._answer, self._removed
         return self._answer
 
     def _hear(self, wait: bool) -> tuple[str | None, str]:
@@ -170,13 +173,14 @@ class Background:
             self._heard += (heard := os.read(self._writer.stdout.fileno(), 1 << 16))
             *lines, self._heard = self._heard.split(b"\n")
             if answers := [line for line in lines if line]:  # an empty one says that it lives
-                return str(json.loads(answers[-1])), ""
+                problem, self._removed = json.loads(answers[-1])
+                return str(problem), ""
             if not heard:
                 return None, "has ended"
         return None, f"has not moved for {limit:g} s: it is stopped" if wait else ""
 
-    def news(self) -> tuple[int, str] | None:
-        """(iteration, problem) of a save that has come to its end on this rank; told once."""
+    def news(self) -> tuple[int, str, Sequence[int]] | None:
+        """(iteration, problem, iterations removed) of a save that has come to its end on this rank; told once."""
         self.poll()
         news, self._news = self._news, None
         return news

@@ -28,7 +28,6 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.training import commit
 from megapipe.training.background import Background
 from megapipe.training.resume import changed_settings, resume_problems, settings, unnamed
-from megapipe.training.retention import retain
 from megapipe.training.together import on_first, share_of, together
 
 STATE = "state.json"
@@ -63,7 +62,8 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
     def check() -> None:
         root.mkdir(parents=True, exist_ok=True)
         commit.refuse_to_overwrite(root, iteration)
-        commit.clear(root)
+        if left := commit.clear(root):
+            print(f"removed from {root} what interrupted saves had left: {', '.join(left)}", flush=True)
         commit.refuse_without_room(root, needed)
         probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
         commit.write_durably(probe / STATE, "{}")
@@ -107,14 +107,12 @@ def save_checkpoint(
 
     kept = None if config.checkpoint.no_save_optim else optimizer
     text = _content(iteration, state, config, optimizer, schedule)
-    flags = config.checkpoint
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
         tensors = shards.tensors_of(stages, {} if kept is None else kept.state(), mesh)
         if background is not None and background.fits(tensors):
-            keep = flags.save_retain_interval, flags.save_keep_last
-            background.start(folder, iteration, tensors, {STATE: text}, keep)
+            background.start(folder, iteration, tensors, {STATE: text})
             return None
         writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
         on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
@@ -130,7 +128,6 @@ def save_checkpoint(
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    on_first(mesh, lambda: retain(saved, flags.save_retain_interval, flags.save_keep_last))
     return saved
 
 

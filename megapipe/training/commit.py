@@ -139,12 +139,17 @@ def refuse_without_room(root: Path, needed: int = 0) -> None:
         )
 
 
-def clear(root: Path) -> None:
-    """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there."""
-    for left in root.glob("iter_*.tmp-*"):
+def clear(root: Path) -> list[str]:
+    """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there.
+
+    Returns: the names of what is gone.
+    """
+    found = sorted(root.glob("iter_*.tmp-*"))
+    for left in found:
         shutil.rmtree(left, ignore_errors=True)
         if left.suffix == ".failed":
             left.unlink(missing_ok=True)
+    return [left.name for left in found if not left.exists()]
 
 
 def aside(final: Path, why: str) -> Path:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.config import CheckpointConfig
 from megapipe.errors import CheckpointError
+from megapipe.training import commit, retention
 from megapipe.training.background import Background
 from megapipe.training.checkpoint import save_checkpoint
 from megapipe.training.job_log import JobLog
 from megapipe.training.log import banner
+from megapipe.training.together import on_first
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run
@@ -23,6 +27,7 @@ class Saving:
     Attributes:
         last: iteration of the newest that is complete, or of the one that the run goes on from; 0 for none.
         begun: that of the newest, complete or under way.
+        own: of those in --save that this run has saved or goes on from; it removes no others unless it is told to.
     """
 
     def __init__(self, run: Run) -> None:
@@ -34,6 +39,9 @@ class Saving:
         writes = run.mesh.world.rank == 0
         self.jobs = JobLog(run.config, run.progress.consumed_train_samples, writes=writes)
         self._background = Background(run.mesh) if wanted and possible else None
+        self.own = [self.last] if self.last and _one_folder(run.config.checkpoint) else []
+        if run.report.speaks and (text := retention.others(run.config.checkpoint, self.own)):
+            run.say(text)
 
     def save(self, *, last: bool = False) -> None:
         """Save, or begin to, once the one before is complete. Collective. last: the run ends with it.
@@ -44,9 +52,11 @@ class Saving:
         run, n = self._run, self._run.progress.iteration
         directory = run.config.checkpoint.save
         assert directory is not None
-        run.say(f"saving checkpoint at iteration {n:7d} to {directory} in torch_dist format")
+        run.say(f"saving checkpoint at iteration {n:7d} to {directory} in safetensors format")
         run.optimizer.settle()
         state, what = dataclasses.asdict(run.progress) | {"contents": run.contents}, (run.modules, run.optimizer)
+        if self._background is not None:
+            self._background.keep = self._keep
         write = lambda: save_checkpoint(  # noqa: E731
             directory, n, *what, state, run.config, run.mesh, run.lr, self._background
         )
@@ -54,7 +64,7 @@ class Saving:
             self.begun = n
             self.jobs.saved(n, run.progress.consumed_train_samples)
             if self._background is None or self._background.under_way is None:
-                self._say(n)
+                self._say(n, self._retain(commit.folder_of(Path(directory), n)))
                 self._complete(n)
         if last:
             self.finish(last=True)
@@ -62,11 +72,11 @@ class Saving:
     def look(self) -> None:
         """Say that the save under way is complete or has failed, once this rank knows."""
         if self._background is not None and (news := self._background.news()) is not None:
-            n, problem = news
+            n, problem, removed = news
             if problem:
                 self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", f"iteration {n}: {problem}"))
             else:
-                self._say(n)
+                self._say(n, removed)
 
     def finish(self, *, last: bool = False) -> None:
         """Wait for the save under way. Collective, and raises as `save`."""
@@ -95,10 +105,28 @@ class Saving:
             return False
         return True
 
-    def _say(self, n: int) -> None:
-        self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {self._run.config.checkpoint.save}")
+    @property
+    def _keep(self) -> retention.Keep:
+        flags = self._run.config.checkpoint
+        own = None if flags.save_remove_earlier else tuple(self.own)
+        return flags.save_retain_interval, flags.save_keep_last, own
+
+    def _retain(self, newest: Path) -> Sequence[int]:
+        return on_first(self._run.mesh, lambda: retention.retain(newest, self._keep))
+
+    def _say(self, n: int, removed: Sequence[int]) -> None:
+        """On the speaking rank; what was removed, where it is known: the first knows what its writer has removed."""
+        flags = self._run.config.checkpoint
+        self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
+        if self._run.mesh.world.rank == 0:
+            print(retention.told(removed, flags), end="", flush=True)
 
     def _complete(self, n: int) -> None:
         self.last = n
+        self.own.append(n)
         self.jobs.complete(n)
         self._run.seams.tell("on_save", self._run, n)
+
+
+def _one_folder(flags: CheckpointConfig) -> bool:
+    return bool(flags.save and flags.load and os.path.exists(flags.save) and os.path.samefile(flags.save, flags.load))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megapipe.training import commit
-from megapipe.training.retention import retain
+from megapipe.training.retention import Keep, retain
 
 _AT_ONCE = 1 << 24
 BEAT_S = 0.5
@@ -44,7 +44,7 @@ class Job(TypedDict):
     ranks: int
     files: dict[str, tuple[int, int]]
     texts: dict[str, str]
-    keep: tuple[int | None, int | None]
+    keep: Keep
 
 
 class Failed(Exception):
@@ -56,8 +56,11 @@ def marker(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.failed")
 
 
-def write(job: Job, memory: int) -> None:
-    """This rank's part, until the checkpoint is complete. memory: a file descriptor."""
+def write(job: Job, memory: int) -> list[int]:
+    """This rank's part, until the checkpoint is complete. memory: a file descriptor.
+
+    Returns: the iterations whose checkpoints were removed then, on the first rank.
+    """
     folder = Path(job["folder"])
     for name, (offset, size) in job["files"].items():
         with (folder / name).open("wb") as file:
@@ -73,13 +76,13 @@ def write(job: Job, memory: int) -> None:
     if job["rank"]:
         final = commit.folder_of(folder.parent, job["iteration"])
         _wait(folder, lambda: (final / commit.MANIFEST).exists())
-        return
+        return []
     parts = [folder / f"rank-{rank}.digests" for rank in range(job["ranks"])]
     _wait(folder, lambda: all(part.exists() for part in parts))
     files = {name: entry for part in parts for name, entry in json.loads(part.read_text()).items()}
     for part in parts:
         part.unlink()
-    retain(commit.commit(folder, job["iteration"], files), *job["keep"])
+    return retain(commit.commit(folder, job["iteration"], files), job["keep"])
 
 
 def _wait(folder: Path, done: Callable[[], bool]) -> None:
@@ -116,17 +119,17 @@ def _main(memory: int, rank: int) -> None:
         return
     for line in sys.stdin:
         job: Job = json.loads(line)
-        problem = ""
+        problem, removed = "", list[int]()
         try:
             with _signs_of_life():
-                write(job, memory)
+                removed = write(job, memory)
         except Failed as error:
             problem = str(error)
         except Exception as error:
             problem = f"{job['folder']}: {error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             with suppress(OSError):
                 marker(Path(job["folder"])).touch()
-        print(json.dumps(problem), flush=True)
+        print(json.dumps([problem, removed]), flush=True)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def test_a_writer_that_dies_or_stops_is_an_error_and_the_next_save_has_a_new_one
 def test_a_save_may_take_longer_than_a_writer_may_be_silent(tmp_path, saved):
     saved._mesh.position.limit_s = 1.0
     saved._job = {"folder": str(commit.begin(tmp_path, 2)), "iteration": 2, "rank": 0, "ranks": 2}
-    saved._job |= {"files": {}, "texts": {}, "keep": (None, None)}
+    saved._job |= {"files": {}, "texts": {}, "keep": (None, None, ())}
     saved._writer.stdin.write(json.dumps(saved._job).encode() + b"\n")
     saved._writer.stdin.flush()
     late = Timer(2, (Path(saved._job["folder"]) / "rank-1.digests").write_text, ["{}"])  # the other rank takes its time
