@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text", NoneType: "null"}
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+}
 
 
 def unfit(cls: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -15,7 +22,7 @@ def unfit(cls: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
     kinds = get_type_hints(cls)
     for name, value in values.items():
         if name in kinds and not fits(value, kinds[name]):
-            yield f"{name} is {_words(kinds[name])}, got {shown(value)}"
+            yield f"{name} is {words(kinds[name])}, got {shown(value)}"
 
 
 def fits(value: object, kind: Any) -> bool:
@@ -37,11 +44,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _words(kind: Any) -> str:
+def words(kind: Any) -> str:
+    """What a value of this type is called."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
-        return f"a list, each {_words(get_args(kind)[0])}"
+        return f"a list, each {words(get_args(kind)[0])}"
     if get_args(kind):
-        return " or ".join(_words(one) for one in get_args(kind) if one is not NoneType)
+        return " or ".join(words(one) for one in get_args(kind) if one is not NoneType)
     return _WORDS[kind]

@@ -74,6 +74,10 @@ def import_checkpoint(
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
     saved = SavedTensors(source)
+    if model.layers > len(saved.shapes):
+        raise CheckpointError(
+            f"config.json means {model.layers} layers, but {source} holds {len(saved.shapes)} tensors"
+        )
     prefix = "" if "wte.weight" in saved.shapes else "transformer."
     table = rules(model, content["model_type"], vocab_size, prefix=prefix)
     check_theirs(table, saved, model)
@@ -244,7 +248,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not JSON") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -6,15 +6,29 @@ A family can express a model if config.json read back means the same; so nothing
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megapipe.config import Config, ModelConfig
+from megapipe.config.typed import fits, shown, words
 from megapipe.errors import CheckpointError
 from megapipe.models.rope import HIGH, LOW, ORIGINAL
 from megapipe.training.resume import resume_problems
 
 Json = Mapping[str, Any]
+_KINDS: dict[Any, str] = {
+    int: "vocab_size n_layer n_embd n_head n_positions num_hidden_layers hidden_size num_attention_heads "
+    "intermediate_size max_position_embeddings",
+    int | None: "n_inner num_key_value_heads head_dim sliding_window max_window_layers",
+    float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window",
+    float | None: "rope_theta",
+    dict | None: "rope_parameters rope_scaling",
+    list | None: "layer_types",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_LENGTHS = ("vocab_size", "n_positions", "max_position_embeddings", "sliding_window", "max_window_layers")
+_LONGEST, _WIDEST = 2**31 - 1, 2**19
 
 
 def from_huggingface(content: Json) -> ModelConfig:
@@ -23,10 +37,11 @@ def from_huggingface(content: Json) -> ModelConfig:
     Raises: CheckpointError naming every key whose value we cannot express.
     """
     family = content.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(f"config.json: model_type {family} is none of {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise CheckpointError(f"config.json: model_type {shown(family)} is none of {', '.join(FAMILIES)}")
     read, _ = FAMILIES[family]
-    problems: list[str] = []
+    if problems := list(_unfit(content)):
+        raise CheckpointError([f"config.json: {problem}" for problem in problems])
     try:
         fields, _ = read(content, problems), content["vocab_size"]
     except KeyError as error:
@@ -73,6 +88,11 @@ def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
         "add_cross_attention": (False,),
     }
     _check(content, expect, problems)
+    dropout = content.get("resid_pdrop", 0.1)
+    if content.get("embd_pdrop", 0.1) != dropout:
+        problems.append(
+            f"embd_pdrop {content.get('embd_pdrop', 0.1)} with resid_pdrop {dropout}: --hidden-dropout is both"
+        )
     return {
         "no_bias_gelu_fusion": content.get("activation_function") == "gelu",
         "num_layers": content["n_layer"],
@@ -83,7 +103,7 @@ def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
         "norm_epsilon": content.get("layer_norm_epsilon", 1e-5),
         "untie_embeddings_and_output_weights": not content.get("tie_word_embeddings", True),
         "attention_dropout": content.get("attn_pdrop", 0.1),
-        "hidden_dropout": content.get("resid_pdrop", 0.1),
+        "hidden_dropout": dropout,
     }
 
 
@@ -132,6 +152,7 @@ def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
 def _rope(content: Json, problems: list[str]) -> dict[str, Any]:
     # transformers 5 has all in rope_parameters; before, there were rope_theta and rope_scaling.
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    _check(rope, {"partial_rotary_factor": (1.0, None)}, problems)
     base: Any = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -196,7 +217,7 @@ def _window(content: Json, problems: list[str]) -> str | None:
     layers, width = content["num_hidden_layers"], content.get("sliding_window")
     if not content.get("use_sliding_window") or width is None:
         return None
-    first = content.get("max_window_layers", 28)
+    first = min(content.get("max_window_layers", 28), layers)
     kinds = content.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
     if 0 < sliding < layers:
@@ -243,6 +264,20 @@ def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:
             problems.append(f"{key} is {content[key]}; only {allowed[0]} can be converted")
+
+
+def _unfit(content: Json) -> Iterator[str]:
+    """A text for each value of another type, or of a size that no tensor has."""
+    nested = ((key, content[key]) for key in ("rope_parameters", "rope_scaling") if key in content)
+    inside = {f"{key}.{name}": x for key, held in nested if isinstance(held, dict) for name, x in held.items()}
+    for key, value in {**content, **inside}.items():
+        name = key.rpartition(".")[2]
+        kind = _KIND_OF.get(name)
+        least, most = int(name != "max_window_layers"), _LONGEST if name in _LENGTHS else _WIDEST
+        if kind is not None and not fits(value, kind):
+            yield f"{key} is {words(kind)}, got {shown(value)}"
+        elif kind in (int, int | None) and value is not None and not least <= value <= most:
+            yield f"{key} is an integer from {least} to {most}, got {shown(value)}"
 
 
 Reader = Callable[[Json, list[str]], dict[str, Any]]

@@ -77,7 +77,13 @@ class SavedTensors:
 def _listed(folder: Path) -> set[str] | None:
     """The files that belong to a model; hub folders may hold the same weights in a second form."""
     if (folder / INDEX).exists():
-        return set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        try:
+            return set(map(str, json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except OSError as error:
+            raise CheckpointError(f"{folder / INDEX}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            example = '{"weight_map": {TENSOR: FILE, ...}}'
+            raise CheckpointError(f"{folder / INDEX} is damaged: it is no JSON object {example}") from None
     return {"model.safetensors"} if (folder / "model.safetensors").exists() else None
 
 

@@ -59,7 +59,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
             "config.json: attention_bias True with mlp_bias False: there is one switch, --disable-bias-linear",
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_type yarn is not default or llama3"),
-        ({"model_type": "bloom"}, "config.json: model_type bloom is none of gpt2, llama, qwen2, qwen3, mistral"),
+        ({"model_type": "bloom"}, 'config.json: model_type "bloom" is none of gpt2, llama, qwen2, qwen3, mistral'),
     ],
 )
 def test_what_we_cannot_express_is_refused(tmp_path, change, line):

@@ -1,0 +1,90 @@
+"""config.json: nothing in it is dropped that makes another model, and nothing that a file may hold is a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import pytest
+from random_models import refused, saved, transformers
+
+from megapipe.convert import import_checkpoint
+from megapipe.convert.families import FAMILIES, from_huggingface
+from megapipe.errors import CheckpointError
+
+_NO_MODEL = (
+    "transformers_version architectures output_hidden_states return_dict dtype chunk_size_feed_forward id2label "
+    "label2id is_encoder_decoder problem_type initializer_range use_cache bos_token_id eos_token_id pad_token_id "
+    "_name_or_path output_attentions pretraining_tp "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
+)
+DECIDES_NOTHING = {
+    *_NO_MODEL.split(),
+    "reorder_and_upcast_attn",  # of the same sums
+    "max_window_layers",  # where layer_types stands beside it
+    "vocab_size",  # which tensors and padding say
+}
+
+
+def another(value: object) -> object:
+    """As a file could have it instead."""
+    if isinstance(value, list):
+        return ["full_attention", *value[1:]]
+    if isinstance(value, dict):
+        return value | {"partial_rotary_factor": 0.5}
+    if isinstance(value, str):
+        return "relu"
+    return not value if isinstance(value, bool) else (value or 16) * 2  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
+    """embd_pdrop was dropped: a GPT-2 with 0.3 came in with the rate of resid_pdrop."""
+    config = transformers.AutoConfig.for_model(family)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
+    content = type(config)(**windows).to_dict()
+    want, silent = from_huggingface(content), []
+    for key in content.keys() - DECIDES_NOTHING:
+        try:
+            if from_huggingface(content | {key: another(content[key])}) == want:
+                silent.append(key)
+        except CheckpointError:
+            pass
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"hidden_size": "48"}, 'hidden_size is an integer, got "48"'),
+        ({"num_hidden_layers": None}, "num_hidden_layers is an integer, got null"),
+        ({"num_attention_heads": 0}, "num_attention_heads is an integer from 1 to 524288, got 0"),
+        ({"rope_parameters": [1]}, "rope_parameters is an object, got [1]"),
+        ({"rope_parameters": {"rope_theta": "a"}}, 'rope_parameters.rope_theta is a finite number, got "a"'),
+        ({"model_type": ["llama"]}, 'model_type ["llama"] is none of gpt2, llama, qwen2, qwen3, mistral'),
+    ],
+)
+def test_a_value_that_is_none_is_named(change, line):
+    content = transformers.AutoConfig.for_model("llama").to_dict() | change
+    assert refused(lambda: from_huggingface(content)) == (f"config.json: {line}",)
+
+
+def test_no_config_json_and_no_index_of_weights_is_a_traceback(tmp_path):
+    saved("qwen2", 0, tmp_path / "hf")
+    path, index = tmp_path / "hf" / "config.json", tmp_path / "hf" / "model.safetensors.index.json"
+    sound, draw = json.loads(path.read_text()), random.Random(1)
+    odd = [None, 0, -1, 3, 2**62, 1.5, float("nan"), "x", [], ["a"], {}, {"a": 1}, True, {"rope_type": []}]
+    for n in range(1000):
+        content = sound | {draw.choice(list(sound)): draw.choice(odd)}
+        with contextlib.suppress(CheckpointError):
+            from_huggingface(content)
+            if n % 50 == 0:  # as far as the tensors
+                path.write_text(json.dumps(content))
+                import_checkpoint(tmp_path / "hf", tmp_path / str(n))
+    path.write_text(json.dumps(sound))
+    for text in ("[]", '{"weight_map": ', '{"weight_map": [1]}', "[" * 100_000):
+        index.write_text(text)
+        assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours"))[0].startswith(
+            f"{index} is damaged"
+        )
