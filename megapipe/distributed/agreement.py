@@ -13,6 +13,7 @@ from time import monotonic, sleep
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 
 SHOWN = 16
@@ -43,6 +44,15 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
         everyone = {r: json.loads(store.get(f"facts of {r}")) for r in ranks}
         _leave_together(store, rank, world_size)
         raise ConfigError(_differences(everyone, count))
+
+
+def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
+    """The same in a world of groups that is there already. Raises: ConfigError on all ranks alike."""
+    everyone = world.gather_json(dict(facts))
+    differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}
+    if differing:
+        shown = dict(list(differing.items())[:SHOWN])
+        raise ConfigError(_differences({0: everyone[0], **shown}, len(differing)))
 
 
 def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[str]:

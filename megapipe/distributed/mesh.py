@@ -20,16 +20,19 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config import ParallelConfig
-from megapipe.distributed.agreement import agree
+from megapipe.distributed.agreement import agree, agree_in
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of
 from megapipe.distributed.links import num_links
 from megapipe.distributed.meeting import meet
 from megapipe.distributed.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
+from megapipe.distributed.world import check_backend, check_sizes
 from megapipe.errors import ConfigError
 
 Sets = Sequence[tuple[int, ...]]
+JOINT = {"tp-pp": (0, 3), "tp-cp": (2, 3), "tp-dp": (1, 3), "tp-dp-cp": (1, 2, 3)}
+"""Axes over several others, for code in Megatron's shape, and their dimensions of `rank_grid`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,14 @@ class ProcessMesh:
         device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a
             process of its own and for ranks that are threads.
         position: where this rank is in its work.
-        store: what the launcher's processes share besides the groups; None where device_mesh is.
+        store: what the launcher's processes share besides the groups; None where device_mesh is, and in a world that
+            was there before.
+        joint: axes over several others, "tp-pp" and the like, where they were asked for: the executor needs none.
+        alone: a group of this rank by itself, for code that asks for the group of an axis of size 1; None where
+            torch.distributed does not know the groups.
+        virtual_rank, virtual_size: of the chunk that code in Megatron's shape is at, and how many a rank has; only
+            read back by `parallel_state`.
+        is_guest: torch.distributed was initialised before, and stays so after `close`.
     """
 
     tp: Axis = Axis()
@@ -61,11 +71,26 @@ class ProcessMesh:
     device_mesh: DeviceMesh | None = None
     position: Position = field(default_factory=Position, compare=False)
     store: PrefixStore | None = field(default=None, compare=False)
+    joint: Mapping[str, Axis] = field(default_factory=dict)
+    alone: dist.ProcessGroup | None = None
+    virtual_rank: int | None = None
+    virtual_size: int | None = None
+    is_guest: bool = False
 
     @staticmethod
     def current() -> ProcessMesh | None:
         """The mesh that `create` made last in this process, or a thread was given as a rank, until its `close`."""
         return _current.get()
+
+    @staticmethod
+    def required() -> ProcessMesh:
+        """The same. Raises: ConfigError if there is none."""
+        if (mesh := _current.get()) is None:
+            raise ConfigError(
+                "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
+                "or parallel_state.initialize_model_parallel"
+            )
+        return mesh
 
     def activate(self) -> ProcessMesh:
         """Be the `current` one, for code in Megatron's shape, which hands none down."""
@@ -85,64 +110,51 @@ class ProcessMesh:
         device: torch.device,
         shares: Collection[str] = ("ends", "twins"),
         facts: Mapping[str, str] | None = None,
+        joint: Collection[str] = (),
     ) -> ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
-        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp.
+        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp. Where
+        torch.distributed is initialised already, the mesh is made inside that world.
 
         Args:
             shares: which of `ends` and `twins` share weights (Plan.shares), and need groups.
-            facts: what must be the same on all ranks, see `agreement.agree`.
-        Raises: ConfigError if the ranks do not meet in time, or their facts differ.
+            facts: what must be the same on all ranks, see `agreement.agree`; the sizes if None.
+            joint: of JOINT, which axes over several others get a group.
+        Raises: ConfigError if the sizes do not divide the world, the ranks do not meet in time, or their facts differ.
         """
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        guest = dist.is_initialized()
+        world_size = dist.get_world_size() if guest else int(os.environ.get("WORLD_SIZE", "1"))
+        rank = dist.get_rank() if guest else int(os.environ.get("RANK", "0"))
+        sizes = check_sizes(parallel, world_size)
         if world_size == 1:
-            return ProcessMesh.single(device).activate()
+            return replace(ProcessMesh.single(device), is_guest=guest).activate()
+        facts = {**(facts or sizes), "the kind of device": device.type}
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        rank = int(os.environ.get("RANK", "0"))
-        store = meet(rank, world_size, timeout.total_seconds())
-        agree(PrefixStore("agreement", store), rank, world_size, {**(facts or {}), "the kind of device": device.type})
+        store = None
+        if guest:
+            check_backend(device)
+            agree_in(Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device), facts)
+        else:
+            store = meet(rank, world_size, timeout.total_seconds())
+            agree(PrefixStore("agreement", store), rank, world_size, facts)
         try:
-            return ProcessMesh._join(parallel, device, rank, world_size, store, shares)
+            if store is not None:
+                dist.init_process_group(
+                    backend_of(device),
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device_id=device if device.type == "cuda" else None,
+                )
+            mesh = _joined(parallel, device, shares, joint)
         except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} could not make its process groups "
                 f"({backend_of(device)}, {device}):\n{error}"
             ) from error
-
-    @staticmethod
-    def _join(
-        parallel: ParallelConfig,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        store: PrefixStore,
-        shares: Collection[str],
-    ) -> ProcessMesh:
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        dist.init_process_group(
-            backend_of(device),
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        tp, pp, cp = (
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.context_parallel_size,
-        )
-        grid = rank_grid((pp, world_size // (tp * pp * cp), cp, tp), dp_last=parallel.use_tp_pp_dp_mapping)
-        device_mesh = device_mesh_of(grid, device)
-
-        def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
-            if name in ("tp", "cp", "dp", "pp"):
-                return device_mesh.get_group(name)
-            return dist.group.WORLD if name == "world" else _groups(sets, rank, device, timeout)
-
-        one_way = num_links(pp) if backend_of(device) == "nccl" else 0
-        mesh = replace(build_mesh(grid, rank, device, make_group, device_mesh, shares, one_way), store=store)
+        mesh = replace(mesh, store=store, is_guest=guest)
         mesh.set_timeout(timeout.total_seconds())
         return mesh.activate()
 
@@ -154,16 +166,24 @@ class ProcessMesh:
         self.position.limit_s = seconds
         # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
         timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
-        for axis in (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.world, self.ends, self.twins):
-            for group in (axis.group, *axis.links):
-                if group is not None:
-                    dist.distributed_c10d._set_pg_timeout(timeout, group)
+        for group in self.groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that were made for it."""
+        axes = (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.world, self.ends, self.twins, *self.joint.values())
+        found = dict.fromkeys(group for axis in axes for group in (axis.group, *axis.links) if group is not None)
+        return [group for group in found if not (self.is_guest and group is dist.group.WORLD)]
 
     def close(self) -> None:
         """Leave the process groups."""
-        if _current.get() is self:
+        current = _current.get()
+        if current is not None and current.position is self.position:
             _current.set(None)
-        if self.device_mesh is not None:
+        if self.is_guest:
+            for group in self.groups() if dist.is_initialized() else ():
+                dist.destroy_process_group(group)
+        elif self.device_mesh is not None:
             dist.destroy_process_group()
 
 
@@ -184,13 +204,42 @@ def device_mesh_of(grid: torch.Tensor, device: torch.device) -> DeviceMesh:
     return DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
+def _joined(
+    parallel: ParallelConfig, device: torch.device, shares: Collection[str], joint: Collection[str]
+) -> ProcessMesh:
+    """The mesh in a world that is there."""
+    rank, timeout = dist.get_rank(), timedelta(minutes=parallel.distributed_timeout_minutes)
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    grid = rank_grid((pp, dist.get_world_size() // (tp * pp * cp), cp, tp), dp_last=parallel.use_tp_pp_dp_mapping)
+    device_mesh = device_mesh_of(grid, device)
+
+    def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
+        if name in ("tp", "cp", "dp", "pp"):
+            return device_mesh.get_group(name)
+        return dist.group.WORLD if name == "world" else _groups(sets, rank, device, timeout)
+
+    one_way = num_links(pp) if backend_of(device) == "nccl" else 0
+    mesh = build_mesh(grid, rank, device, make_group, device_mesh, shares, one_way, joint)
+    alone = next((name for name in ("tp", "dp", "pp") if getattr(mesh, name).size == 1), None)
+    return replace(mesh, alone=device_mesh.get_group(alone) if alone else _of_one(rank))
+
+
+def _of_one(rank: int) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+    return group
+
+
 def _groups(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
     """The group of the set with this rank: every rank of the world calls it, with all sets.
 
     NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
     world would take part in each. A gloo group concerns its members alone.
     """
-    if backend_of(device) == "nccl":
+    if backend_of(device) == "nccl" and dist.distributed_c10d._get_default_group().bound_device_id:
         return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
     groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
     return next((group for ranks, group in groups.items() if rank in ranks), None)
@@ -204,6 +253,7 @@ def build_mesh(
     device_mesh: DeviceMesh | None = None,
     shares: Collection[str] = ("ends", "twins"),
     one_way: int = 0,
+    joint: Collection[str] = (),
 ) -> ProcessMesh:
     """The mesh of one rank of a grid.
 
@@ -211,6 +261,7 @@ def build_mesh(
         make_group: (name, sets of ranks that share no rank) -> the group of this rank's set, or None if it is in none.
             All ranks call it as often and in one order.
         one_way: how many links a pipeline has, see `links.num_links`.
+        joint: names of JOINT.
     """
     shape = grid.shape
 
@@ -243,4 +294,5 @@ def build_mesh(
         device=device,
         device_mesh=device_mesh,
         position=position,
+        joint={name: axis(name, along(*JOINT[name])) for name in joint},
     )

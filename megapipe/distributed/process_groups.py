@@ -1,0 +1,80 @@
+"""A mesh's process groups by Megatron-LM's names, for code that passes groups on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.mesh import ProcessMesh
+
+Group = dist.ProcessGroup
+
+
+@dataclass
+class ProcessGroupCollection:
+    """Megatron's collection of a rank's groups; None where there is none, or none was asked for."""
+
+    tp: Group | None = None
+    pp: Group | None = None
+    cp: Group | None = None
+    dp: Group | None = None
+    dp_cp: Group | None = None
+    mp: Group | None = None
+    tp_cp: Group | None = None
+    tp_dp: Group | None = None
+    tp_dp_cp: Group | None = None
+    embd: Group | None = None
+    pos_embd: Group | None = None
+
+    @staticmethod
+    def of(mesh: ProcessMesh) -> ProcessGroupCollection:
+        """The groups of a mesh."""
+        axes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp, "dp_cp": mesh.dp_cp}
+        for field, name in {"mp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-dp-cp"}.items():
+            if (axis := joint_axis(mesh, name)) is not None:
+                axes[field] = axis
+        if mesh.pp.rank in (0, mesh.pp.size - 1) and (mesh.ends.size > 1 or mesh.pp.size == 1):
+            axes["embd"] = mesh.ends
+        if mesh.pp.rank == 0:
+            axes["pos_embd"] = Axis(device=mesh.device)
+        return ProcessGroupCollection(**{name: group_of(mesh, axis) for name, axis in axes.items()})
+
+    @staticmethod
+    def use_mpu_process_groups(required_pgs: Any = None) -> ProcessGroupCollection:
+        """Those of the current mesh, all that there are."""
+        return ProcessGroupCollection.of(ProcessMesh.required())
+
+
+def group_of(mesh: ProcessMesh, axis: Axis) -> Group:
+    """The group of an axis; of one of size 1, which has none, a group of this rank alone."""
+    if axis.group is not None:
+        return axis.group
+    if mesh.alone is None and dist.is_initialized() and dist.get_world_size() == 1:
+        return dist.distributed_c10d._get_default_group()
+    return mesh.alone or _nobody_else()
+
+
+@cache
+def _nobody_else() -> Group:
+    """A group of one that torch.distributed does not know of. It keeps nothing of its rank, so that all share it."""
+    store = HashStore()
+    group = Group(store, 0, 1)
+    for device in (CPU, torch.device("cuda")):
+        group._register_backend(device, Group.BackendType.GLOO, ProcessGroupGloo(store, 0, 1, timedelta(minutes=1)))
+    return group
+
+
+def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
+    """An axis over several others, where one of them has all ranks, all ranks are in it, or it was asked for."""
+    parts = (mesh.tp, {"tp-pp": mesh.pp, "tp-cp": mesh.cp, "tp-dp": mesh.dp, "tp-dp-cp": mesh.dp_cp}[name])
+    many = [axis for axis in parts if axis.size > 1]
+    if len(many) < 2:
+        return many[0] if many else mesh.tp
+    return mesh.world if many[0].size * many[1].size == mesh.world.size else mesh.joint.get(name)
