@@ -26,7 +26,7 @@ from megapipe.distributed.device import pick_device, synchronize
 from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.optim.census import take_census
-from megapipe.pipeline_parallel.engine import _agree
+from megapipe.pipeline_parallel.messages import messages_of
 from megapipe.pipeline_parallel.transport import Op
 from megapipe.plan import Plan
 from megapipe.schedule import unpaired
@@ -146,7 +146,7 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
     return [
         _said(lambda: check_ownership(modules, config.model, provider, place, mesh)),
         _said(lambda: take_census(modules, mesh)),
-        _said(lambda: _agree(modules, mesh.pp)),
+        _said(lambda: messages_of(modules, mesh.pp)),
     ]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.execute import StartOfStage, execute
 from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.messages import Messages, messages_of, size_of
 from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.overlap import Layered
 from megapipe.pipeline_parallel.share import VocabularyShare, check_shares, data_of_shares, shape_of
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
@@ -58,29 +58,17 @@ _built = lru_cache(maxsize=16)(build)
 _kept = lru_cache(maxsize=16)(share_of_window)
 
 
-class _Agreed(NamedTuple):
-    """What the ranks of a pipeline ask of each other once, as their programs and messages must fit.
-
-    Attributes:
-        dtype: of the messages; a rank's stages may have no parameters to tell.
-        overlap: every stage can be cut between its layers.
-    """
-
-    dtype: torch.dtype
-    overlap: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A step: Megatron's keywords, and ours.
 
     Attributes:
         forward_step_func: (data_iterator, model) -> (output, loss_func).
-        data_iterator, model: one, or one per chunk of this rank in ascending stage order. A stage with neither
-            embedding nor loss may have None as its iterator.
+        data_iterator, model: one, or a list of one per chunk of this rank in ascending stage order. A stage with
+            neither embedding nor loss may have None as its iterator.
         num_microbatches: per step and data-parallel rank.
         seq_length, micro_batch_size: s and b of the hidden states [s/c, b, h] on c context-parallel ranks, of which a
-            model whose config.sequence_parallel is on takes and gives [s/(c t), b, h].
+            model whose config.sequence_parallel is on takes and gives [s/(c t), b, h]. One pipeline rank reads neither.
         decoder_seq_length: seq_length of the decoder where it differs.
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
@@ -97,11 +85,11 @@ class Request:
     """
 
     forward_step_func: ForwardStep
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None
+    data_iterator: Any
     model: nn.Module | Sequence[nn.Module]
     num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
+    seq_length: int | None
+    micro_batch_size: int | None
     decoder_seq_length: int | None = None
     forward_only: bool = False
     collect_non_loss_data: bool = False
@@ -127,10 +115,11 @@ class ForwardBackward:
         chunks: stages per rank, for a name.
         p2p_mode: how messages are posted, a `transport.P2PMode`.
         config: says hidden_size and sequence_parallel, and may say
-            num_microbatches_with_partial_activation_checkpoints and variable_seq_lengths; None for the model's own
-            `.config`, which Megatron-LM's models have.
+            num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths and pipeline_dtype, the type of
+            messages; None for the model's own `.config`, which Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
         costs: what the stages take; messages are posted in the order that these give.
+        options: of `schedule.build`, for a name.
     """
 
     mesh: ProcessMesh
@@ -141,10 +130,11 @@ class ForwardBackward:
     config: Any = None
     variable_seq_lengths: bool = False
     costs: Costs = UNIT
+    options: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.transport = Transport(self.mesh.pp, self.p2p_mode)
-        self._agreed: _Agreed | None = None
+        self._agreed: Messages | None = None
         self._opened: set[Placement] = set()
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
@@ -157,7 +147,8 @@ class ForwardBackward:
         table, rank = self.table(step.num_microbatches), self.mesh.pp.rank
         chunks = _chunks(table, rank, step.model, step.data_iterator)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
-        self._agreed = self._agreed or _agree([module for module, _ in chunks.values()], self.mesh.pp)
+        modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
+        self._agreed = self._agreed or messages_of(modules, self.mesh.pp, dtype)
         stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh.cp)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
@@ -179,20 +170,20 @@ class ForwardBackward:
 
     def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
         shared = self.mesh.cp.size * (self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
-        shape = ((step.decoder_seq_length or step.seq_length) // shared, step.micro_batch_size, config.hidden_size)
+        given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
+        length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
+        shape = (length // shared, batch, hidden)
         variable = self.variable_seq_lengths or step.variable_seq_lengths
         variable = variable or getattr(config, "variable_seq_lengths", False)
-        dtype = getattr(config, "pipeline_dtype", None) or dtype
         place = self.table(step.num_microbatches).placement
         if place.vocabulary:
             check_shares(variable, self.mesh.cp.size)
         return Messenger(
             self.mesh.pp,
             shape,
-            # Megatron's name for the type of messages, where it is not that of the parameters.
             dtype,
             transport=self.transport,
-            shape_of=partial(shape_of, place, (shape[0] * shared, *shape[1:]), dtype),
+            shape_of=partial(shape_of, place, (shape[0] * shared, batch, hidden), dtype),
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
         )
@@ -201,7 +192,7 @@ class ForwardBackward:
         """The schedule of a step. Raises: ConfigError if it is a table for other numbers."""
         ranks, table = self.mesh.pp.size, self.schedule
         if isinstance(table, str):
-            return _built(table, ranks, num_microbatches, chunks=self.chunks)
+            return _built(table, ranks, num_microbatches, chunks=self.chunks, **self.options)
         if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
             raise ConfigError(
                 f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
@@ -215,12 +206,12 @@ def _chunks(
     table: Schedule,
     rank: int,
     model: nn.Module | Sequence[nn.Module],
-    data: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+    data: Any,
 ) -> dict[int, tuple[nn.Module, Iterator[Any] | None]]:
     """Module and data of each stage of this rank."""
     own = table.placement.stages_on(rank)
     modules = list(model) if isinstance(model, Sequence) else [model]
-    iterators = list(data) if isinstance(data, Sequence) else [data] * len(modules)
+    iterators = data if isinstance(data, list) else [data] * len(modules)  # other sequences may be the data themselves
     if not len(modules) == len(iterators) == len(own):
         raise ConfigError(
             f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
@@ -281,16 +272,3 @@ def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] |
             on_loss(losses[mb])
     results |= {mb: loss.reported for mb, loss in losses.items()}
     return [results[mb] for mb in sorted(results)]
-
-
-def _agree(modules: Sequence[nn.Module], pp: Axis) -> _Agreed:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for module in modules for p in module.parameters()})
-    everyone = pp.gather_json((dtypes, all(isinstance(module, Layered) for module in modules)))
-    found = sorted({dtype for dtypes, _ in everyone for dtype in dtypes})
-    if len(found) != 1:
-        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, (dtypes, _) in enumerate(everyone))
-        raise ConfigError(
-            f"parameters are of {len(found)} types ({of_ranks}), and messages between stages need one. "
-            "Let the model provider make all of one type."
-        )
-    return _Agreed(getattr(torch, found[0]), all(cut for _, cut in everyone))

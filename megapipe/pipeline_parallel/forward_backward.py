@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.process_groups import ProcessGroupCollection
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.grad_sync import GradSync, check_config
 from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.messages import size_of
 from megapipe.pipeline_parallel.p2p import P2PCommunicator, axis_of
 from megapipe.pipeline_parallel.stage import ForwardStep, config_of
 from megapipe.pipeline_parallel.transport import P2PMode
 from megapipe.schedule import Schedule
+from megapipe.schedule.catalogue import entry_of, is_file
 from megapipe.tensor_parallel.rng import Stream
 
 AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -63,13 +68,17 @@ class Step:
     Keywords:
         first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has
             set_is_first_microbatch is told (Transformer Engine converts its weights then).
+        seq_length, micro_batch_size: the size of messages; one pipeline rank has none and takes None. With several
+            chunks decoder_seq_length is not read, as in Megatron's interleaving.
         adjust_tensor_shapes_fn: gives the shapes that this rank receives and sends in place of the usual one. The
             shape of each message is then sent before it; one tensor of three dimensions per message.
-        p2p_communicator, pg_collection: both or neither; whose transport and groups to use in place of the mesh's.
-        force_all_reduce: handed on to config.finalize_model_grads_func.
+        p2p_communicator, pg_collection: whose transport and groups to use in place of the mesh's. Both or neither;
+            one pipeline rank reads no p2p_communicator.
+        force_all_reduce, pg_collection: handed on to config.finalize_model_grads_func; the mesh's groups if None.
         ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
             config.grad_scale_func and config.calculate_per_token_loss say.
-    Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+    Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else []. Without
+        loss_func, which forward_only alone takes, the outputs.
     Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
     """
 
@@ -80,18 +89,19 @@ class Step:
     p2p_mode: str | None
     config: Any
     variable_seq_lengths: bool
-    engine: ForwardBackward | None = field(default=None, init=False)
+    _engine: ForwardBackward | None = field(default=None, init=False)
+    _made_for: tuple[Any, ...] = field(default=(), init=False)
     _steps: int = field(default=0, init=False)
 
     def __call__(
         self,
         *,
         forward_step_func: ForwardStep,
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+        data_iterator: Any,
         model: nn.Module | Sequence[nn.Module],
         num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
+        seq_length: int | None,
+        micro_batch_size: int | None,
         decoder_seq_length: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
@@ -104,13 +114,13 @@ class Step:
     ) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages; see the class."""
         modules = list(model) if isinstance(model, Sequence) else [model]
-        engine = self._engine(len(modules), p2p_communicator, pg_collection)
         config = config_of(modules[0]) if self.config is None else self.config
+        engine = self._engine_for(len(modules), config, p2p_communicator, pg_collection)
         place = engine.table(num_microbatches).placement
         sync = GradSync(config, dict(zip(place.stages_on(engine.mesh.pp.rank), modules, strict=False)))
         check_config(config, engine.mesh)
-        if adjust_tensor_shapes_fn is not None:
-            _check_shapes(adjust_tensor_shapes_fn, (seq_length, micro_batch_size, config.hidden_size))
+        if adjust_tensor_shapes_fn is not None and engine.mesh.pp.size > 1:
+            _check_shapes(adjust_tensor_shapes_fn, size_of(seq_length, micro_batch_size, config))
         if first_val_step is None or not forward_only or first_val_step:
             _tell_first_microbatch(modules)
         told: list[Loss] = []
@@ -125,7 +135,7 @@ class Step:
                 num_microbatches=num_microbatches,
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
+                decoder_seq_length=decoder_seq_length if len(modules) == 1 else None,
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 variable_seq_lengths=adjust_tensor_shapes_fn is not None,
@@ -133,7 +143,7 @@ class Step:
             )
         if not forward_only:
             tokens = _tokens(told, engine.mesh) if ours.get("calculate_per_token_loss") else None
-            sync.finalize(tokens, pg_collection, force_all_reduce)
+            sync.finalize(tokens, pg_collection or ProcessGroupCollection.of(engine.mesh), force_all_reduce)
         return results
 
     def check_size(self, mesh: ProcessMesh) -> None:
@@ -144,35 +154,40 @@ class Step:
                 "ranks. Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
             )
 
-    def _engine(self, chunks: int, p2p_communicator: P2PCommunicator | None, pg_collection: Any) -> ForwardBackward:
-        if (p2p_communicator is None) != (pg_collection is None):
-            raise ConfigError("give both p2p_communicator and pg_collection, or neither")
-        if self.engine is not None:
-            return self.engine
-        mesh = self.mesh or (ProcessMesh.current() if pg_collection is None else mesh_of(pg_collection))
-        if mesh is None:
-            raise ConfigError(
-                "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
-                "or give get_forward_backward_func mesh=..."
-            )
+    def _engine_for(self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any) -> ForwardBackward:
+        """The engine of the step before, if that was asked for the same."""
+        mesh = self.mesh or ProcessMesh.current()
+        group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
+        made_for = (mesh, p2p_communicator, pg_collection, chunks, group_size)
+        if self._engine is None or any(a is not b for a, b in zip(made_for, self._made_for, strict=True)):
+            self._engine, self._made_for = self._made(*made_for), made_for
+        return self._engine
+
+    def _made(
+        self, mesh: ProcessMesh | None, p2p: Any, pg_collection: Any, chunks: int, group_size: int | None
+    ) -> ForwardBackward:
+        if pg_collection is not None:
+            mesh = mesh_of(pg_collection, getattr(p2p, "pp", None))
+        mesh = mesh or ProcessMesh.required()
         self.check_size(mesh)
+        if (p2p is None) != (pg_collection is None) and mesh.pp.size > 1:
+            raise ConfigError("give both p2p_communicator and pg_collection, or neither")
         mode, variable = self.p2p_mode, self.variable_seq_lengths
-        if p2p_communicator is not None:
-            if not isinstance(p2p_communicator, P2PCommunicator):
-                kind = type(p2p_communicator).__name__
+        if p2p is not None:
+            if not isinstance(p2p, P2PCommunicator):
+                kind = type(p2p).__name__
                 raise ConfigError(f"p2p_communicator is a {kind}, not a megapipe.pipeline_parallel.p2p.P2PCommunicator")
-            mode = mode or p2p_communicator.transport.mode
-            variable = variable or p2p_communicator.variable_seq_lengths
+            mode, variable = mode or p2p.transport.mode, variable or p2p.variable_seq_lengths
         table = self.schedule or ("interleaved" if (self.vp_size or chunks) > 1 else "1f1b")
-        self.engine = ForwardBackward(
+        return ForwardBackward(
             mesh,
             table,
             chunks=self.vp_size or (chunks if table == "interleaved" else None),
             p2p_mode=mode or P2PMode.PLAIN,
             config=self.config,
             variable_seq_lengths=variable,
+            options=_group_size(table, group_size, chunks, mesh.pp.size),
         )
-        return self.engine
 
     def _stream(self, num_microbatches: int, mesh: ProcessMesh) -> dict[str, Any]:
         """Randomness of layers of megapipe: another for each microbatch of each step and data-parallel rank."""
@@ -181,16 +196,38 @@ class Step:
         return {"stream": lambda microbatch: Stream(0, (first + microbatch) * mesh.dp.size + mesh.dp.rank)}
 
 
-def mesh_of(pg_collection: Any) -> ProcessMesh:
-    """The mesh that a Megatron ProcessGroupCollection describes: its groups pp, tp and, if there, dp, cp and dp_cp.
+def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
+    """The mesh that a Megatron ProcessGroupCollection describes: its groups tp and, if there, pp, dp, cp and dp_cp.
 
-    Raises: ConfigError for a collection without pp or tp.
+    Args:
+        pp: the pipeline, where another group than the collection's is used. Without both there is one pipeline rank.
+    Raises: ConfigError for a collection without tp.
     """
     groups = {name: getattr(pg_collection, name, None) for name in ("pp", "tp", "dp", "cp", "dp_cp")}
     axes: dict[str, Any] = {name: axis_of(group) for name, group in groups.items() if group is not None}
-    if "pp" not in axes or "tp" not in axes:
-        raise ConfigError("pg_collection must have the groups pp and tp")
-    return ProcessMesh(**axes, device=axes["pp"].device)
+    if "tp" not in axes:
+        raise ConfigError("pg_collection must have the group tp, and over several pipeline ranks pp")
+    device = axes["tp"].device
+    axes["pp"] = pp or axes.get("pp", Axis(device=device))
+    if "dp" not in axes and "dp_cp" in axes:  # to draw random numbers by its rank
+        both, cp = axes["dp_cp"], axes.get("cp", ALONE).size
+        axes["dp"] = both if cp == 1 else Axis(both.rank // cp, both.size // cp, device=device)
+    return ProcessMesh(**axes, device=device)
+
+
+def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
+    """config.microbatch_group_size_per_vp_stage for `schedule.build`. Raises: ConfigError where it can do nothing."""
+    if size in (None, ranks) or chunks == 1:  # the number of pipeline ranks is Megatron's default
+        return {}
+    name = "microbatch_group_size_per_vp_stage"
+    generates = isinstance(table, str) and not is_file(table)
+    if not generates or name not in inspect.signature(entry_of(str(table)).generate).parameters:
+        given = table if isinstance(table, str) else table.name
+        raise ConfigError(
+            f"config.{name} is {size}, and the schedule {given} has no groups of microbatches. Leave it out, or take "
+            "the schedule interleaved, interleaved-zb or group-interleaved by its name."
+        )
+    return {name: size}
 
 
 def _said_by(config: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
         "context_parallel_size": mesh.cp.size,
     }
     for name, size in sizes.items():
-        if (value := getattr(config, name, None)) not in (None, size):
+        if (value := getattr(config, name, None)) not in (None, 1, size):  # 1 is Megatron's default, and says nothing
             problems.append(f"config.{name} is {value}, and the mesh has {size}")
     if problems:
         raise ConfigError(problems)

@@ -45,6 +45,8 @@ class Loss(NamedTuple):
         if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             raise ConfigError(f"{_FORMS}, got {_form(returned)}.")
         value, *tokens, reported = returned
+        if not torch.is_grad_enabled() and not isinstance(value, Tensor) and _is_number(value):
+            value = torch.tensor(float(value))
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
             raise ConfigError(f"{_FORMS}; its loss must be one floating-point number in a tensor, got {_form(value)}.")
         if torch.is_grad_enabled() and not value.requires_grad:

@@ -98,8 +98,8 @@ class Messenger:
         if not (same and x.dtype == self.dtype):
             raise ConfigError(
                 f"stage {made_by.stage} of the model gives {list(x.shape)} of {_name(x.dtype)} in pass {made_by}, and "
-                f"stages pass on [s, b, h] = {list(shape)} of {_name(self.dtype)}, the parameters' type. "
-                "Let the forward of the stage return that."
+                f"stages pass on [s, b, h] = {list(shape)} of {_name(self.dtype)}, the type of "
+                "config.pipeline_dtype or of all parameters. Let the forward of the stage return that."
             )
         return x.contiguous()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.distributed.axis import Axis
+from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import synchronize
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.transport import InFlight, Op, P2PMode, Shape, Transport
@@ -184,13 +184,14 @@ class P2PCommunicator:
 
 
 def axis_of(group: dist.ProcessGroup) -> Axis:
-    """A process group as an axis."""
-    kinds = {device.type for device in group._device_types}
+    """A process group as an axis. Its tensors live on CPUs if gloo moves them, which says that it could GPUs' too."""
+    cuda = torch.device("cuda")
+    on_gpu = cuda in group._device_types and group._get_backend(cuda).name() != "gloo"
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):  # one that torch.distributed does not know
         ranks = tuple(range(group.size()))
-    return Axis(group.rank(), group.size(), ranks, group, torch.device("cuda" if "cuda" in kinds else "cpu"))
+    return Axis(group.rank(), group.size(), ranks, group, cuda if on_gpu else CPU)
 
 
 def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:

@@ -100,7 +100,7 @@ class PipelineStage:
             and of those behind have the last microbatch's part, which has the n-th forward).
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
-        results: its other data.
+        results: its other data, or in an evaluation without loss_func the outputs.
     """
 
     module: nn.Module
@@ -266,7 +266,10 @@ class PipelineStage:
     ) -> tuple[Tensor, Tensor | None]:
         """What is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         if loss_func is None:
-            raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
+            if torch.is_grad_enabled():
+                raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
+            self.results[microbatch] = output
+            return output, None
         if self.collect_non_loss_data:
             self.results[microbatch] = loss_func(output, non_loss_data=True)
             return output, None

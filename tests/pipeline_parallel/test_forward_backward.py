@@ -105,7 +105,7 @@ def test_a_stage_that_gives_something_else_than_hidden_states_is_told_of_both():
         model.double_ = double
         assert error(pp=2, model=model, config=CONFIG) == (
             f"stage 0 of the model gives {found} in pass 0F0, and stages pass on [s, b, h] = [2, 1, 4] of float32, the "
-            "parameters' type. Let the forward of the stage return that."
+            "type of config.pipeline_dtype or of all parameters. Let the forward of the stage return that."
         )
 
 
