@@ -119,12 +119,16 @@ class TrainConfig:
     """Added to the root of the second moment."""
     sgd_momentum: float = 0.9
     """Of sgd."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.9
     """Of muon's matrices; the rest has adam's settings."""
+    muon_no_split_qkv: bool = False
+    """Make the fused query, key and value orthogonal as one matrix, not as three."""
     muon_nesterov: bool = False
     """Look one step of momentum ahead."""
     muon_num_ns_steps: int = 5
     """Newton-Schulz steps that make the momentum orthogonal."""
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Of these steps: quintic has coefficients for each of five steps, in turn; simple Jordan's for all."""
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
     """Factor on muon's step: root of max(rows, columns), of max(1, rows / columns) (Jordan), or of rows / columns."""
     muon_extra_scale_factor: float = 1.0

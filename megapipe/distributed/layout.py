@@ -22,6 +22,8 @@ class Layout:
             sequence-parallel sequence), so that the gradients must be summed over tp.
         part: (k, n): this is the k-th of n equal parts in `dim`, which ranks of the pipeline share, and tp splits it
             further. Such a parameter's name ends in [k/n].
+        fused: rows of each matrix in one group, where the rows of several matrices take turns in groups (query, key
+            and value); empty for one matrix.
     """
 
     full: tuple[int, ...]
@@ -31,6 +33,7 @@ class Layout:
     std: float | None = 0.0
     sum_over_tp: bool = False
     part: tuple[int, int] = (0, 1)
+    fused: tuple[int, ...] = ()
 
     def local(self, tp_size: int) -> tuple[int, ...]:
         """`full` with this layout's dimension divided over its parts and tp."""

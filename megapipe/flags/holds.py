@@ -47,6 +47,10 @@ enable-experimental: each feature has its own flag
 accumulate-allreduce-grads-in-fp32: gradients are added in float32, and reduced so without --grad-reduce-in-bf16
 num-distributed-optimizer-instances=*: optimizer state is split over all data-parallel ranks, which is less
 data-parallel-sharding-strategy=no_shard: parameters and gradients are whole on each rank
+muon-fp32-matmul-prec=medium|high: Newton-Schulz is computed in float32, so that no rounding depends on the layout
+muon-tp-mode=duplicated|distributed: each tensor-parallel rank makes the whole matrix orthogonal
+muon-use-syrk: a kernel that we do not have; the same products
+muon-scalar-optimizer=adam: all but muon's matrices have adam
 # overlap, collectives, memory
 overlap-param-gather-with-optimizer-step: weights are gathered in the next step, each stage's before its first forward
 DDP-impl=local|torch: gradients are reduced out of flat buffers, stage by stage

@@ -47,7 +47,7 @@ dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention 
 mtp-*: there is no multi-token prediction
 fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*: precision is float32, bf16 or
     fp16
-muon-* lion-*: the optimizers are adam, sgd, muon with whole float32 matrices, and --optimizer FILE.py:NAME
+lion-*: the optimizers are adam, sgd, muon and --optimizer FILE.py:NAME
 *optimizer-*offload* qk-clip*: optimizer state is on the device
 *fsdp*: parameters are not sharded over data-parallel ranks
 hybrid-context-parallel: context-parallel ranks exchange keys in one way, --cp-comm-type

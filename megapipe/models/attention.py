@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
+from megapipe.distributed.layout import layout_of, set_layout
 from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.block_attention import Rule, band
 from megapipe.models.context_attention import context_attention, whole_sequences
@@ -58,6 +59,8 @@ class SelfAttention(nn.Module):
             sequence_parallel=config.sequence_parallel,
             init_std=config.linear_std,
         )
+        weight = self.linear_qkv.weight
+        set_layout(weight, replace(layout_of(weight), fused=(queries // groups * head, head, head)))
         # A rank has its own heads only, with or without sequence parallelism.
         self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
         self.k_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None

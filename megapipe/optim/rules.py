@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -99,8 +100,8 @@ class Muon:
     """Momentum made orthogonal by Newton-Schulz for the matrices between embedding and head (Jordan 2024,
     kellerjordan.github.io/posts/muon), AdamW for all the rest.
 
-    A matrix is orthogonalised whole, gathered over tensor parallel, the same on each rank. A parameter that its layout
-    says has three dimensions (the gate and the value of SwiGLU) is a stack of matrices.
+    A matrix is orthogonalised whole, gathered over tensor parallel, the same on each rank: the gate and the value of
+    SwiGLU as one, query, key and value of all heads as three, as Megatron-LM does.
     """
 
     elementwise = False
@@ -116,17 +117,24 @@ class Muon:
             momentum = part.state["exp_avg"].lerp_(part.grad, 1 - self.train.muon_momentum)
             step = part.grad.lerp(momentum, self.train.muon_momentum) if self.train.muon_nesterov else momentum
             whole = part.whole(step)
-            towards = newton_schulz(whole, self.train.muon_num_ns_steps) * self._scale(whole)
+            fused = () if self.train.muon_no_split_qkv else part.layout.fused
+            towards = self._orthogonal(whole.flatten(0, -2), fused).view(whole.shape)
             part.value.mul_(1 - part.lr * part.weight_decay).sub_(part.mine(towards), alpha=part.lr)
 
-    def _scale(self, whole: Tensor) -> float:
-        rows, columns = whole.shape[-2:]
+    def _orthogonal(self, x: Tensor, fused: tuple[int, ...]) -> Tensor:
+        """x [rows, columns] with its matrices orthogonal and scaled. fused: as in Layout."""
+        if fused:
+            matrices = x.view(-1, sum(fused), x.shape[-1]).split_with_sizes(fused, 1)
+            made = [self._orthogonal(m.flatten(0, 1), ()).view(m.shape) for m in matrices]
+            return torch.cat(made, 1).flatten(0, 1)
+        t, (rows, columns) = self.train, x.shape
         by_mode: dict[str, float] = {
             "spectral": max(rows, columns) ** 0.5,
             "shape_scaling": max(1.0, rows / columns) ** 0.5,
             "unit_rms_norm": (rows / columns) ** 0.5,
         }
-        return by_mode[self.train.muon_scale_mode] * self.train.muon_extra_scale_factor
+        scale = by_mode[t.muon_scale_mode] * t.muon_extra_scale_factor
+        return newton_schulz(x, t.muon_num_ns_steps, NEWTON_SCHULZ[t.muon_coefficient_type]) * scale
 
 
 def is_matrix(part: Part) -> bool:
@@ -135,17 +143,26 @@ def is_matrix(part: Part) -> bool:
     return part.value.ndim > 1 and "embedding" not in name and "output_layer" not in name
 
 
-def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """About U V^T of x = U S V^T: singular values between 0.7 and 1.2 after five steps of Jordan's quintic.
+NEWTON_SCHULZ = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # leloykun.github.io/ponder/muon-opt-coeffs
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""Coefficients (a, b, c) of step after step, from the first again after the last."""
 
-    Args:
-        x: [..., rows, columns].
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
+
+def newton_schulz(x: Tensor, steps: int, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    """About U V^T of x [rows, columns] = U S V^T: singular values between 0.6 and 1.3 after five steps."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(steps):
+    x = x / torch.linalg.matrix_norm(x).clamp_min(1e-7)
+    for a, b, c in islice(cycle(coefficients), steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x

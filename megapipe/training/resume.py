@@ -32,7 +32,8 @@ _TABLE = {
         "weight_decay_incr_style start_weight_decay end_weight_decay",
         _NAMED: "global_batch_size rampup_batch_size step_batch_size_schedule seq_length seed "
         "calculate_per_token_loss optimizer clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
-        "muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
+        "muon_momentum muon_no_split_qkv muon_nesterov muon_num_ns_steps muon_coefficient_type muon_scale_mode "
+        "muon_extra_scale_factor "
         "decoupled_lr decoupled_min_lr grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window "
         "hysteresis use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
         # The tensors' types say bf16 and fp16; the length is the curve's where the curve has none of its own.

@@ -77,7 +77,7 @@ ELSEWHERE = {
     "--vocab-parallel-pipeline": "pipeline_parallel/test_vocabulary.py::test_a_shared_vocabulary_trains_what",
     "--check-weight-hash-across-dp-replicas-interval": "training/test_replicas.py::test_one_changed_bit_on_one",
     "--deterministic-mode": "checks/test_training.py::test_deterministic_mode_refuses_a_kernel_that_does_not_repeat",
-    "--exit-signal": "training/test_signals.py::test_a_second_signal_does_what_it_did_before",
+    "--exit-signal": "training/test_signals.py::test_no_signal_of_a_launcher_disturbs_a_run_that_was_told_to_stop",
     "--dataloader-type": "data/test_loader.py::test_cyclic_shuffles_each_epoch_as_megatron_does",
     "--no-data-sharding": "data/test_loader.py::test_an_epoch_of_cyclic_reads_every_sample_once",
     "--tiktoken-pattern": "data/test_bpe.py::test_tiktoken_gives_the_ids_of_its_ranks",

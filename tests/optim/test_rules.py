@@ -4,21 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import STYLES
 from torch import nn
 
 from megapipe.config import TrainConfig
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
+from megapipe.models.attention import SelfAttention
+from megapipe.models.overrides import layer_config
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rule import Group, usual_groups
-from megapipe.optim.rules import find_rule, newton_schulz
+from megapipe.optim.rules import NEWTON_SCHULZ, find_rule, newton_schulz
 from megapipe.pipeline_parallel.threads import run_threads
 
 TRAIN = TrainConfig(lr=0.1, weight_decay=0.1, clip_grad=0.0)
 LAYOUTS = {
     "embedding.weight": Layout((8, 6), 0),
-    "layers.0.up.weight": Layout((2, 4, 6), 1),  # gate and value: a stack of two matrices
+    "layers.0.up.weight": Layout((2, 4, 6), 1),  # gate and value
     "layers.0.down.weight": Layout((6, 4), 1),
+    "layers.0.qkv.weight": Layout((16, 6), 0, fused=(4, 2, 2)),
     "layers.0.norm.weight": Layout((6,)),
 }
 
@@ -102,48 +107,84 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own():
         check(run_threads(lambda mesh: train(mesh, TRAIN, groups=groups, distributed=distributed), dp=2), want)  # noqa: B023
 
 
-def muon_by_hand(mode, nesterov):
-    """Of Jordan's page, matrix by matrix; the rest AdamW."""
+QUERY, KEY, VALUE = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15])
+"""Rows of "layers.0.qkv.weight": two groups, each of two query heads, a key and a value, heads of two channels."""
+JORDAN = [(3.4445, -4.7750, 2.0315)] * 5
+"""Of kellerjordan.github.io/posts/muon; what Megatron-LM calls simple."""
+QUINTIC = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+"""Of leloykun.github.io/ponder/muon-opt-coeffs; Megatron-LM's default."""
+
+
+def muon_by_hand(mode="spectral", nesterov=False, coefficients=QUINTIC, qkv=(QUERY, KEY, VALUE)):
+    """Of Jordan's page with Megatron-LM's defaults, matrix by matrix; the rest AdamW."""
     want = torchs(lambda params: torch.optim.AdamW(split_by_decay(params), betas=(0.9, 0.999)))
-    for name in ("layers.0.up.weight", "layers.0.down.weight"):
-        stack = []
-        for at in range(2) if "up" in name else [slice(None)]:
-            weight = whole(name, 0)[at]
-            momentum = torch.zeros_like(weight)
+    matrices = {"layers.0.up.weight": [range(8)], "layers.0.down.weight": [range(6)], "layers.0.qkv.weight": qkv}
+    for name, of_rows in matrices.items():
+        done = whole(name, 0).reshape(-1, whole(name, 0).shape[-1])
+        for rows in map(list, of_rows):
+            weight, momentum = done[rows], torch.zeros_like(done[rows])
             for step in range(1, 4):
-                grad = whole(name, step)[at]
-                momentum = 0.95 * momentum + grad
-                x = grad + 0.95 * momentum if nesterov else momentum
-                turned = x.shape[0] > x.shape[1]
-                x = x.T if turned else x
-                x = x / x.norm()
-                for _ in range(5):
-                    a = x @ x.T
-                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-                x = x.T if turned else x
-                rows, columns = x.shape
-                scale = max(1, rows / columns) ** 0.5 if mode == "shape_scaling" else max(rows, columns) ** 0.5
-                weight = weight * (1 - 0.1 / step * 0.1) - 0.1 / step * scale * x
-            stack.append(weight)
-        want[name] = torch.stack(stack) if "up" in name else stack[0]
+                grad = whole(name, step).reshape(done.shape)[rows]
+                momentum = 0.9 * momentum + grad
+                u, s, vt = torch.linalg.svd(grad + 0.9 * momentum if nesterov else momentum, full_matrices=False)
+                s = s / s.norm()
+                for a, b, c in coefficients:
+                    s = a * s + b * s**3 + c * s**5
+                out, into = weight.shape
+                scale = max(1, out / into) ** 0.5 if mode == "shape_scaling" else max(out, into) ** 0.5
+                weight = weight * (1 - 0.1 / step * 0.1) - 0.1 / step * scale * u @ s.diag() @ vt
+            done[rows] = weight
+        want[name] = done.view(LAYOUTS[name].full)
     return want
 
 
-@pytest.mark.parametrize("mode, nesterov, sizes", [("spectral", False, {"tp": 2}), ("shape_scaling", True, {})])
-def test_muon_is_jordans_on_whole_matrices_also_where_they_are_split(mode, nesterov, sizes):
-    settings = replace(TRAIN, optimizer="muon", muon_scale_mode=mode, muon_nesterov=nesterov)
-    ranks = run_threads(lambda mesh: train(mesh, settings), **sizes)
-    for rank in ranks:
-        for name, (tp, param) in rank.items():
-            want = piece(muon_by_hand(mode, nesterov)[name].detach(), name, tp)
-            torch.testing.assert_close(param, want, rtol=1e-5, atol=1e-6)  # 1e-7 is added to the norm
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "flags, by_hand",
+    [
+        ({}, {}),
+        ({"muon_scale_mode": "shape_scaling", "muon_nesterov": True}, {"mode": "shape_scaling", "nesterov": True}),
+        ({"muon_coefficient_type": "simple"}, {"coefficients": JORDAN}),
+        ({"muon_num_ns_steps": 7}, {"coefficients": QUINTIC + QUINTIC[:2]}),
+        ({"muon_no_split_qkv": True}, {"qkv": [range(16)]}),
+    ],
+    ids=["defaults", "jordan's step", "simple", "seven steps", "no split"],
+)
+def test_muon_turns_singular_values_of_whole_matrices_into_ones_also_where_they_are_split(flags, by_hand, sizes):
+    ranks = run_threads(lambda mesh: train(mesh, replace(TRAIN, optimizer="muon", **flags)), **sizes)
+    check(ranks, muon_by_hand(**by_hand))
 
 
-def test_newton_schulz_makes_all_singular_values_about_one():
-    x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    values = torch.linalg.svdvals(newton_schulz(x, 5))
+@pytest.mark.parametrize("coefficients", ["quintic", "simple"])
+def test_newton_schulz_makes_all_singular_values_about_one(coefficients):
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = torch.linalg.svdvals(newton_schulz(x, 5, NEWTON_SCHULZ[coefficients]))
     assert values.min() > 0.6
-    assert values.max() < 1.25
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("layer, groups, channels", [(0, 2, 8), (1, 4, 6)])
+def test_a_models_query_key_and_value_are_told_apart_by_their_rows(layer, groups, channels, monkeypatch):
+    """Rows of 1, 2 and 3 give queries, keys and values of as much, also at a layer whose heads differ."""
+    other = """{"1": {"kv_channels": 6, "num_query_groups": 4}}"""
+    style = replace(STYLES["llama"], position_embedding_type="none", per_layer_overrides=other)
+    attention = SelfAttention(layer_config(replace(style, num_query_groups=2), layer), Axis(), layer)
+    weight, seen = attention.linear_qkv.weight, []
+    fused = layout_of(weight).fused
+    marks = torch.arange(1.0, 4).repeat_interleave(torch.tensor(fused)).repeat(groups)
+    monkeypatch.setattr(attention, "_attend", lambda *qkv: seen.extend(qkv) or qkv[0].flatten(2))
+    with torch.no_grad():
+        weight.copy_(marks[:, None] / weight.shape[1])
+        attention(torch.ones(4, 1, weight.shape[1]))
+    for mark, of_kind, rows in zip((1, 2, 3), seen, fused, strict=True):
+        assert of_kind.shape == (4, 1, rows // channels * groups, channels)
+        torch.testing.assert_close(of_kind, torch.full_like(of_kind, mark))
 
 
 @pytest.mark.parametrize(
