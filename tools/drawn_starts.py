@@ -72,10 +72,10 @@ class Start:
     odd: tuple[int, ...]
 
 
-def write(lengths: Sequence[int]) -> None:
+def write(lengths: Sequence[int], token: int = 1) -> None:
     """The data, in the current folder."""
     with IndexedWriter("tokens", np.uint16) as writer:
-        writer.add_documents(np.ones(sum(lengths)), np.array(lengths))
+        writer.add_documents(np.full(sum(lengths), token), np.array(lengths))
 
 
 def files() -> None:
@@ -108,6 +108,7 @@ FILES: dict[str, Callable[[], None]] = {
     "list.txt (SHA-256)": append("list.txt"),
     "tokens.idx (SHA-256)": lambda: write([7, 5]),
     "tokens.bin (bytes)": lambda: write([5, 8]),
+    "tokens.bin (SHA-256 of 64 ranges)": lambda: write([5, 7], token=2),
     "t.model of the tokenizer (SHA-256)": append("t.model"),
     "costs.json of --pipeline-costs (SHA-256)": append("costs.json"),
     "the schedule (SHA-256 of its table)": other_table,

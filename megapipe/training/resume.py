@@ -9,8 +9,10 @@ from typing import Any
 
 from megapipe.config import Config, ModelConfig
 from megapipe.optim.lr import LRSchedule
+from megapipe.training.same import TOKENS
 
 _MUST, _CURVE, _CONTENTS, _NAMED, _FREE = "must match", "curve", "contents", "when named", "free"
+_MICRO = "microbatch"
 
 _TABLE = {
     "model": {
@@ -36,8 +38,9 @@ _TABLE = {
         "muon_extra_scale_factor "
         "decoupled_lr decoupled_min_lr grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window "
         "hysteresis use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+        _MICRO: "micro_batch_size",
         # The tensors' types say bf16 and fp16; the length is the curve's where the curve has none of its own.
-        _FREE: "micro_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "
+        _FREE: "train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler "
         "exit_signal bf16 fp16 initial_loss_scale compile deterministic_mode freeze_all_layers "
         "check_weight_hash_across_dp_replicas_interval no_check_for_nan_in_loss_and_grad rerun_mode "
         "error_injection_rate error_injection_type check_for_spiky_loss max_bad_iterations_in_a_row "
@@ -58,8 +61,9 @@ RULES = {
 }
 """What becomes of a setting that is not the checkpoint's, by section of Config. `must match`: refused, the weights mean
 something else. `curve`: refused without --override-opt_param-scheduler or its like. `contents`: those of the files are
-compared, as `when named`: refused unless --override-on-load has the name. `free`: decides no number, or its rounding
-alone. All other sections are free: layout, schedule, files, logs."""
+compared, as `when named`: refused unless --override-on-load has the name. `microbatch`: likewise, where a number hangs
+on what is computed together. `free`: decides no number, or its rounding alone. All
+other sections are free: layout, schedule, files, logs."""
 
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 
@@ -94,17 +98,46 @@ def changed_settings(
                 mine, its = list(mine), list(its)
             if mine != its:
                 changed[name] = f"{_flag(name)} is {mine}, and was {its}"
+    if trained:
+        changed |= _cut_otherwise(saved, config)
     if trained and contents is not None and here is not None:
-        for name in sorted(here.keys() | contents.keys()):
+        for name in sorted((here.keys() | contents.keys()) - {TOKENS}):
             if here.get(name) != contents.get(name):
                 changed[name] = f"{_flag(name)} is another file or has other contents than what was trained with"
+        # Checkpoints of earlier versions do not know it.
+        if "data_path" not in changed and here.get(TOKENS, "") != contents.get(TOKENS, here.get(TOKENS, "")):
+            changed["data_path"] = "--data-path has other tokens than what was trained with, in files of the same sizes"
+    return changed
+
+
+def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
+    """The same samples in other microbatches or on other replicas, where that decides numbers."""
+    changed, model, data = dict[str, str](), config.model, config.data
+    cyclic = data.dataloader_type == "cyclic"
+    reasons = {
+        "draws other dropout": model.attention_dropout
+        or model.hidden_dropout
+        or "dropout" in str(model.per_layer_overrides),
+        "weighs tokens otherwise under --eod-mask-loss": data.eod_mask_loss
+        and not config.train.calculate_per_token_loss,
+        "reads other samples under --dataloader-type cyclic": cyclic,
+    }
+    micro, its = config.train.micro_batch_size, saved["train"].get("micro_batch_size")
+    if (why := " and ".join(text for text, holds in reasons.items() if holds)) and its not in (None, micro):
+        changed["micro_batch_size"] = f"--micro-batch-size is {micro}, and was {its}, which {why}"
+    replicas, theirs = config.data_parallel_size, _replicas(saved)
+    if cyclic and replicas != theirs:
+        changed["dataloader_type"] = (
+            f"--dataloader-type cyclic reads other samples on {replicas} data-parallel ranks than on {theirs}, as then"
+        )
     return changed
 
 
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
     """What forbids to go on of it: all that --override-on-load does not name."""
     names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
-    known = {*_CONTENTS_NAMES, *(name for rules in RULES.values() for name, rule in rules.items() if rule == _NAMED)}
+    may = (_NAMED, _MICRO)
+    known = {*_CONTENTS_NAMES, *(name for rules in RULES.values() for name, rule in rules.items() if rule in may)}
     problems = [
         f"--override-on-load {name}: no setting that may be overridden so. There are {' '.join(sorted(known))}"
         for name in names
@@ -121,10 +154,13 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
 
 
 def _batch(saved: Mapping[str, Any]) -> int:
-    train, layout = saved["train"], saved["parallel"]
+    train = saved["train"]
+    return int(train["global_batch_size"] or train["micro_batch_size"] * _replicas(saved))
+
+
+def _replicas(saved: Mapping[str, Any]) -> int:
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    replicas = saved["world_size"] // math.prod(layout.get(axis, 1) for axis in axes)
-    return int(train["global_batch_size"] or train["micro_batch_size"] * replicas)
+    return int(saved["world_size"] // math.prod(saved["parallel"].get(axis, 1) for axis in axes))
 
 
 def _flag(name: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import platform
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from megapipe.plan import Plan
 from megapipe.schedule import to_json
 
 PACKAGE = Path(__file__).parents[1]
+TOKENS = "tokens"
+"""In `contents`, of what stands in the .bin files."""
+
+RANGES, RANGE = 64, 1 << 16
+"""Of a .bin so many ranges of so many bytes are read, drawn by its size; of one that is smaller, all. Another text,
+tokenizer or order is seen, a few tokens of a large file are not: it may have terabytes, and each rank reads it."""
 
 
 def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
@@ -49,16 +56,21 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
 
 
 def contents(config: Config) -> dict[str, str]:
-    """Of the data and the tokenizer: what a run that goes on must find again, wherever it lies."""
+    """Of the data and the tokenizer: what a run that goes on must find again, wherever it lies.
+
+    "data_path" is of the indices, the files' sizes and the weights, as it was in the first version; TOKENS came later.
+    """
     data, found = config.data, {}
     if files := tokenizer_files(data):
         found["tokenizer_model"] = " ".join(_digest(path) for path in files)
     if is_named(data):
         read = [
-            blend and (blend.weights, [[value for _, value in _pair(prefix)] for prefix in blend.prefixes])
+            blend and (blend.weights, [[_digest(f"{prefix}.idx"), _size(prefix)] for prefix in blend.prefixes])
             for blend in blends(data)
         ]
         found["data_path"] = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
+        tokens = [_tokens(prefix) for blend in blends(data) if blend for prefix in blend.prefixes]
+        found[TOKENS] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
     return found
 
 
@@ -72,12 +84,27 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         yield f"{listed} (SHA-256)", _digest(listed)
     read = () if data.mock_data else blends(data)
     for prefix in sorted({prefix for blend in read if blend for prefix in blend.prefixes}):
-        yield from _pair(prefix)
+        yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
+        yield f"{prefix}.bin (bytes)", _size(prefix)
+        yield f"{prefix}.bin (SHA-256 of {RANGES} ranges)", _tokens(prefix)
 
 
-def _pair(prefix: str) -> Iterator[tuple[str, str]]:
-    yield f"{prefix}.idx (SHA-256)", _digest(f"{prefix}.idx")
-    yield f"{prefix}.bin (bytes)", str(os.path.getsize(f"{prefix}.bin"))
+def _size(prefix: str) -> str:
+    return str(os.path.getsize(f"{prefix}.bin"))
+
+
+def _tokens(prefix: str) -> str:
+    """Of a .bin, one drawn range in each of RANGES equal parts."""
+    whole, size = hashlib.sha256(), os.path.getsize(f"{prefix}.bin")
+    part, draw = max(size // RANGES, RANGE), random.Random(size)
+    try:
+        with open(f"{prefix}.bin", "rb", buffering=0) as file:
+            for begin in range(0, size, part):
+                file.seek(begin + draw.randrange(max(1, min(part, size - begin) - RANGE + 1)))
+                whole.update(file.read(RANGE))
+    except OSError as error:
+        raise DataError(f"{prefix}.bin: {error.strerror}") from None
+    return whole.hexdigest()[:16]
 
 
 def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, str]]:

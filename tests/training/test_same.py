@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megapipe.flags.parse import parse
 from megapipe.models.provider import find_provider, gpt_provider
 from megapipe.plan import make_plan
 from megapipe.schedule import build, to_json
-from megapipe.training.same import facts
+from megapipe.training.same import RANGE, RANGES, _tokens, facts
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -65,7 +66,10 @@ def test_each_content_is_seen(config):
     write([7, 5])
     assert changed(config, before) == ["tokens.idx (SHA-256)"]
     write([5, 8])
-    assert changed(config, before) == ["tokens.idx (SHA-256)", "tokens.bin (bytes)"]
+    drawn = "tokens.bin (SHA-256 of 64 ranges)"
+    assert changed(config, before) == ["tokens.idx (SHA-256)", "tokens.bin (bytes)", drawn]
+    write([5, 7], token=2)  # a pipeline would train inputs of one file against labels of another
+    assert changed(config, before) == [drawn]
     write([5, 7])
     Path("s.json").write_text(to_json(build("gpipe", 2, 2)).replace("gpipe", "mine"))
     assert changed(config, before) == ["the schedule (SHA-256 of its table)"]
@@ -81,6 +85,39 @@ def test_each_content_is_seen(config):
     with Path("model.py").open("a") as file:
         file.write("# another line\n")
     assert changed(config, before) == ["model.py (SHA-256)"]
+
+
+@pytest.mark.parametrize("size", [1, RANGE, RANGE + 1, RANGES * RANGE, 3 * RANGES * RANGE + 7])
+def test_a_digest_sees_every_byte_of_a_small_file_and_a_sixteenth_of_any(tmp_path, size):
+    path, draw = tmp_path / "t.bin", np.random.default_rng(size)
+    tokens = draw.integers(0, 256, size, np.uint8)
+
+    def digest() -> str:
+        tokens.tofile(path)
+        return _tokens(str(tmp_path / "t"))
+
+    before = digest()
+    assert digest() == before
+    span = 1 if size <= RANGES * RANGE else size // 16
+    for begin in (0, size - span, int(draw.integers(size - span + 1))):
+        tokens[begin : begin + span] ^= 1
+        assert digest() != before
+        tokens[begin : begin + span] ^= 1
+
+
+def test_a_digest_reads_megabytes_of_terabytes(tmp_path, monkeypatch):
+    with (tmp_path / "t.bin").open("wb") as file:
+        file.truncate(1 << 42)
+    read = [0]
+
+    class Counted(io.FileIO):
+        def read(self, size=-1):
+            read[0] += size
+            return super().read(size)
+
+    monkeypatch.setattr("builtins.open", lambda path, mode, buffering: Counted(path, "r"))
+    assert _tokens(str(tmp_path / "t"))
+    assert read[0] == RANGES * RANGE
 
 
 def test_another_checkout_of_megapipe_is_seen(tmp_path):
