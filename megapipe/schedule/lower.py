@@ -15,9 +15,9 @@ from megapipe.schedule.kinds import Lane, Made
 from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
-_Entry = tuple[int, int, int, int, int, Step | Message]
-"""A place in the global order (which V stand before it, tick, level within the tick, message 0 before step 1,
-number), and what stands there."""
+_Entry = tuple[int, int, int, int, Step | Message]
+"""A place in the global order (which V stand before it, tick, number within the tick, 0 for a step and what is a
+message's own behind it), and what stands there."""
 
 
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
@@ -38,12 +38,9 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     """`lower` by a clock that has run already."""
-    m = schedule.all_microbatches
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
-    made: dict[tuple[Made, int], tuple[int, int, int]] = {}
-    latest: list[tuple[int, int]] = [(-1, 0)] * len(schedule.ranks)
     computes = {kind for kind in schedule.kinds if kind.rule.lane is Lane.COMPUTE}
     validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
     links = schedule.links
@@ -53,26 +50,19 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
         if step[0].kind not in computes:  # posted in its place of the row; it waits on its own lane
-            tick = done = max(latest[rank][0], posted[rank])
-        # Passes may take no time; levels then keep what follows from what apart within a tick.
-        level = latest[rank][1] + 1 if latest[rank][0] == tick else 0
-        for kind, stage, microbatch in step:
-            for what, source in links[kind, stage][0]:
-                arrived = made.get((what, source * m + microbatch))
-                if arrived is not None and arrived[1] == tick:
-                    level = max(level, arrived[2])
-        latest[rank] = tick, level
+            tick = done = posted[rank]
+        posted[rank] = done
         validating = step[0].kind in validates
         if validating:
             passed[rank] = 2 * step[0].microbatch + 2
-        entries[rank].append((passed[rank] - validating, tick, level, 1, i, step))
-        at = passed[rank], done, level + 1 if done == tick else 0
-        posted[rank] = done
+        entries[rank].append((passed[rank] - validating, tick, number, 0, step))
+        # Before all that starts when it is there; of a pass that takes no time, right behind it: by the clock's order
+        # that is behind what it takes and before who takes it.
+        within = number if done == tick else -1
         for j, item in enumerate(step):
-            kind, stage, microbatch = item
-            made[kind.rule.makes[0], stage * m + microbatch] = at
-            for dst in links[kind, stage][1]:
-                entry = (*at, 0, (2 * number + j) * len(entries) + dst, Message(item, rank, dst))
+            for dst in links[item[:2]][1]:
+                own = (2 * number + j) * len(entries) + dst + 1
+                entry = (passed[rank], done, within, own, Message(item, rank, dst))
                 entries[rank].append(entry)
                 entries[dst].append(entry)
     return tuple(_program(own) for own in entries)

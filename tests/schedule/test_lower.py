@@ -2,9 +2,14 @@
 
 from itertools import pairwise
 
-from megapipe.schedule import Costs, Exchange, Program, Schedule, build, lower, verify
+import pytest
+
+from megapipe.schedule import Costs, Exchange, Program, Schedule, build, lower, simulate, verify
 from megapipe.schedule.lower import most_in_flight
 from megapipe.schedule.simulate import run_clock
+from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
+from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 
 def text(program: Program) -> str:
@@ -25,6 +30,37 @@ def test_a_receive_stands_where_its_sender_is_done() -> None:
     """Rank 0 is slow: its second output is there only after rank 1's backward."""
     _, second = lower(build("1f1b", 2, 2), Costs((9, 1), (1, 1), (1, 1)))
     assert text(second) == "[0F0:0->1] 1F0 1BW0 [1BW0:1->0 0F1:0->1] 1F1 1BW1 [1BW1:1->0]"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved-zb", "shared"])
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e9])
+def test_a_receive_stands_behind_the_steps_that_begin_before_it_is_there(name: str, unit: float) -> None:
+    costs = Costs(10 * unit, 14 * unit, 7 * unit, s=3 * unit, t=2 * unit, e=unit, comm=unit / 3)
+    table = with_vocabulary(build("1f1b", 4, 6), costs) if name == "shared" else build(name, 4, 8)
+    time, slack = simulate(table, costs), unit / 100
+    for rank, program in enumerate(lower(table, costs)):
+        begun = [(at, time.start[item[0]]) for at, item in enumerate(program) if not isinstance(item, Exchange)]
+        received = [
+            (at, time.end[m.made_by])
+            for at, item in enumerate(program) if isinstance(item, Exchange) for m in item.messages if m.dst == rank
+        ]  # fmt: skip
+        assert received
+        for at, there in received:
+            assert all((i < at) == (start < there - slack) for i, start in begun)
+
+
+def test_what_is_made_before_v_is_received_before_v_in_every_step() -> None:
+    """Rank 0's second forward is there at 18; rank 1, which has no work for it, could have validated at 10."""
+    table = with_optimizer(with_reduction(build("1f1b", 2, 2)), barrier=False, gather="ahead")
+    first, second = map(text, lower(repeated(table, 2), Costs((9, 1), (1, 1), (1, 1))))
+    assert first == (
+        "0A0 0F0 [0F0:0->1] 0F1 [0F1:0->1] 0V0 [1BW0:1->0] 0BW0 [1BW1:1->0] 0BW1 0G0 0U0 "
+        "0A1 0F2 [0F2:0->1] 0F3 [0F3:0->1] 0V1 [1BW2:1->0] 0BW2 [1BW3:1->0] 0BW3 0G1 0U1"
+    )
+    assert second == (
+        "1A0 [0F0:0->1] 1F0 [0F1:0->1] 1V0 1BW0 [1BW0:1->0] 1F1 1BW1 [1BW1:1->0] 1G0 1U0 "
+        "1A1 [0F2:0->1] 1F2 [0F3:0->1] 1V1 1BW2 [1BW2:1->0] 1F3 1BW3 [1BW3:1->0] 1G1 1U1"
+    )
 
 
 def test_the_turn_of_a_v_needs_no_message() -> None:
