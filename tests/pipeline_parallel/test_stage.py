@@ -1,0 +1,198 @@
+"""A stage of the model by itself: what it differentiates, keeps, owes and refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
+from megapipe.tensor_parallel.rng import Stream
+
+
+class Square(nn.Module):
+    """x -> w x^2, in the middle of a model; its input is remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(3.0))
+        self.seen: list[Tensor | None] = []
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.seen.append(x)
+
+    def forward(self) -> Tensor:
+        x = self.seen[-1]
+        return self.w * (torch.full((2, 1, 1), 5.0) if x is None else x.square())
+
+
+def stage(module: nn.Module, forward_step: Any = lambda _, model: (model(), None), **given: Any) -> PipelineStage:
+    usual = {"holds_loss": False, "loss_divisor": 2, "per_token": False, "collect_non_loss_data": False}
+    return PipelineStage(module, forward_step, given.pop("data", None), stream=lambda n: Stream(0, n), **usual | given)
+
+
+X = torch.tensor([[[2.0]], [[-1.0]]])
+GRAD = torch.tensor([[[1.0]], [[10.0]]])
+
+
+def test_a_backward_is_autograds() -> None:
+    """d(w x^2): 2 w x times the gradient for x, the sum of x^2 times it for w."""
+    own = stage(module := Square())
+    out = own.forward(0, X)
+    assert out is not None
+    assert not out.requires_grad
+    torch.testing.assert_close(out, 3 * X.square())
+    torch.testing.assert_close(own.backward(0, GRAD, weights=True), 6 * X * GRAD)
+    torch.testing.assert_close(module.w.grad, torch.tensor(4.0 + 10.0))
+    own.finish()
+
+
+def test_an_output_that_does_not_depend_on_the_input_gives_it_zeros() -> None:
+    own = stage(Square(), lambda _, model: (model.w * torch.ones(2, 1, 1), None))
+    own.forward(0, X)
+    torch.testing.assert_close(own.backward(0, GRAD, weights=True), torch.zeros(2, 1, 1))
+    frozen = Square()
+    frozen.w.requires_grad_(False)
+    first = stage(frozen)  # nothing before it is trained, so its output has no graph
+    first.forward(0, None)
+    assert first.backward(0, GRAD, weights=True) is None
+
+
+def test_an_evaluation_keeps_nothing_and_takes_no_gradient() -> None:
+    own = stage(module := Square())
+    with torch.no_grad():
+        own.forward(0, X)
+    assert module.seen[-1] is not None
+    assert not module.seen[-1].requires_grad
+    own.finish()
+
+
+def test_a_step_that_leaves_a_microbatch_half_done_is_a_mistake_of_ours() -> None:
+    own = stage(Square())
+    own.forward(3, X)
+    with pytest.raises(AssertionError, match=r"microbatches without backward: \[3\]"):
+        own.finish()
+    own.backward(3, GRAD, weights=False)
+    with pytest.raises(AssertionError, match=r"microbatches without weight pass: \(3,\)"):
+        own.finish()
+    inner = stage(Square())
+    inner.forward(1, X)
+    with pytest.raises(AssertionError, match="no gradient for microbatch 1"):
+        inner.backward(1, None, weights=True)
+
+
+def test_forwards_that_come_again_begin_with_the_first_microbatch() -> None:
+    data = Rewinding(lambda i: torch.tensor(float(i)), [4, 6, 5])
+    own = stage(Square(), lambda batches, model: (model() + next(batches), None), data=data)
+    first = [own.forward(n, X) for n in (4, 6)]
+    own.forget()
+    again = [own.forward(n, X) for n in (4, 6)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert next(data) == 5
+    with pytest.raises(StopIteration):
+        next(data)
+    for n in (4, 6):
+        own.backward(n, GRAD, weights=True)
+    own.finish()
+    stage(Square()).forget()  # without data to read again
+
+
+def test_what_a_model_wraps_is_found_through_every_wrapper() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    inner = Square()
+    inner.config = SimpleNamespace(hidden_size=1)
+    assert attribute_of(Wrapper(Wrapper(inner)), "seen") is inner.seen
+    assert config_of(Wrapper(inner)) is inner.config
+    outer = Wrapper(inner)
+    outer.config = SimpleNamespace(hidden_size=2)
+    assert config_of(outer) is outer.config
+    with pytest.raises(AttributeError):
+        attribute_of(Wrapper(inner), "absent")
+
+
+def test_the_last_stage_divides_its_loss_by_microbatches_and_tokens_and_reports_it_whole() -> None:
+    """The mean of two microbatches, of 4 tokens each, times the scale of fp16."""
+
+    def train(**given: Any) -> tuple[PipelineStage, Tensor]:
+        own = stage(
+            module := Square(),
+            lambda _, model: (model(), lambda out: (out.sum(), 4, {"sum": out.sum().detach()})),
+            holds_loss=True,
+            loss_scale=lambda: 8.0,
+            **given,
+        )
+        assert own.forward(0, X) is None
+        own.backward(0, None, weights=True)
+        return own, module.w.grad
+
+    own, grad = train()
+    torch.testing.assert_close(grad, torch.tensor(5.0 * 8 / 2 / 4))
+    assert own.losses[0].reported == {"sum": 15.0}
+    assert not own.losses[0].value.requires_grad
+    torch.testing.assert_close(train(per_token=True)[1], torch.tensor(5.0 * 8))
+
+
+def test_other_data_than_a_loss_is_collected_as_it_is() -> None:
+    def loss_func(out: Tensor, non_loss_data: bool = False) -> Any:
+        assert non_loss_data
+        return {"largest": out.max().item()}
+
+    given = {"holds_loss": True, "collect_non_loss_data": True}
+    own = stage(Square(), lambda _, model: (model(), loss_func), **given)
+    with torch.no_grad():
+        assert own.forward(1, X) is None
+    assert own.results == {1: {"largest": 12.0}}
+    assert own.losses == {}
+
+
+def test_a_last_stage_without_a_loss_is_told_what_to_return() -> None:
+    with pytest.raises(ConfigError) as caught:
+        stage(Square(), holds_loss=True).forward(0, X)
+    assert str(caught.value) == "forward_step must return (output, loss_func) on the stage with the loss, got None."
+
+
+class Told(nn.Module):
+    """One stage with all; of the engine's `Request` it writes down the randomness of each microbatch."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.config = SimpleNamespace(hidden_size=1, sequence_parallel=False, **config)
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        assert x is None
+
+    def forward(self) -> Tensor:
+        return self.w * torch.ones(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"), [({}, []), ({"num_microbatches_with_partial_activation_checkpoints": 1}, [0, 1, 2])]
+)
+def test_microbatches_are_computed_again_but_those_that_the_config_keeps(
+    config: dict[str, int], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1F1B on one rank has one microbatch in flight at a time: each is the first of its window."""
+    seen: list[Stream] = []
+    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    reported = get_forward_backward_func(mesh=ProcessMesh.single(), schedule="1f1b")(
+        forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {"n": len(seen)})),
+        data_iterator=None,
+        model=Told(**config),
+        num_microbatches=3,
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    assert [one["n"] for one in reported] == [1, 2, 3]
+    assert [one.sample for one in seen] == [0, 1, 2]
+    assert [n for n, one in enumerate(seen) if not one.recomputes] == kept
