@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megapipe.config import CheckpointConfig, Config
+from megapipe.config import CheckpointConfig, Config, DataConfig
+from megapipe.config.files import TokenizerType
 from megapipe.data.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
@@ -35,8 +36,14 @@ class Flags:
     """Iteration to load. Default: the newest."""
     model_provider: str | None = None
     """Function that builds the model, if not ours: MODULE:NAME or FILE.py:NAME. Never taken from the checkpoint."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer, if not the training's."""
     tokenizer_model: str | None = None
-    """SentencePiece model, if it has moved since the training."""
+    """File or folder of the tokenizer, if it has moved since the training."""
+    vocab_file: str | None = None
+    """vocab.json of a GPT2BPETokenizer, if it has moved."""
+    merge_file: str | None = None
+    """merges.txt of a GPT2BPETokenizer, if it has moved."""
     prompt: str = ""
     """Text to continue."""
     num_tokens: int = 100
@@ -60,9 +67,12 @@ def main(argv: Sequence[str]) -> None:
     require_provider(folder, flags.model_provider)
     saved = saved_config(folder)
     model_config = saved.model
-    tokenizer = build_tokenizer(
-        replace(saved.data, tokenizer_model=flags.tokenizer_model) if flags.tokenizer_model else saved.data
-    )
+    tokenizer = build_tokenizer(_tokenizer(saved.data, flags))
+    rows = model_config.padded_vocab_size or 0
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the embedding of {folder.name} {rows} rows"
+        )
 
     provider = find_provider(flags.model_provider) if flags.model_provider else gpt_provider
     model = stage_provider(provider)(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
@@ -84,7 +94,16 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
     draw = torch.Generator().manual_seed(flags.seed)
     seen = list(ids)
     for _ in range(flags.num_tokens):
-        logits = model(torch.tensor([seen[-window:]]))[0, -1, :vocab_size].float()
+        tokens = torch.tensor([seen[-window:]])
+        getattr(model, "set_input_tensor", _nothing)(None)
+        output = model(tokens, torch.arange(tokens.shape[1])[None])
+        shape = tuple(getattr(output, "shape", ()))
+        if shape[:2] != tuple(tokens.shape) or len(shape) != 3 or shape[2] < vocab_size:
+            raise ConfigError(
+                f"--model-provider {flags.model_provider}: without labels the whole model returns logits [b, s, v], "
+                f"here {[*tokens.shape, vocab_size]}; it returned {[*shape] if shape else type(output).__name__}"
+            )
+        logits = output[0, -1, :vocab_size].float()
         if flags.top_k:
             lowest = logits.topk(min(flags.top_k, vocab_size)).values[-1]
             logits = logits.masked_fill(logits < lowest, float("-inf"))
@@ -95,6 +114,26 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
             token = int(torch.multinomial(probabilities, 1, generator=draw))
         seen.append(token)
         yield token
+
+
+def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
+    """The training's, with what the flags say of it.
+
+    Raises: ConfigError for a file that this kind of tokenizer does not read.
+    """
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    data = replace(saved, **{name: getattr(flags, name) for name in names if getattr(flags, name) is not None})
+    read = {"NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}.get(data.tokenizer, names[1:2])
+    idle = [name for name in names[1:] if getattr(flags, name) is not None and name not in read]
+    if idle:
+        given = " and ".join(f"--{name.replace('_', '-')} {getattr(flags, name)}" for name in idle)
+        kind = "HuggingFaceTokenizer or SentencePieceTokenizer" if flags.tokenizer_model else "GPT2BPETokenizer"
+        raise ConfigError(f"a {data.tokenizer} does not read {given}. Add --tokenizer-type {kind}.")
+    return data
+
+
+def _nothing(x: None) -> None:
+    pass
 
 
 def _problems(flags: Flags) -> Iterator[str]:

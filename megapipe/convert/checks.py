@@ -103,7 +103,7 @@ def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(0, vocab_size, (1, min(64, model.max_position_embeddings or 64)))
-    reference: Any = AutoModelForCausalLM.from_pretrained(theirs)
+    reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
     reference = reference.float().eval()
     module: GPTModel = whole_model(model)
     load_full([module], SavedTensors(ours).read, Axis())

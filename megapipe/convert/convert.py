@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,14 @@ def import_checkpoint(
     rows = counted(table, progress)
     tensors = ((rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype)) for rule in rows)
     beside = target / BESIDE
-    _copy_others(source, beside)
-    commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
-    config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=_data(beside, vocab_size))
-    final = write_checkpoint(target, config, tensors)
-    return Converted(final, config, tuple(notes(content, model, vocab_size)), vocab_size)
+    new = beside if target.exists() else target
+    with nullcontext() if new.exists() else _scratch(new):
+        _copy_others(source, beside)
+        commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
+        data, why = _data(beside, vocab_size, model.padded_vocab_size or vocab_size)
+        config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=data)
+        final = write_checkpoint(target, config, tensors)
+    return Converted(final, config, (*notes(content, model, vocab_size), *why), vocab_size)
 
 
 def write_checkpoint(
@@ -198,12 +201,28 @@ def exportable(folder: Path, target: Path) -> Config:
     return saved_config(folder)
 
 
-def _data(beside: Path, vocab_size: int) -> DataConfig:
-    """The tokenizer, if it is one of ours."""
-    model = beside / "tokenizer.model"
-    if model.exists():
-        return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
-    return DataConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
+def _data(beside: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[str]]:
+    """The folder's tokenizer, if it is one of ours, and why others of its files are not taken."""
+    vocab, merges, notes = str(beside / "vocab.json"), str(beside / "merges.txt"), []
+    kinds = {
+        "tokenizer.model": DataConfig(tokenizer_type="SentencePieceTokenizer"),
+        "tokenizer.json": DataConfig(tokenizer_type="HuggingFaceTokenizer"),
+        "vocab.json": DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges),
+    }
+    for name, data in kinds.items():
+        if not (beside / name).exists():
+            continue
+        if name != "vocab.json":
+            data = replace(data, tokenizer_model=str(beside / name))
+        try:
+            ids = build_tokenizer(data).vocab_size
+        except DataError as error:
+            notes.append(f"no tokenizer is made of {name}: {error}")
+            continue
+        if ids <= rows:
+            return data, notes
+        notes.append(f"{name} is not taken: it has {ids} ids, and the embedding {rows} rows")
+    return DataConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size), notes
 
 
 def _vocab_size(config: Config) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megapipe.config.typed import shown
 from megapipe.errors import DataError
 
 _GPT2_EOD = "<|endoftext|>"
@@ -93,20 +94,23 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
             raise DataError(f"{flag}: {file} is not a tokenizer.json: {error}") from None
     else:
         library = _converted(folder, flag)
-    eos = _end_of_text(folder, library)
-    if eos is None:
-        raise DataError(f"{flag}: no eos_token in {' or '.join(_SETTINGS)} of {folder}. It ends a document; add one.")
-    return BPETokenizer(library, eos, specials=specials)
+    return BPETokenizer(library, _end_of_text(folder, library, flag), specials=specials)
 
 
-def _end_of_text(folder: Path, library: tokenizers.Tokenizer) -> int | None:
+def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
     for name in _SETTINGS:
         if (folder / name).is_file():
             token: Any = _json("--tokenizer-model", str(folder / name)).get("eos_token")
             text = token.get("content") if isinstance(token, dict) else token
-            if text is not None:
-                return library.token_to_id(text)
-    return next((i for text in (_GPT2_EOD, "</s>") if (i := library.token_to_id(text)) is not None), None)
+            if token is not None:
+                i = library.token_to_id(text) if isinstance(text, str) else None
+                if i is None:
+                    raise DataError(f"{flag}: eos_token {shown(token)} of {folder / name} is none of its tokens")
+                return i
+    for text in (_GPT2_EOD, "</s>"):
+        if (i := library.token_to_id(text)) is not None:
+            return i
+    raise DataError(f"{flag}: no eos_token in {' or '.join(_SETTINGS)} of {folder}. It ends a document; add one.")
 
 
 def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
@@ -118,7 +122,8 @@ def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
             "pip install transformers"
         ) from None
     try:
-        library = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)._tokenizer
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        library = found._tokenizer
     except Exception as error:
         raise DataError(f"{flag} holds no tokenizer that transformers can read: {error}") from None
     assert isinstance(library, tokenizers.Tokenizer)
@@ -128,7 +133,7 @@ def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
 def _json(flag: str, path: str) -> dict[str, Any]:
     try:
         found = json.loads(_read(flag, path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{flag} {path} is not an object of JSON")

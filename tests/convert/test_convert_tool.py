@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from programs import run, run_ranks
 from random_models import refused, saved, theirs, transformers
@@ -21,6 +22,7 @@ from megapipe.data.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
 from megapipe.training import commit
 from megapipe.training.resume import resume_problems
+from tools import generate_text
 
 
 def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_path):
@@ -147,3 +149,34 @@ def test_a_setting_that_does_nothing_in_a_model_keeps_it_from_no_family(idle):
     one_layer = '{"1": {"disable_bias_linear": true, "position_embedding_type": "rope", "use_rope_scaling": true}}'
     model = replace(GPT, per_layer_overrides=one_layer)
     assert resume_problems(vars(model), None, Config(model=replace(model, **idle)), "it")
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json merges.txt"])
+def test_an_import_takes_the_tokenizer_of_its_folder(tmp_path, files, capsys):
+    """It took tokenizer.model alone: what came from Qwen or GPT-2 could not be prompted with text."""
+    saved("gpt2", 1, tmp_path / "hf")
+    library = tokenizers.ByteLevelBPETokenizer(add_prefix_space=False)
+    library.train_from_iterator(["hello " * 9], vocab_size=257, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.save(str(tmp_path / "tokenizer.json"))
+    library.save_model(str(tmp_path))
+    (tmp_path / "hf" / "tokenizer.model").write_text("of another kind")
+    for name in files.split():
+        (tmp_path / name).rename(tmp_path / "hf" / name)
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "small")
+    assert any(note.endswith("it has 257 ids, and the embedding 128 rows") for note in done.notes)
+    assert any(note.startswith("no tokenizer is made of tokenizer.model: ") for note in done.notes)
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=300)
+    assert build_tokenizer(done.config.data).encode("hello") == library.encode("hello").ids
+    generate_text.main(["--load", str(tmp_path / "ours"), "--prompt", "hello", "--num-tokens", "2"])
+    assert "\nhello" in capsys.readouterr().out
+
+
+def test_an_import_that_a_full_disk_ends_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saved("gpt2", 1, tmp_path / "hf")
+    monkeypatch.setattr("megapipe.convert.tensors.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

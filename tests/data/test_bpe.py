@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import re
+import shutil
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tokenizers
+from programs import ROOT
 from tokenizers import processors
 
 from megapipe.config import DataConfig
@@ -154,3 +157,34 @@ def test_data_knows_its_tokenizer_whatever_files_it_came_from(made, saved, tmp_p
     assert not list(foreign(prefix, NullTokenizer(gpt2.vocab_size)))
     (line,) = foreign(prefix, begins)
     assert f"--data-path {prefix} was tokenised by another tokenizer, a GPT2BPETokenizer of" in line
+
+
+@pytest.mark.parametrize("token", [5, ["x"], {"content": 7}, {}, "no such token"])
+def test_an_end_of_text_that_is_no_token_is_named(saved, tmp_path, token):
+    shutil.copy(saved / "plain" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    said = f"eos_token {json.dumps(token)} of {tmp_path}/tokenizer_config.json is none of its tokens"
+    with pytest.raises(DataError, match=re.escape(said)):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+def test_code_of_a_tokenizers_folder_is_never_run_nor_asked_for(tmp_path, monkeypatch, capfd):
+    """transformers asked whether to run it, and a y did."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    planted = tmp_path / "hub"
+    planted.mkdir()
+    (planted / "mine.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'marker')!r}).touch()\n")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (planted / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="holds no tokenizer that transformers can read"):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(planted)))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_no_call_of_transformers_leaves_open_whether_code_is_run():
+    source = [path.read_text() for folder in ("megapipe", "tools") for path in (ROOT / folder).rglob("*.py")]
+    calls = [call for text in source for call in re.findall(r"\.from_pretrained\([^\n]*", text)]
+    assert len(calls) == 2
+    assert all("trust_remote_code=False" in call for call in calls)
