@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megapipe.errors import ConfigError
@@ -90,3 +93,14 @@ def test_what_cannot_be_rehearsed_is_refused_at_once():
         "--vocab-parallel-pipeline",
         "--transformer-impl",
     ]
+
+
+def test_a_rehearsal_ends_after_a_process_that_computed_with_several_threads():
+    """A fork has none of OpenMP's threads: on two cores the rehearsed rank waited for ever in its first LayerNorm."""
+    flags = f"--world-size 2 --ranks 0 --steps 1 -- {MODEL} --global-batch-size 4 --num-layers 2 "
+    code = (
+        "import sys, torch; from tools import rehearse; torch.set_num_threads(2); "
+        "torch.nn.functional.layer_norm(torch.randn(64, 4096), (4096,)).sum(); rehearse.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *flags.split(), "--pipeline-model-parallel-size", "2"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)

@@ -10,6 +10,7 @@ measured: --device says how fast links are, and without it they cost nothing.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
+
+import torch
 
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
@@ -132,7 +135,7 @@ def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, step
     """Each different pipeline rank, or those given, one after the other, in processes of their own."""
     ranks, same = world_ranks(config), alike(config, plan)
     answers = answers_of(config, plan, ranks)
-    context = multiprocessing.get_context("fork")  # of this process, which has no memory on a GPU and no threads
+    context = multiprocessing.get_context("fork")  # of this process, which has no memory on a GPU
     shown: dict[int, Rehearsed] = {}
     for at in sorted({same[r] for r in (range(len(ranks)) if positions is None else positions)}):
         receiver, sender = context.Pipe(duplex=False)
@@ -152,6 +155,9 @@ def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, step
 
 
 def _child(sender, config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> None:  # type: ignore
+    # As many threads as torchrun gives a rank. OpenMP's, if this process's parent had some, are gone after a fork, and
+    # the first operation that asks for them waits for ever.
+    torch.set_num_threads(int((os.environ.get("OMP_NUM_THREADS") or "1").split(",")[0]))
     try:
         sender.send(rehearse_rank(config, plan, rank, answers, steps))
     except UserError as error:
