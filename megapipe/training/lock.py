@@ -71,9 +71,7 @@ class Lock:
             if owner is None:
                 continue  # released meanwhile
             if _lives(self.path, owner, patience_s):
-                raise CheckpointError(
-                    f"--save {root} belongs to another run: {_who(owner)}. Wait for it or end it, or use another folder"
-                )
+                raise _anothers(root, owner)
             self._remove(owner, root)
             self.took_over = f"--save {root} belonged to a run that is gone: {_who(owner)}"
         self._beat_s = beat_s
@@ -99,7 +97,7 @@ class Lock:
         draft = self.path.with_name(f"{NAME}.{self._token}")
         draft.write_text(json.dumps(owner) + "\n")
         try:
-            os.link(draft, self.path)  # whole or not at all, and never over another
+            _put(draft, self.path)
         except FileExistsError:
             return False
         finally:
@@ -115,13 +113,27 @@ class Lock:
             os.rename(self.path, moved)
             if _read(moved) != owner:
                 with suppress(FileExistsError):
-                    os.link(moved, self.path)
+                    _put(moved, self.path)
             moved.unlink()
 
     def _beat(self) -> None:
         while not self._over.wait(self._beat_s):
             with suppress(OSError):
                 os.utime(self.path)
+
+
+def _put(draft: Path, path: Path) -> None:
+    """The same file under another name, whole or not at all. Raises: FileExistsError, never over another."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links: exFAT, some SMB, object stores through FUSE
+        text, file = draft.read_bytes(), os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        try:
+            os.write(file, text)  # who reads before it sees a damaged file, whose owner lives as long as it is touched
+        finally:
+            os.close(file)
 
 
 @contextmanager
@@ -134,6 +146,19 @@ def _in_turn(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def refuse_living(root: Path) -> None:
+    """What a `Lock` of it would refuse. Raises: CheckpointError."""
+    owner = _read(root / NAME)
+    if owner is not None and _lives(root / NAME, owner, PATIENCE_S):
+        raise _anothers(root, owner)
+
+
+def _anothers(root: Path, owner: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"--save {root} belongs to another run: {_who(owner)}. Wait for it or end it, or use another folder"
+    )
 
 
 def refuse_others(root: Path) -> None:

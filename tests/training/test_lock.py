@@ -78,7 +78,32 @@ def test_a_damaged_file_is_a_dead_owners(tmp_path, text):
     Lock(tmp_path, patience_s=0.1).release()
 
 
-def test_of_many_that_find_a_dead_owner_one_gets_the_folder(tmp_path):
+@pytest.fixture(params=["hard links", "none"])
+def links(request, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(1, "Operation not permitted", str(source), None, str(target))  # vfat's answer
+
+    if request.param == "none":
+        monkeypatch.setattr(os, "link", refuse)
+
+
+def test_a_folder_without_hard_links_has_one_owner_too(tmp_path, links):
+    mine = Lock(tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        Lock(tmp_path)
+    mine.check()
+    mine.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_takes_no_file_at_all_is_the_error_that_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
+    with pytest.raises(PermissionError, match="Permission denied"):
+        Lock(tmp_path)
+
+
+def test_of_many_that_find_a_dead_owner_one_gets_the_folder(tmp_path, links):
     Lock(tmp_path, beat_s=60)._over.set()
     owner = json.loads((tmp_path / NAME).read_text())
     (tmp_path / NAME).write_text(json.dumps(owner | {"born": "1"}))
