@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from megapipe.checks.inputs import machine_problems, path_problems
+from megapipe.checks.inputs import ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config
-from megapipe.data.tokenizer import assumed_vocab_size, build_tokenizer
+from megapipe.data.build import Datasets, build_datasets, reads
+from megapipe.data.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.overrides import inline
-from megapipe.plan import changes, make_plan, summary
-from megapipe.training.checkpoint import find_checkpoint
+from megapipe.models.provider import find_provider
+from megapipe.plan import Plan, changes, make_plan, summary
+from megapipe.training.checkpoint import find_checkpoint, refuse_load, refuse_save
+from megapipe.training.commit import refuse_without_room
+from megapipe.training.lock import refuse_living
+from megapipe.training.same import contents
 from megapipe.training.saved_config import with_checkpoint_args
+
+DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 
 def start_block(config: Config) -> str:
@@ -34,7 +43,7 @@ def as_here(config: Config) -> Config:
     return on_cpus(config) if built_for_cpus() else config
 
 
-def check(config: Config) -> None:
+def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     """Print what would run; starts nothing. --check-paths no goes on without the files that it misses.
 
     Raises: UserError with every problem.
@@ -52,9 +61,10 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
     vocab, said = vocabulary(config)
     padded = config.model.padded_vocab(vocab)
-    plan = make_plan(replace(config, model=replace(inline(config.model), padded_vocab_size=padded)))
+    as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
+    plan, par = make_plan(as_run), config.parallel
     found = find_checkpoint(config.checkpoint) if not missing else None
-    par = config.parallel
+    data = [] if missing else _launch(as_run, plan, found, datasets)
     lines = [
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
@@ -65,12 +75,39 @@ def check(config: Config) -> None:
         *(f"missing: {text}" for text in [*missing, *said]),
         *(f"on this machine: {text}" for text in here),
         f"starts from {found}" if found else "",
+        *data,
         changes(plan),
         summary(plan, config),
         f"pipeline schedule {plan.schedule.name}: predicted bubble "
         f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
     ]
     print("\n".join(line for line in lines if line), flush=True)
+
+
+def _launch(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider) -> list[str]:
+    """What the launch reads, and what it would refuse of folders, checkpoint, program and data. Makes no folder.
+
+    start: the checkpoint to load. Raises: ConfigError with every problem.
+    """
+    flags, said = config.checkpoint, list[str]()
+    problems = ask(lambda: refuse_save(flags, start))
+    if flags.save is not None:
+        root = there = Path(flags.save)
+        while not there.exists():
+            there = there.absolute().parent
+        if not os.access(there, os.W_OK | os.X_OK):
+            problems.append(f"--save {root}: {there} may not be written to by this user. Give another folder.")
+        size = plan.saved_bytes([work.parameters for work in plan.works], optimizer=not flags.no_save_optim)
+        problems += ask(lambda: refuse_living(root))
+        problems += ask(lambda: refuse_without_room(there, size))
+    if start is not None:
+        problems += ask(lambda: refuse_load(start, config, contents(config)))
+    if (named := config.model.model_provider) is not None:
+        problems += ask(lambda: find_provider(named))
+    problems += ask(lambda: said.append(reads(config, datasets(config, build_tokenizer(config.data)))))
+    if problems:
+        raise ConfigError(problems)
+    return said
 
 
 def vocabulary(config: Config) -> tuple[int, list[str]]:

@@ -83,6 +83,20 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
         commit.refuse_to_overwrite(Path(config.save), after)
 
 
+def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:
+    """What `load_checkpoint` would refuse of settings, without a model. Damage is its to see, file by file.
+
+    Raises: CheckpointError.
+    """
+    try:
+        commit.read_manifest(folder)
+    except commit.Damaged:
+        if config.checkpoint.ckpt_step is None and commit.iterations_in(folder.parent)[0] < commit.iteration_of(folder):
+            return  # an older one is taken then
+        raise
+    _read_state(folder, not _weights_alone(config), config, contents)
+
+
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
@@ -180,12 +194,11 @@ def load_checkpoint(
     from megapipe.training import shards
 
     flags = config.checkpoint
-    weights_alone = flags.finetune or flags.no_load_optim or config.train.freeze_all_layers or config.data.skip_train
-    with_optimizer = None if weights_alone else optimizer
+    with_optimizer = None if _weights_alone(config) else optimizer
     if not checked:
         files = together(mesh, lambda: commit.read_manifest(folder))
         together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
-    content, other = together(mesh, lambda: _read_state(folder, with_optimizer, config, contents))
+    content, other = together(mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents))
     held = {} if with_optimizer is None else with_optimizer.state()
     tensors = shards.tensors_of(stages, held, mesh)
     needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
@@ -220,6 +233,11 @@ def load_checkpoint(
     )
 
 
+def _weights_alone(config: Config) -> bool:
+    flags = config.checkpoint
+    return flags.finetune or flags.no_load_optim or config.train.freeze_all_layers or config.data.skip_train
+
+
 def _content(
     iteration: int,
     state: Mapping[str, Any],
@@ -249,7 +267,7 @@ def _see(folder: Path, mesh: ProcessMesh) -> None:
 
 
 def _read_state(
-    folder: Path, optimizer: Optimizer | None, config: Config, contents: Mapping[str, str] | None
+    folder: Path, with_optimizer: bool, config: Config, contents: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """What the file has, and what of it this run changes."""
     changed: dict[str, str] = {}
@@ -263,7 +281,7 @@ def _read_state(
             changed = changed_settings(content["config"], content["state"].get("contents"), config, contents)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
-    problems = resume_problems(model, None if optimizer is None else scheduler, config, folder.name)
+    problems = resume_problems(model, scheduler if with_optimizer else None, config, folder.name)
     if problems := problems + unnamed(changed, config, folder.name):
         raise CheckpointError(problems)
     return content, list(changed.values())

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -16,7 +16,7 @@ from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets, reads
 from megapipe.data.loader import Microbatch
 from megapipe.data.sources import mapped_files, refuse_cut_off
-from megapipe.data.tokenizer import Tokenizer, build_tokenizer
+from megapipe.data.tokenizer import build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
     device_name,
@@ -35,7 +35,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary, with_batch
-from megapipe.training.check import as_here, check, start_block
+from megapipe.training.check import DatasetsProvider, as_here, check, start_block
 from megapipe.training.checkpoint import check_save, find_checkpoint, refuse_save
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
@@ -57,8 +57,6 @@ from megapipe.training.signals import Stopping, triggered
 from megapipe.training.stdout import stdout_may_break
 from megapipe.training.step import Pipeline, Rates, StepResult, train_step
 from megapipe.training.together import on_first
-
-DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 
 @stdout_may_break()
@@ -82,7 +80,7 @@ def pretrain(
         if the run was asked to stop before its end (docs/troubleshooting.md).
     """
     if config.check.check:
-        check(config)
+        check(config, datasets)
         return
     started = time.monotonic()
     config = as_here(config)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import pretrain_gpt
 from megapipe.checks.machine import on_cpus
 from megapipe.config import Config
+from megapipe.data.indexed import IndexedWriter
 from megapipe.flags.parse import parse
+from megapipe.training.lock import Lock
 
 RUN = (
     "--check --check-paths no --world-size 16 --num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 "
@@ -49,6 +54,80 @@ def test_a_check_that_finds_a_problem_exits_with_2(capsys):
     with pytest.raises(SystemExit):
         pretrain_gpt.main(RUN.replace("--check-paths no", "--check-paths yes").split())
     assert "no.model: No such file" in capsys.readouterr().err
+
+
+TINY = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 15 --num-workers 0 --micro-batch-size 1 --global-batch-size 2 "
+    "--train-iters 4 --eval-iters 0 --save-interval 2 --log-interval 100 --data-path"
+)
+
+
+def flags(folder: Path, rest: str) -> list[str]:
+    return f"{TINY} {folder}/d --split 1,0,0 {rest}".replace(" F/", f" {folder}/").split()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with data, and a run of two steps that has been saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    with IndexedWriter(folder / "d", np.uint16) as writer:
+        writer.add_documents(np.arange(40) % 15, np.full(4, 10))
+    pretrain_gpt.main(flags(folder, "--save F/c --exit-interval 2"))
+    return folder
+
+
+def refusal(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        pretrain_gpt.main(given)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more, text",
+    [
+        ("--save F/c", "--save F/c has checkpoints of iterations 2 already, and this run starts at 0"),
+        ("--save F/locked", "--save F/locked belongs to another run: process "),
+        ("--load F/c --seed 7", "--seed is 7, and was 1234"),
+        ("--load F/c --hidden-size 16", "--hidden-size is 16, but iter_0000002 has 8"),
+        ("--load F/c --min-lr 1e-4", "iter_0000002 was trained with other settings"),
+        ("--load F/c --ckpt-step 1", "--ckpt-step 1: F/c has no such checkpoint"),
+        ("--eval-interval 1 --eval-iters 1 --split 98,1,1", "--split 98,1,1 leaves no tokens for validation"),
+        ("--model-provider F/none.py:provider", "F/none.py"),
+        ("--save F/full", "--save F/full: a checkpoint takes "),
+    ],
+)
+def test_a_check_refuses_what_the_launch_refuses(saved, capsys, monkeypatch, more, text):
+    if "full" in more:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=7))
+        (saved / "full").mkdir(exist_ok=True)
+    lock = Lock(saved / "locked") if "locked" in more else None
+    given = flags(saved, more)
+    launched = refusal(given, capsys)
+    assert text.replace("F/", f"{saved}/") in launched
+    checked = refusal([*given, "--check"], capsys)
+    number = r"[\d,]+ bytes"  # of a checkpoint as planned, and of its tensors
+    assert re.sub(number, "", checked) == re.sub(number, "", launched)
+    if lock is not None:
+        lock.release()
+
+
+def test_a_check_of_what_goes_on_says_what_it_reads_and_makes_nothing(saved, capsys):
+    before = sorted(saved.rglob("*"))
+    pretrain_gpt.main(flags(saved, "--check --load F/c --save F/c"))
+    text = capsys.readouterr().out
+    assert f"starts from {saved}/c/iter_0000002\n" in text
+    assert f"data: 8 samples of 8 tokens for train\n  from {saved}/d: 4 documents, 40 tokens, 1.6 epochs\n" in text
+    pretrain_gpt.main(flags(saved, "--check --save F/new/folder"))
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_a_check_names_a_folder_that_this_user_may_not_write_to(saved, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(saved))
+    given = flags(saved, "--check --save F/new/folder")
+    assert f"--save {saved}/new/folder: {saved} may not be written to by this user" in refusal(given, capsys)
 
 
 def test_a_torch_without_cuda_runs_a_clusters_flags_and_says_how():
