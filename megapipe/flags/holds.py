@@ -12,15 +12,18 @@ from typing import NamedTuple
 
 
 class Holds(NamedTuple):
-    """Why a flag may be given. values: those it may have; none for a switch, `*` for any, SEVERAL for any number."""
+    """Why a flag may be given.
+
+    values: those it may have, none for a switch. `*` is any, `#` an integer; MANY at the end: one or more of them.
+    """
 
     values: tuple[str, ...]
     because: str
 
 
-SEVERAL = ("*", "...")
+MANY = "..."
 
-# A switch has its name alone; `=a|b`: one of these values; `=*`: any; `=*|...`: any number of them.
+# A switch has its name alone; `=a|b`: one of these values; `=*`: any; `=#`: an integer; `=*|...`: several.
 _ROWS = """
 # model
 use-mcore-models use-legacy-models: there is one model
@@ -30,13 +33,13 @@ apply-query-key-layer-scaling: the factor cancels out; it guards scores of fp16,
 openai-gelu: without effect, as in Megatron-LM: --no-bias-gelu-fusion chooses the form of GELU
 no-position-embedding: rotary positions add nothing to the embedding
 use-flash-attn: torch takes its flash kernel where it has one; --attention-backend flash insists
-flash-attention-version=*: the kernel is torch's
+flash-attention-version=2|3|4: the kernel is torch's
 softmax-type=vanilla: the softmax is the plain one
 rotary-seq-len-interpolation-factor=1: positions are not interpolated
 no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm
     no-gradient-accumulation-fusion no-gradient-reduce-div-fusion: names a fused kernel that we do not have
-use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-fused-weighted-squared-relu: asks
-    for a fused kernel; ours compute the same unfused
+use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-fused-weighted-squared-relu: asks for
+    a fused kernel; ours compute the same unfused
 disable-jit-fuser: nothing is compiled without --compile
 te-rng-tracker inference-rng-tracker: random streams are our own, by layer and microbatch
 cross-entropy-fusion-impl=native: what --cross-entropy-loss-fusion is made of
@@ -45,8 +48,9 @@ test-mode: layers do not test themselves while they run
 enable-experimental: each feature has its own flag
 # precision and optimizer
 accumulate-allreduce-grads-in-fp32: gradients are added in float32, and reduced so without --grad-reduce-in-bf16
-num-distributed-optimizer-instances=*: optimizer state is split over all data-parallel ranks, which is less
-data-parallel-sharding-strategy=no_shard: parameters and gradients are whole on each rank
+num-distributed-optimizer-instances=#: optimizer state is split over all data-parallel ranks, which is less
+data-parallel-sharding-strategy=no_shard|optim|optim_grads|optim_grads_params: parameters and gradients are whole on
+    each rank
 muon-fp32-matmul-prec=medium|high: Newton-Schulz is computed in float32, so that no rounding depends on the layout
 muon-tp-mode=duplicated|distributed: each tensor-parallel rank makes the whole matrix orthogonal
 muon-use-syrk: a kernel that we do not have; the same products
@@ -55,40 +59,41 @@ muon-scalar-optimizer=adam: all but muon's matrices have adam
 overlap-param-gather-with-optimizer-step: weights are gathered in the next step, each stage's before its first forward
 DDP-impl=local|torch: gradients are reduced out of flat buffers, stage by stage
 use-nccl-ub disable-symmetric-registration high-priority-a2a-comm-stream nccl-communicator-config-path=*
-    high-priority-stream-groups=* sharp-enabled-group=*: NCCL has its defaults
-no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding: --sequence-parallel sums and splits
-    the embedding's output in one collective
-train-sync-interval=*: the host waits for the device once a step
+    high-priority-stream-groups=*|... sharp-enabled-group=dp|dp_replica: NCCL has its defaults
+no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding: --sequence-parallel sums and splits the
+    embedding's output in one collective
+train-sync-interval=#: the host waits for the device once a step
 init-model-with-meta-device: a layer's weights are made where they stay
-no-align-grad-reduce disable-align-grad-reduce no-align-param-gather: each stage is reduced and gathered where the
-    table says, at no common moment
+no-align-grad-reduce disable-align-grad-reduce no-align-param-gather: each stage is reduced and gathered where the table
+    says, at no common moment
 ddp-pad-buckets-for-high-nccl-busbw: each rank's part of a bucket is padded to 64 elements
 ddp-average-in-collective: gradients are added up and divided in float32
-overlap-p2p-communication overlap-p2p-communication-warmup-flush: the schedule's table orders messages and passes;
-    there is nothing to set
-defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=*: zero-bubble schedules defer weight gradients
+overlap-p2p-communication overlap-p2p-communication-warmup-flush: the schedule's table orders messages and passes; there
+    is nothing to set
+defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=#: zero-bubble schedules defer weight gradients
 tp-comm-overlap tp-comm-overlap-rs-dgrad no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag
-    no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad
-    disable-tp-comm-bulk-wgrad disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag
-    disable-tp-comm-split-rs no-async-tensor-model-parallel-allreduce tp-comm-overlap-cfg=*
-    tp-comm-bootstrap-backend=*: collectives over tensor-parallel ranks do not overlap with products
+    no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
+    disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs
+    no-async-tensor-model-parallel-allreduce tp-comm-overlap-cfg=* tp-comm-bootstrap-backend=nccl|mpi|gloo: collectives
+    over tensor-parallel ranks do not overlap with products
 pipeline-model-parallel-comm-backend=nccl: what --distributed-backend says
-hierarchical-context-parallel-sizes=*|...: keys travel in one ring; --cp-comm-type a2a+p2p is p2p
+hierarchical-context-parallel-sizes=#|...: keys travel in one ring; --cp-comm-type a2a+p2p is p2p
 disable-gloo-process-groups use-sharp create-all-gather-group: one process group per mesh axis
 distribute-saved-activations: --sequence-parallel splits activations over tensor-parallel ranks
 empty-unused-memory-level=0|1|2: torch's allocator keeps freed memory for the next step
-manual-gc no-manual-gc-eval disable-manual-gc-eval manual-gc-interval=*: Python collects garbage when it wants to
-cuda-graph-impl=* cuda-graph-warmup-steps=* cuda-graph-scope=*|... cuda-graph-modules=*|... enable-cuda-graph
-    external-cuda-graph optimizer-cuda-graph: kernels are launched one by one, without CUDA graphs
-local-rank=*: the launcher passes the rank in the environment
-expert-model-parallel-size=1 expert-tensor-parallel-size=*: there are no experts
+manual-gc no-manual-gc-eval disable-manual-gc-eval manual-gc-interval=#: Python collects garbage when it wants to
+cuda-graph-impl=none|local|transformer_engine|full_iteration cuda-graph-warmup-steps=# cuda-graph-scope=*|...
+    cuda-graph-modules=*|... enable-cuda-graph external-cuda-graph optimizer-cuda-graph: kernels are launched one by
+    one, without CUDA graphs
+local-rank=#: the launcher passes the rank in the environment
+expert-model-parallel-size=1 expert-tensor-parallel-size=#: there are no experts
 # data
 no-create-attention-mask-in-dataloader: the loader makes no mask; attention is causal
 no-mmap-bin-files dataloader-fast-cache-load dataloader-defer-npy-index-mmap: indices are mapped, tokens read ahead by
     --num-workers threads
 per-dataset-sequences-path=*: the headers of the files say it
 allow-ambiguous-pad-tokens: nothing is padded, and no id loses its loss for being a pad
-num-dataset-builder-threads=*: indices are built in one thread, and kept in --data-cache-path
+num-dataset-builder-threads=#: indices are built in one thread, and kept in --data-cache-path
 exit-signal-handler-for-dataloader: readers are threads and stop with their process
 disable-msc: files are read from the file system
 trust-remote-code: no code of a tokenizer's folder is run
@@ -98,18 +103,19 @@ no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-che
 use-dist-ckpt dist-ckpt-format=torch_dist: checkpoints are always distributed
 ckpt-format=torch_dist|torch: checkpoints are torch's distributed ones, stored as safetensors
 auto-detect-ckpt-format: a checkpoint's format is read off its folder
-async-ckpt-use-cpu-shm use-persistent-ckpt-worker async-strategy=* async-ckpt-cpu-priority=* async-ckpt-io-priority=*
-    dist-ckpt-workers=*: a process beside each rank writes for --async-save, from shared memory, as long as the run
-    lives
+async-ckpt-use-cpu-shm use-persistent-ckpt-worker async-strategy=nvrx|mcore async-ckpt-cpu-priority=#
+    async-ckpt-io-priority=# dist-ckpt-workers=#: a process beside each rank writes for --async-save, from shared
+    memory, as long as the run lives
 ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
-    ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create ckpt-fully-parallel-load-exchange-algo=*
-    ckpt-fully-parallel-load-process-group=* ckpt-fully-parallel-save-process-group=* ckpt-pg-tensors-cache-path=*:
-    every rank writes a share of what it holds, and reads what it needs
-dist-ckpt-strictness=*: a missing or unexpected tensor always stops the load
-dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient
-    no-ckpt-load-validate-sharding-integrity disable-ckpt-load-validate-sharding-integrity
-    dist-ckpt-save-pre-mcore-014 ckpt-drop-redundant-extra-state: a checkpoint's tensors must be exactly the model's,
-    whatever layout wrote it
+    ckpt-fully-parallel-load-per-rank-objects ckpt-pg-tensors-cache-create
+    ckpt-fully-parallel-load-exchange-algo=broadcast|gather_rounds|gather_object
+    ckpt-fully-parallel-load-process-group=dp|ep_dp ckpt-fully-parallel-save-process-group=dp|ep_dp
+    ckpt-pg-tensors-cache-path=*: every rank writes a share of what it holds, and reads what it needs
+dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all|return_unexpected|
+    return_all|ignore_all: a missing or unexpected tensor always stops the load
+dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient no-ckpt-load-validate-sharding-integrity
+    disable-ckpt-load-validate-sharding-integrity dist-ckpt-save-pre-mcore-014 ckpt-drop-redundant-extra-state: a
+    checkpoint's tensors must be exactly the model's, whatever layout wrote it
 verify-integrity: every file's size and SHA-256 are checked before a load
 no-save-tokenizer-assets disable-save-tokenizer-assets: no tokenizer file is copied
 no-save-rng no-load-rng: there is no random state to keep: streams follow from the seed, the layer and the sample
@@ -118,17 +124,17 @@ no-one-logger: there is no such logger
 no-barrier-with-level-1-timing: no timer adds a barrier
 log-batch-size-to-tensorboard log-learning-rate-to-tensorboard: always in TensorBoard
 no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard: it is one more curve there
-logging-level=* log-memory-interval=* straggler-ctrlr-port=* straggler-minmax-count=* log-energy
+logging-level=# log-memory-interval=# straggler-ctrlr-port=# straggler-minmax-count=# log-energy
     disable-straggler-on-startup log-device-memory-used log-max-attention-logit record-memory-history
-    measure-activation-memory dump-param-to-param-group-map memory-snapshot-path=* config-logger-dir=*
+    measure-activation-memory dump-param-to-param-group-map=* memory-snapshot-path=* config-logger-dir=*
     profile-memory-iter=* app-tag-run-name=* app-tag-run-version=* one-logger-project=* one-logger-run-name=*
-    one-logger-async otel-enabled otel-service-name=* otel-span-groups=*|...: not logged
+    one-logger-async otel-enabled otel-service-name=* otel-span-groups=*: not logged
 nvtx-ranges: passes are labelled for torch's profiler
-flight-recorder-dump-path=* flight-recorder-trace-buffer-size=* flight-recorder-include-stack-trace
+flight-recorder-dump-path=* flight-recorder-trace-buffer-size=# flight-recorder-include-stack-trace
     disable-flight-recorder-dump-on-timeout disable-flight-recorder-extra-dump-on-exec
-    disable-flight-recorder-include-only-active no-flight-recorder-dump-on-timeout
-    no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active: a rank that hangs is named with its
-    pass; NCCL's recorder is left to TORCH_NCCL_ in the environment
+    disable-flight-recorder-include-only-active no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+    no-flight-recorder-include-only-active: a rank that hangs is named with its pass; NCCL's recorder is left to
+    TORCH_NCCL_ in the environment
 # sail-sg/zero-bubble-pipeline-parallelism
 enable-zb-runtime no-pre-communication-optimization: one executor runs every schedule
 zero-bubble-pipeline-timers-start-iter=* zero-bubble-pipeline-timers-end-iter=* schedule-timer-start=*
@@ -151,7 +157,7 @@ def rows_of(text: str) -> Iterator[tuple[str, str]]:
 HOLDS = {
     f"--{name}": Holds(tuple(values.split("|")) if values else (), because)
     for names, because in rows_of(_ROWS)
-    for name, _, values in (word.partition("=") for word in names.split())
+    for name, _, values in (word.partition("=") for word in names.replace("| ", "|").split())
 }
 
 _OLD = """

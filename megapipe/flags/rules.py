@@ -6,10 +6,11 @@ would change numbers, or promises what is not here, is refused; `docs/megatron.m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megapipe.flags.holds import HOLDS, OLD_FLAGS, SEVERAL, rows_of
+from megapipe.flags.holds import HOLDS, MANY, OLD_FLAGS, rows_of
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.zero_bubble import SWITCHES
 
@@ -69,11 +70,13 @@ KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLA
 def value_problem(name: str, values: Sequence[str]) -> str | None:
     """What is wrong with the values of a flag in HOLDS, in one line, or None."""
     allowed, because = HOLDS[name]
-    if len(values) != (1 if allowed else 0) and not (values and allowed == SEVERAL):
+    if len(values) != (1 if allowed else 0) and not (values and MANY in allowed):
         return f"{name} takes {'one value' if allowed else 'no value'}, got {' '.join(values) or 'none'}"
-    if not allowed or "*" in allowed or values[0] in allowed:
-        return None
-    return f"{name} {values[0]}: only {', '.join(allowed)} is implemented ({because})"
+    wrong = [value for value in values if not {"*", value}.intersection(allowed)]
+    if "#" in allowed:
+        wrong = [value for value in wrong if not re.fullmatch(r"-?\d+", value)]
+        return f"{name} {' '.join(wrong)}: expected an integer" if wrong else None
+    return f"{name} {' '.join(wrong)}: only {', '.join(allowed)} is implemented ({because})" if wrong else None
 
 
 def reason(name: str) -> str:

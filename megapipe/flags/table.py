@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from megapipe.config import Config
-from megapipe.flags.holds import HOLDS
+from megapipe.flags.different import DIFFERENT, Different
+from megapipe.flags.holds import HOLDS, MANY
 from megapipe.flags.idle import IDLE
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.parse import OLD_NAMES, Flag, flags_of, text_of
@@ -43,6 +44,11 @@ def table() -> str:
             *_rows(("flag", "means"), ((f"`{name}`", flag) for name, flag in sorted(means.items()))),
             f"\n### Hold already: accepted, and a line at start says what happens instead ({len(HOLDS)})\n",
             *_rows(("what happens instead", "values", "flags"), sorted((*row, " ".join(holds[row])) for row in holds)),
+            f"\n### Defaults, choices and numbers of values that are not Megatron-LM's ({len(DIFFERENT)})\n",
+            *_rows(
+                ("flag", "what", "Megatron-LM", "megapipe", "why"),
+                (_different(ours[row.flag], row) for row in DIFFERENT),
+            ),
             "\n### Accepted with a line where there is nothing to act on, as in Megatron-LM\n",
             *_rows(("flag", "what happens instead"), idle),
             f"\n### Refused in one line ({sum(map(len, refused.values()))})\n",
@@ -68,8 +74,15 @@ def _default(flag: Flag) -> str:
     return "" if flag.default in (None, ()) else f"`{flag.default}`"
 
 
+def _different(flag: Flag, row: Different) -> tuple[str, ...]:
+    default = " ".join(flag.default) if isinstance(flag.default, tuple) else str(flag.default)
+    here = {"default": default, "choices": flag.allowed, "values": flag.count}[row.what]
+    return flag.name, row.what, row.there, here, row.why
+
+
 def _values(values: tuple[str, ...]) -> str:
-    return "any" if "*" in values else ", ".join(f"`{value}`" for value in values)
+    words = {"*": "any", "#": "an integer", MANY: "or several"}
+    return ", ".join(words.get(value, f"`{value}`") for value in values)
 
 
 def _help(flag: Flag) -> str:

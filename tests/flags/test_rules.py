@@ -204,6 +204,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
         "--save-keep-last",
+        "--save-remove-earlier",
         "--save-failure",
         "--override-on-load",
         "--max-bad-iterations-in-a-row",
