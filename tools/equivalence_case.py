@@ -15,6 +15,7 @@ from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from megapipe.schedule import Costs, Schedule, build, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from tools.drawn_tables import drawn_table
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -65,6 +66,7 @@ class Case:
     """One training run.
 
     Attributes:
+        drawn: seed of a table of tools/drawn_tables.py that takes the place of the schedule's.
         microbatches: per data-parallel rank; each of `batch` sequences.
         chunks: stages per rank where the schedule leaves a choice.
         layers: of each position of the chain; a position may have none.
@@ -74,6 +76,7 @@ class Case:
         variable: the microbatches differ in length.
         distributed: optimizer state is split over data parallel.
         overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
+        buckets: in which each stage's gradients are reduced then.
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
         vocabulary: the ranks of the pipeline share it.
@@ -112,6 +115,8 @@ class Case:
     loss_scale: float = 1.0
     compile: bool = False
     vocabulary: bool = False
+    drawn: int | None = None
+    buckets: int = 1
 
     @property
     def whole(self) -> Case:
@@ -136,13 +141,15 @@ class Case:
             metrics="none",
             compile=False,
             vocabulary=False,
+            drawn=None,
+            buckets=1,
         )
 
     @property
     def same_bits(self) -> bool:
         """Is every number the sum of the same terms in the same order as in one process?"""
         one = self.tp == self.cp == self.dp == 1 and not (self.compile or self.vocabulary)
-        return one and entry_of(self.schedule).copies == 1
+        return one and self.drawn is None and entry_of(self.schedule).copies == 1
 
     @property
     def config(self) -> Config:
@@ -176,6 +183,7 @@ class Case:
                 use_ring_exchange_p2p=self.p2p == "ring",
                 use_distributed_optimizer=self.distributed,
                 overlap_grad_reduce=self.overlap,
+                ddp_num_buckets=self.buckets if self.overlap and self.buckets > 1 else None,
                 overlap_param_gather=self.overlap and self.distributed,
             ),
             train=TrainConfig(
@@ -227,13 +235,18 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    return _table(case.schedule, case.pp, case.microbatches, case.chunks, case.file, case.vocabulary)
+    return _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.file, case.vocabulary)
 
 
 @lru_cache(maxsize=256)
-def _table(name: str, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool) -> Schedule:
+def _table(
+    name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool
+) -> Schedule:
     options: dict[str, Any] = {"effort": 0.1} if name == "zb-auto" else {}
-    schedule = build(name, pp, microbatches, chunks=chunks, **options)
+    if drawn is None:
+        schedule = build(name, pp, microbatches, chunks=chunks, **options)
+    else:
+        schedule = drawn_table(drawn, pp, microbatches)
     schedule = with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule
     if file is None:
         return schedule

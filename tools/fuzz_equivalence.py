@@ -51,6 +51,7 @@ def run(case: Case) -> list[str]:
 
 def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
     """A case of one of these schedules that it allows, of at most 8 ranks. names: as `build` takes them, no files."""
+    draws = len(names) == len(SCHEDULES)
     while True:
         name, pp = rng.choice(names), rng.randint(1, 4)
         tp, dp = rng.choice(
@@ -77,6 +78,8 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             variable=cp < 4 and rng.random() < 0.25,
             distributed=dp * cp > 1 and rng.random() < 0.5,
             overlap=dp * cp > 1 and rng.random() < 0.5,
+            drawn=rng.randrange(10**6) if draws and rng.random() < 0.4 else None,
+            buckets=rng.choice((1, 2, 3, 9)),
             dtype=rng.choice(("float64", "float64", "float64", "float32", "bfloat16", "float16")),
             attention_dropout=rng.choice((0.0, 0.1, 0.3)),
             hidden_dropout=rng.choice((0.0, 0.1)),

@@ -127,6 +127,11 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
                 f"{twin}. Gradients are summed between mirrored ranks, 0 and {place.num_ranks - 1}, and so on inward."
             )
             return
+    if place.num_chains == 2 and (empty := set(range(place.num_ranks)) - set(place.rank_of[: place.chain])):
+        yield (
+            f"--pipeline-schedule {name}: rank {min(empty)} has no stage of the first chain, 0 to {place.chain - 1}. "
+            "With two chains every rank needs a stage of each."
+        )
 
 
 def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -76,7 +77,7 @@ class Request:
         loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
         stream: the randomness of a microbatch.
         variable_seq_lengths: for this step, as for all of an engine.
-        on_last_backward: called with a stage's number before the backward pass of its last microbatch.
+        around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
         on_stage_done: called with a stage's number when its last pass is over.
         on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
         of_stage: how to begin the table's passes of a stage as a whole, see pipeline_parallel.execute.
@@ -97,7 +98,7 @@ class Request:
     loss_scale: Callable[[], float] = lambda: 1.0
     stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
     variable_seq_lengths: bool = False
-    on_last_backward: Callable[[int], None] | None = None
+    around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
     on_stage_done: Callable[[int], None] | None = None
     on_layer_done: Callable[[int, int, int], None] | None = None
     of_stage: Mapping[Kind, StartOfStage] | None = None
@@ -230,7 +231,7 @@ def _stages(
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-    share, last = step.num_microbatches // table.placement.num_chains, step.on_last_backward
+    around, done = step.around_last_backward, step.on_layer_done
     paired = {p.stage for row in table.ranks for item in row if len(item) > 1 for p in item}
     shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
     return {
@@ -247,8 +248,9 @@ def _stages(
             overlaps=overlap and number in paired,
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
-            on_last_backward=None if last is None else (share, partial(last, number)),
-            on_layer_done=step.on_layer_done and (share, partial(step.on_layer_done, number)),
+            last=table.last.get(number),
+            around_last_backward=around and partial(around, number),
+            on_layer_done=done and partial(done, number),
         )
         for number, (module, _) in chunks.items()
     }

@@ -126,7 +126,7 @@ class Step:
         told: list[Loss] = []
         ours = {"on_loss": told.append} | _said_by(config) | self._stream(num_microbatches, engine.mesh) | ours
         if not forward_only:
-            ours = {"on_last_backward": sync.on_last_backward, "on_stage_done": sync.on_stage_done} | ours
+            ours = {"around_last_backward": sync.around_last_backward, "on_stage_done": sync.on_stage_done} | ours
         with _timed(config), sync.off(not forward_only):
             results = engine(
                 forward_step_func=forward_step_func,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,8 +48,11 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
 
 
 class GradSync:
-    """Synchronisation of gradients is off but while each stage's last backward runs; or, with a grad_sync_func, that is
-    called when the stage is done, and the backward synchronises nothing.
+    """Synchronisation of gradients is off but while each stage's last backward runs, for that stage; or, with a
+    grad_sync_func, while that is called when the stage is done, and no backward synchronises.
+
+    A no_sync_func that is one for all chunks opens and closes for all. As it is closed for no longer than one backward,
+    which is of one chunk, no gradient of another arrives meanwhile.
 
     Args:
         chunks: the modules of this rank by stage, in ascending order.
@@ -58,44 +61,51 @@ class GradSync:
     def __init__(self, config: Any, chunks: Mapping[int, nn.Module]) -> None:
         self.config, self.chunks = config, chunks
         self._no_sync = _per_chunk(config, "no_sync_func", len(chunks), one_for_all=True)
+        self._of_stage = {stage: n if len(self._no_sync) > 1 else 0 for n, stage in enumerate(chunks)}
         grad_sync = _per_chunk(config, "grad_sync_func", len(chunks))
         self._grad_sync = dict(zip(chunks, grad_sync, strict=True)) if grad_sync else {}
         param_sync = _per_chunk(config, "param_sync_func", len(chunks))
         self._param_sync = dict(zip(chunks, param_sync, strict=True)) if param_sync else {}
-        self._off: ExitStack | None = None
+        self._off: dict[int, AbstractContextManager[Any]] = {}
 
     @contextmanager
     def off(self, training: bool) -> Iterator[None]:
         """A step: param_sync_func of every chunk, then no synchronisation but where a stage ends."""
         for stage, sync in self._param_sync.items():
             sync(self.chunks[stage].parameters())
-        if training:
-            self._turn_off()
         try:
+            for which in range(len(self._no_sync) if training else 0):
+                self._turn_off(which)
             yield
         finally:
-            self._turn_on()
+            for which in list(self._off):
+                self._turn_on(which)
 
-    def _turn_off(self) -> None:
-        if self._off is None:
-            self._off = ExitStack()
-            for no_sync in self._no_sync:
-                self._off.enter_context(no_sync())
+    def _turn_off(self, which: int) -> None:
+        off = self._no_sync[which]()
+        off.__enter__()
+        self._off[which] = off
 
-    def _turn_on(self) -> None:
-        if self._off is not None:
-            self._off.close()
-            self._off = None
+    def _turn_on(self, which: int) -> None:
+        self._off.pop(which).__exit__(None, None, None)
 
-    def on_last_backward(self, stage: int) -> None:
-        if not self._grad_sync:
-            self._turn_on()
+    @contextmanager
+    def _on(self, stage: int) -> Iterator[None]:
+        if not self._no_sync:
+            yield
+            return
+        self._turn_on(which := self._of_stage[stage])
+        yield
+        self._turn_off(which)
+
+    def around_last_backward(self, stage: int) -> AbstractContextManager[None]:
+        """While the stage's last backward runs."""
+        return nullcontext() if self._grad_sync else self._on(stage)
 
     def on_stage_done(self, stage: int) -> None:
-        self._turn_on()
         if self._grad_sync:
-            self._grad_sync[stage](self.chunks[stage].parameters())
-        self._turn_off()
+            with self._on(stage):
+                self._grad_sync[stage](self.chunks[stage].parameters())
 
     def finalize(self, tokens: Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
         """finalize_model_grads_func([chunks], tokens), with those of the two keywords that it names."""

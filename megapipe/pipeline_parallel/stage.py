@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
 from megapipe.pipeline_parallel.share import VocabularyShare
+from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
@@ -95,9 +96,10 @@ class PipelineStage:
         overlaps: it takes part in pairs of a forward and a backward.
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
-        on_last_backward: (n, what to call before the n-th backward).
-        on_layer_done: (n, what to call with the number of a layer and of all, as soon as the gradients of its weights
-            and of those behind have the last microbatch's part, which has the n-th forward).
+        last: the microbatches that the table has last, for the two that follow; None without a table.
+        around_last_backward: makes what is entered while the last backward runs.
+        on_layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of
+            those behind have the part of every microbatch.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data, or in an evaluation without loss_func the outputs.
@@ -116,8 +118,9 @@ class PipelineStage:
     overlaps: bool = False
     share: VocabularyShare | None = None
     combines: bool = False
-    on_last_backward: tuple[int, Callable[[], None]] | None = None
-    on_layer_done: tuple[int, Callable[[int, int], None]] | None = None
+    last: Last | None = None
+    around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
+    on_layer_done: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         module = self.module
@@ -128,7 +131,6 @@ class PipelineStage:
                 f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given the hidden states of "
                 "the one before it (None on the first). Add it to the model."
             ) from None
-        self._backwards = self._forwards = 0
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
@@ -174,8 +176,7 @@ class PipelineStage:
         stream = self.stream(microbatch)
         stream.activate()
         meanwhile(cuts.advance)
-        self._forwards += 1
-        with self._between_layers(cuts if self._layered else None):
+        with self._between_layers(microbatch, cuts if self._layered else None):
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
         if self.combines:
@@ -187,11 +188,12 @@ class PipelineStage:
             self._saved[microbatch] = _Saved(x, edge, grad, cuts)
         return None if self.holds_loss and not self.combines else output.detach()
 
-    def _between_layers(self, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
-        """For a forward: cut there, and in the stage's last one see to it that layers are reported."""
+    def _between_layers(self, microbatch: int, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
+        """For a forward: cut there, and see to it that the gradients of the last microbatch report their layers."""
         done, module = self.on_layer_done, self.module
-        if done is not None and self._forwards == done[0] and torch.is_grad_enabled() and isinstance(module, Layered):
-            return module.between_layers(self._reporting(done[1], cut or (lambda x: x)))
+        completes = self.last is not None and microbatch == self.last.weights
+        if done is not None and completes and torch.is_grad_enabled() and isinstance(module, Layered):
+            return module.between_layers(self._reporting(done, cut or (lambda x: x)))
         return self._layered.between_layers(cut) if self._layered and cut else nullcontext()
 
     def _reporting(
@@ -201,8 +203,7 @@ class PipelineStage:
         seen: list[None] = []
 
         def report(layer: int) -> None:
-            if not self.weight_grads.owed:  # of earlier microbatches, under another order than usual
-                done(layer, len(seen))
+            done(layer, len(seen))
 
         def at(x: Tensor) -> Tensor:
             if x.requires_grad:
@@ -234,12 +235,12 @@ class PipelineStage:
 
     def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
         saved = self._saved.pop(microbatch)
-        self._backwards += 1
-        if self.on_last_backward is not None and self._backwards == self.on_last_backward[0]:
-            self.on_last_backward[1]()
         grad = saved.grad if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
-        with nullcontext() if weights else self.weight_grads.deferring(microbatch):
+        is_last = self.last is not None and microbatch == self.last.backward
+        around = self.around_last_backward if is_last else None
+        kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
+        with around() if around else nullcontext(), kept:
             if saved.output is not None:
                 yield from saved.cuts.backward(saved.output, grad)
 
@@ -252,7 +253,6 @@ class PipelineStage:
         """The forwards so far, none of which has had a backward: they come again."""
         assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
-        self._forwards = 0
         if isinstance(self.data_iterator, Rewinding):
             self.data_iterator.rewind()
 

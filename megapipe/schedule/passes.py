@@ -171,6 +171,14 @@ def mirror(ranks: int) -> Placement:
     return Placement((*range(ranks), *reversed(range(ranks))), ranks)
 
 
+class Last(NamedTuple):
+    """Of a stage the microbatches that come last in its row: of its backwards, and of the passes that add into the
+    gradients of its weights."""
+
+    backward: int
+    weights: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
@@ -211,6 +219,14 @@ class Schedule:
                 dsts = [place.rank_of[consumer] for consumer in self.consumers(item)]
                 found[kind, stage] = place.sources(item), tuple(dst for dst in dsts if dst != rank)
         return found
+
+    @cached_property
+    def last(self) -> dict[int, Last]:
+        """By stage, of those that have a microbatch. Rows may have their microbatches in any order."""
+        passes = [item for row in self.ranks for step in row for item in step]
+        backward = {stage: microbatch for kind, stage, microbatch in passes if kind.is_backward}
+        weights = {stage: mb for kind, stage, mb in passes if Made.WEIGHT_GRADIENT in kind.rule.makes}
+        return {stage: Last(backward[stage], weights[stage]) for stage in backward}
 
     def chain_of(self, microbatch: int) -> int:
         """The chain a microbatch runs through: each chain carries an equal run of a step's consecutive microbatches."""

@@ -72,6 +72,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                     seen[item] = i
     yield from _missing_or_early(schedule, seen)
     yield from _missing_of_shares(schedule, seen)
+    yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
     yield from _never_again(schedule)
 
@@ -134,12 +135,25 @@ def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
         for item in [*needed, Pass(Kind.C, first + place.chain - 1, microbatch)]:
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
-    for stage in (
-        s for s in range(place.num_stages) if s in place.shares(s) and (place.is_first(s) or place.is_last(s))
-    ):
-        numbers = [[x.microbatch for x in seen if x.stage == stage and x.kind is kind] for kind in (Kind.E, Kind.F)]
-        if numbers[0] != numbers[1]:  # both read the microbatches of their stage
-            yield f"rank {place.rank_of[stage]}: stage {stage} runs E and F in different orders"
+
+
+def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
+    """What reads the microbatches of a chain must do so in one order: inputs and labels come from iterators, each of
+    which gives the next microbatch to whoever asks."""
+    place, orders = schedule.placement, dict[tuple[Kind, int], list[int]]()
+    for kind, stage, microbatch in seen:
+        orders.setdefault((kind, stage), []).append(microbatch)
+    for first in range(0, place.num_stages, place.chain):
+        order = orders.get((Kind.F, first), [])
+        for kind, stage in [(Kind.F, first + place.chain - 1), *((Kind.E, s) for s in place.shares(first))]:
+            other = orders.get((kind, stage), [])
+            if other != order and sorted(other) == sorted(order):  # else one is missing, which is said
+                at = next(i for i, numbers in enumerate(zip(order, other, strict=True)) if numbers[0] != numbers[1])
+                yield (
+                    f"rank {place.rank_of[stage]}, step {seen[Pass(kind, stage, other[at])]}, "
+                    f"{Pass(kind, stage, other[at])}: stage {first} reads microbatch {order[at]} at this place, and "
+                    "both ends of a chain read their microbatches in one order"
+                )
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:

@@ -178,6 +178,7 @@ def test_a_schedule_that_needs_more_microbatches_shows_where_they_come_from():
             "stage 0 is on rank 0, its replica 2 on 0. Gradients are summed between mirrored ranks, 0 and 1",
         ),
         ([0, 0, 1, 1, 1, 1, 0, 0], "the model is there 4 times; at most two chains train."),
+        ([0, 0, 1, 1], "rank 1 has no stage of the first chain, 0 to 1. With two chains every rank needs a stage of"),
     ],
 )
 def test_a_file_with_chains_that_cannot_train_is_refused(tmp_path, rank_of, sentence):

@@ -60,7 +60,7 @@ def test_the_documented_json() -> None:
         (ONE_F_ONE_B.replace(",1BW1", ""), "rank 1 (line 2) ends early, after 3 steps; is the line cut off?"),
         (ONE_F_ONE_B.replace("\n1F0", "\n\n1F0"), "rank 1 (line 2) is empty; each line is one rank"),
         (ONE_F_ONE_B.replace("1", "3"), "no rank runs stage 1, but there is a stage 3."),
-        (ONE_F_ONE_B.replace("0F1,0BW0", "0BW0,0F1").replace("1F0,1BW0,1F1", "1F1,1F0,1BW0"), "rank 0 waits at step 1"),
+        (ONE_F_ONE_B.replace("0F1,0BW0", "0BW0,0F1").replace("1F0,1BW0,1F1", "1F0,1F1,1BW0"), "rank 0 waits at step 1"),
         (
             ONE_F_ONE_B.replace("0BW1\n", "0BW1,1F0\n"),
             "rank 1 (line 2), step 0, 1F0: stage 1 is on rank 0 (line 1) too; a stage has one rank",

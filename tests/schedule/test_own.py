@@ -62,8 +62,8 @@ def test_a_mistake_in_code_is_one_sentence(tmp_path, change, sentence):
 
 
 def test_ranks_that_wait_for_each_other_are_found_before_anything_is_simulated(tmp_path):
-    forwards_last_to_first = "sorted(rec.steps, key=lambda s: (s[0].kind == 'F' and -s[0].microbatch) * rank))"
-    turned = WHOLE.replace("rec.steps)", forwards_last_to_first)
+    forwards_first = "sorted(rec.steps, key=lambda s: (s[0].kind != 'F') * rank))"
+    turned = WHOLE.replace("rec.steps)", forwards_first)
     assert told(tmp_path, turned).startswith("mine.py:make cannot proceed:\n  rank 0 waits at step")
 
 

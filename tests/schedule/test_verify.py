@@ -107,13 +107,12 @@ def test_a_microbatch_on_both_copies_of_the_model() -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     def turn(rows: Rows) -> None:
-        swap(rows, "1F0", "1F1")
-        swap(rows, "1BW0", "1BW1")
+        swap(rows, "1BW0", "1F1")
         remove(rows, "0F1")
         rows[0].insert(2, (Pass(Kind.F, 0, 1),))
 
     assert sentence(edited("1f1b", turn, 2, 2)) == (
-        "mine cannot proceed:\n  rank 0 waits at step 1, 0BW0, for 1BW0\n  rank 1 waits at step 0, 1F1, for 0F1"
+        "mine cannot proceed:\n  rank 0 waits at step 1, 0BW0, for 1BW0\n  rank 1 waits at step 1, 1F1, for 0F1"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -25,14 +24,14 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
         gather: of the updated weights over data parallel: none, right behind the update, or at the start of the next
             step, in the order in which its forwards need them.
     """
-    rows, cuts = [], closed_prefix(schedule)
+    rows, cuts, gathers = [], closed_prefix(schedule), _gathers(schedule)
     for rank, (row, cut) in enumerate(zip(schedule.ranks, cuts, strict=True)):
         own = schedule.placement.stages_on(rank)
         reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
-        front = _gathers(row) if gather == "ahead" else []
+        front = gathers[rank] if gather == "ahead" else []
         back = [Pass(Kind.U, s, 0) for s in reduced]
         if gather == "behind":
-            back = [x for a in _gathers(row) for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
+            back = [x for a in gathers[rank] for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
         check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
     return replace(schedule, ranks=tuple(rows))
@@ -40,7 +39,8 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
 
 def with_gather(schedule: Schedule) -> Schedule:
     """The table of one step that begins with the gathering of the weights that the step before has updated."""
-    return replace(schedule, ranks=tuple((*_steps(_gathers(row)), *row) for row in schedule.ranks))
+    rows = zip(_gathers(schedule), schedule.ranks, strict=True)
+    return replace(schedule, ranks=tuple((*_steps(gathers), *row) for gathers, row in rows))
 
 
 def with_whole_step(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = True) -> Schedule:
@@ -63,11 +63,15 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
     return replace(schedule, ranks=tuple(rows), training_steps=training_steps)
 
 
-def _gathers(row: Sequence[Step]) -> list[Pass]:
-    """Of each stage, in the order in which the forwards need them."""
-    return [
-        Pass(Kind.A, stage, 0) for stage in dict.fromkeys(x.stage for step in row for x in step if x.kind.is_forward)
-    ]
+def _gathers(schedule: Schedule) -> list[list[Pass]]:
+    """Of each rank and stage, in the order in which the forwards need them, replicas with their replicas."""
+    place = schedule.placement
+    first: dict[int, int] = {}
+    for i, x in ((i, x) for row in schedule.ranks for i, step in enumerate(row) for x in step if x.kind.is_forward):
+        first.setdefault(x.stage, i)
+    begin = [min(first.get(twin, 0) for twin in place.replicas(s)) for s in range(place.num_stages)]
+    order = sorted(range(place.num_stages), key=lambda s: (begin[s], place.position(s)))
+    return [[Pass(Kind.A, s, 0) for s in order if place.rank_of[s] == rank] for rank in range(place.num_ranks)]
 
 
 def _steps(passes: list[Pass]) -> tuple[Step, ...]:

@@ -14,13 +14,14 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """The table of one step with a G for each stage.
 
     On each rank the reductions follow each other in the order in which their stages are done by the clock, replicas
-    with their replicas, so that two ranks that share several reduce them in one order.
+    with their replicas, so that two ranks that share several reduce them in one order. What a rank runs before the
+    replicas of a stage are done stands before its G: they may wait for it.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
-    place, ends = schedule.placement, simulate(schedule, costs).end
+    place, time = schedule.placement, simulate(schedule, costs)
     done = [0.0] * place.num_stages
-    for item, end in ends.items():
+    for item, end in time.end.items():
         if item.kind.is_gradient_of_weights:
             done[item.stage] = max(done[item.stage], end)
     ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
@@ -29,12 +30,14 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     for rank, row in enumerate(schedule.ranks):
         last = {x.stage: i for i, step in enumerate(row) for x in step if x.kind.is_gradient_of_weights}
         behind: dict[int, list[Step]] = {}
-        at = 0
+        at = -1  # a chain may have no microbatch
         for stage in order:
             if place.rank_of[stage] == rank:
-                at = max(at, last[stage])
+                until = ready[stage]
+                before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
+                at = max(at, last.get(stage, -1), *before[-1:])
                 behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
-        rows.append(tuple(x for i, step in enumerate(row) for x in (step, *behind.get(i, ()))))
+        rows.append((*behind.get(-1, ()), *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ())))))
     return replace(schedule, ranks=tuple(rows))
 
 

@@ -8,11 +8,10 @@ which the gradients of the rows wait like W (T, EW). One barrier: B of the last 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import zip_longest
 from math import inf
 from typing import Self
 
@@ -24,7 +23,7 @@ from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
 from megapipe.schedule.simulate import Timeline, simulate
 
 AHEAD = 2
-"""Microbatches that lookups are ahead of the first stage."""
+"""Microbatches that lookups are ahead of the first stage of a chain."""
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
@@ -75,13 +74,14 @@ class _Rank:
 
     Attributes:
         forwards, others: what is left of the row; others with the number of forwards behind them there.
+        lookups: those done, by chain.
         due: what is due beside the row, in the order in which it became so.
     """
 
     forwards: deque[Step]
     others: deque[tuple[int, Step]]
     free: float = 0.0
-    lookups: int = 0
+    lookups: Counter[int] = field(default_factory=Counter)
     due: dict[Kind, list[tuple[float, Pass]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     out: list[Step] = field(default_factory=list)
 
@@ -112,13 +112,13 @@ class _Merge:
         self.ranks = [_Rank.of(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
         self.pairs = {step: costs.of_step(step, self.place) for row in schedule.ranks for step in row if len(step) > 1}
-        order = list(_first_forwards(schedule))
+        orders = _first_forwards(schedule)
         self.lookups = [
-            [Pass(Kind.E, s, x.microbatch) for x in order
-             for s in self.place.shares(x.stage) if self.place.rank_of[s] == rank]
+            [[Pass(Kind.E, s, x.microbatch) for x in order
+              for s in self.place.shares(x.stage) if self.place.rank_of[s] == rank] for order in orders]
             for rank in range(len(self.ranks))
         ]  # fmt: skip
-        self.begun = 0
+        self.begun = Counter[int]()
         shared = [step for steps in _all_shared(schedule) for step in steps]
         full = replace(schedule, ranks=(*schedule.ranks, tuple(shared)))
         needs = Dependencies(full)
@@ -142,10 +142,10 @@ class _Merge:
         return tuple(tuple(rank.out) for rank in self.ranks) if done else None
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
-        own = self.lookups[number]
-        if rank.lookups < len(own) and rank.lookups < self.begun + AHEAD * self.place.num_chains:
-            rank.lookups += 1
-            return (own[rank.lookups - 1],)
+        for chain, own in sorted(enumerate(self.lookups[number]), key=lambda pair: rank.lookups[pair[0]]):
+            if rank.lookups[chain] < min(len(own), self.begun[chain] + AHEAD):
+                rank.lookups[chain] += 1
+                return (own[rank.lookups[chain] - 1],)
         for kind in (Kind.C, Kind.EW, Kind.S):
             if rank.due[kind] and rank.due[kind][0][0] <= now:
                 return (rank.due[kind].pop(0)[1],)
@@ -171,7 +171,7 @@ class _Merge:
         heappush(self.events, (rank.free, number))
         for item in step:
             if item.kind.is_forward and self.place.is_first(item.stage):
-                self.begun += 1
+                self.begun[item.stage // self.place.chain] += 1
                 for other in range(len(self.ranks)):
                     heappush(self.events, (now, other))
             for taker in self.takers.get(item, ()):
@@ -185,12 +185,11 @@ class _Merge:
                     heappush(self.events, (self.arrival[taker], there))
 
 
-def _first_forwards(schedule: Schedule) -> Iterator[Pass]:
-    """Of every microbatch, those of several chains in turn."""
-    is_first = schedule.placement.is_first
-    rows = ([x for step in row for x in step if x.kind.is_forward and is_first(x.stage)] for row in schedule.ranks)
-    for turn in zip_longest(*rows):
-        yield from filter(None, turn)
+def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
+    """Of each chain, in their order."""
+    passes = [x for row in schedule.ranks for step in row for x in step if x.kind.is_forward]
+    firsts = range(0, schedule.placement.num_stages, schedule.placement.chain)
+    return [[x for x in passes if x.stage == first] for first in firsts]
 
 
 def _all_shared(schedule: Schedule) -> Iterator[list[Step]]:
