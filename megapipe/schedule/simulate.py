@@ -137,9 +137,9 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
-    ready, is_ready = list(reversed(range(len(rows)))), [True] * len(rows)
+    ready = dict.fromkeys(reversed(range(len(rows))))  # ranks that may go on, the last one first
     while ready:
-        rank = ready.pop()
+        rank = next(reversed(ready))
         steps, starts, ends, lanes = rows[rank], clock.start[rank], clock.end[rank], free[rank]
         for i in range(len(ends), len(steps)):
             step = steps[i]
@@ -164,16 +164,11 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
                 kind, stage, microbatch = item
                 for made, waiting in makes[kind][stage]:
                     made[stage * m + microbatch] = now
-                    if not is_ready[waiting]:
-                        is_ready[waiting] = True
-                        ready.append(waiting)
+                    ready[waiting] = None
                 if others:
                     done[item] = now
-                    for waiting in waiters.get(item, ()):
-                        if not is_ready[waiting]:
-                            is_ready[waiting] = True
-                            ready.append(waiting)
-        is_ready[rank] = False
+                    ready.update(dict.fromkeys(waiters.get(item, ())))
+        del ready[rank]
     stuck = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
     if stuck:
         raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, stuck)))

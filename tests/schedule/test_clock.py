@@ -1,8 +1,24 @@
 """Times, memory and messages of small tables, worked out by hand."""
 
+import gc
+
 import pytest
 
-from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, ScheduleError, build, simulate, vee
+from megapipe.schedule import (
+    Costs,
+    Kind,
+    Pass,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build,
+    share_of_window,
+    simulate,
+    vee,
+)
+from megapipe.schedule.passes import placement_problems
+from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
+from megapipe.schedule.transforms.reduction import with_reduction
 
 
 def f(stage: int, microbatch: int) -> Pass:
@@ -102,3 +118,77 @@ def test_single_passes_may_take_what_they_took() -> None:
     plain, slow = simulate(schedule), simulate(schedule, took={f(0, 1): 5.0})
     assert slow.makespan == plain.makespan + 4
     assert slow.start[f(1, 1)] == plain.start[f(1, 1)] + 4
+
+
+def test_a_rank_without_passes_waits_for_the_others() -> None:
+    table = Schedule("mine", Placement((0, 1), 1), 1, (((f(0, 0),), (bw(0, 0),)), ()))
+    time = simulate(table, Costs(1, 1, 1))
+    assert (time.span, time.busy, time.idle, time.peak, time.makespan) == (
+        (6, 0),
+        (6, 0),
+        (0, 6),
+        (2, 0),
+        6,
+    )  # two device shares
+
+
+def test_weights_that_are_gathered_reduced_or_updated_are_waited_for() -> None:
+    """One stage, two steps: A 5, F 1, V 2, BW 2, G 10, U 3, each of which needs the one before."""
+    table = with_optimizer(with_reduction(build("gpipe", 1, 1)), barrier=False, gather="ahead")
+    time = simulate(repeated(table, 2), Costs(g=10, u=3, a=5, v=2))
+    starts = [0, 5, 6, 8, 10, 20, 23, 28, 29, 31, 33, 43]
+    order = "0A0 0F0 0V0 0BW0 0G0 0U0 0A1 0F1 0V1 0BW1 0G1 0U1"
+    assert {str(x): start for x, start in time.start.items()} == dict(zip(order.split(), starts, strict=True))
+    assert (time.makespan, time.busy) == (46, (2 * (1 + 2 + 2 + 3),))  # A and G run beside
+    assert time.curves == (((5, 1), (10, 0), (28, 1), (33, 0)),)
+
+
+def test_replicas_wait_for_each_other() -> None:
+    """DualPipe's stages s and s + chain: reduced when both have all gradients, gathered when both are updated."""
+    table = with_optimizer(with_reduction(build("dualpipe", 2, 4)), gather="behind")
+    time = simulate(table, Costs(1, 1, 1, g=3, u=2, a=1))
+    for s in range(4):
+        both = [x for x in time.end if x.stage % 2 == s % 2]
+        weights = max(time.end[x] for x in both if x.kind in (Kind.W, Kind.BW))
+        assert time.start[Pass(Kind.G, s, 0)] >= weights
+        updates = max(time.end[x] for x in both if x.kind is Kind.U)
+        assert time.start[Pass(Kind.A, s, 1)] >= updates
+    assert simulate(build("dualpipe", 4, 8)).parameters == (2.0,) * 4
+    assert simulate(build("interleaved", 4, 8)).parameters == (1.0,) * 4
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_pythons_garbage_collection_is_off_meanwhile_and_afterwards_as_it_was(collects: bool) -> None:
+    seen = []
+
+    class Took(dict[Pass, float]):
+        def __contains__(self, item: object) -> bool:
+            seen.append(gc.isenabled())
+            return False
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        simulate(build("1f1b", 2, 2), took=Took())
+        assert gc.isenabled() == collects
+        assert set(seen) == {False}
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_the_first_microbatches_of_every_window_are_kept(n: int) -> None:
+    """1F1B: stage s has p - s in flight, in windows of so many; GPipe has all at once."""
+    windows = share_of_window(build("1f1b", 4, 12), n)
+    assert windows == tuple(frozenset(m for m in range(12) if m % (4 - s) < n) for s in range(4))
+    assert share_of_window(build("gpipe", 2, 6), n) == (frozenset(range(n)),) * 2
+
+
+def test_a_placement_names_every_rank_and_cuts_its_stages_in_equal_chains() -> None:
+    assert not [*placement_problems((0, 1), 1, 2), *placement_problems((0, 1, 1, 0), 2, 2)]
+    assert list(placement_problems((0, 2), 2, 2)) == [
+        "rank_of must name every rank from 0 to 1 and no other, got [0, 2]"
+    ]
+    for chain in (0, 3):
+        said = [f"chain {chain} must divide the number of stages, 4"]
+        assert list(placement_problems((0, 0, 1, 1), chain, 2)) == said
