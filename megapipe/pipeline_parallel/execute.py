@@ -158,7 +158,6 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
         if isinstance(held, InFlight):
             held.wait()
     hand.clear()
-    hand.uses.clear()
     for stage in stages.values():
         stage.forget()
 

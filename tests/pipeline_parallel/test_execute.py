@@ -19,9 +19,10 @@ from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
-from megapipe.schedule.transforms.optimizer import with_gather
+from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 
@@ -124,6 +125,40 @@ def test_what_is_done_to_a_stage_begins_in_its_place_and_is_waited_for_where_it_
         assert log[at - 1].startswith(f"{stage}W")
         assert not any(entry.startswith(str(stage)) for entry in log[at:])
     assert log[-2:] == ["G5 is there", "G2 is there"], "the end of the program waits for all"
+
+
+def test_a_step_that_v_takes_back_begins_again_with_nothing_in_hand(monkeypatch):
+    """Rank 1 of ZB-H2 has begun three microbatches at V, and the input of the fourth is on its way."""
+
+    class Again(Stage):
+        def forget(self) -> None:
+            self.log.append("forget")
+
+    class Counted(Done):
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    works: list[Counted] = []
+    monkeypatch.setattr(Void, "one", lambda self, op: works.append(Counted()) or works[-1])
+    schedule = with_optimizer(with_reduction(build("zb-h2", 3, 6)), barrier=False)
+    validated = iter([True, True, False])
+    nothing: Any = {kind: lambda stage: lambda: None for kind in (Kind.G, Kind.U)}
+    nothing[Kind.V] = lambda stage: lambda: next(validated)
+    watch = Stopwatch(torch.device("cpu"))
+    log = run(schedule, 1, Again, of_stage=nothing, watch=watch)
+    whole = [x for (x,) in steps_of(build("zb-h2", 3, 6), 1)]
+    begun = ["1F0", "1F1", "1F2"]
+    assert log == [*begun, "forget", *begun, "forget", *whole]
+    assert len(watch.times()) == len(whole) + len("VU"), "only those that count are timed"
+    assert [work.waits for work in works] == [1] * len(works), "gloo would wait for a second message"
+
+
+def test_both_passes_of_a_pair_are_timed():
+    schedule, watch = build("dualpipe-v", 4, 8), Stopwatch(torch.device("cpu"))
+    run(schedule, 1, PairStage, watch=watch)
+    assert len(watch.times()) == sum(len(step) for step in schedule.ranks[1])
 
 
 def test_a_tensor_that_nobody_uses_is_named():

@@ -12,7 +12,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messenger import Messenger, receive_ahead
 from megapipe.pipeline_parallel.transport import Ahead
-from megapipe.schedule import Exchange, Kind, Message, Pass, Program, build, lower
+from megapipe.schedule import Costs, Exchange, Kind, Message, Pass, Program, build, lower
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -39,7 +39,8 @@ def test_receives_are_posted_places_ahead_and_sends_stay() -> None:
     many = "[0F0:0->1 0F1:0->1 0F2:0->1] 1F0 1BW0 [1BW0:1->0] 1F1 1BW1 [1BW1:1->0] 1F2 1BW2 [1BW2:1->0]"
     assert text(receive_ahead(second, 1, Ahead(4, frozenset({0})))) == many
     assert text(receive_ahead(second, 1, Ahead(4, frozenset({2})))) == text(second), "rank 2 sends nothing"
-    assert receive_ahead(second, 1, Ahead(0, frozenset({0}))) == second
+    for rank, program in enumerate(lower(build("dualpipe-v", 4, 8), Costs(3, 1, 2))):
+        assert receive_ahead(program, rank, Ahead(0, frozenset(range(4)))) == program
 
 
 def test_no_receive_is_posted_before_v_that_stood_behind_it() -> None:
