@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -51,9 +52,24 @@ def whole_name(name: str) -> str:
 
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """Write down how a parameter is split; returns it."""
-    setattr(param, "mesh_layout", layout)  # noqa: B010
+    """Write down how a parameter is split, for code in Megatron's shape by its names too; returns it."""
+    dim, stride = _partition(tuple(param.shape), layout)
+    said = {"tensor_model_parallel": dim >= 0, "partition_dim": dim, "partition_stride": stride}
+    for name, value in ({"mesh_layout": layout} | said).items():
+        setattr(param, name, value)
     return param
+
+
+def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
+    """The dimension of a local tensor that is split, -1 for none, and of how many pieces of the whole it consists there:
+    Megatron's partition_dim and partition_stride, whose whole has no more dimensions than the local tensor."""
+    if layout.dim is None:
+        return -1, 1
+    dim, behind = layout.dim, prod(layout.full[layout.dim + 1 :])
+    if len(local) != len(layout.full):
+        dim = next((d for d in reversed(range(len(local))) if prod(local[d:]) > behind), 0)
+    piece = prod(local) // max(prod(layout.full[: layout.dim]), 1)  # elements at one place of the dimensions before
+    return dim, max(prod(local[dim:]) // max(piece, 1), 1)
 
 
 def layout_of(param: nn.Parameter) -> Layout:

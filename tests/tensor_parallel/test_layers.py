@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel import (
     ColumnParallelLinear,
@@ -181,3 +186,31 @@ def test_dropout_of_a_slice_is_the_slice_of_the_whole():
     for rank in range(2):
         tp = Axis(rank=rank, size=2)
         assert torch.equal(dropout(torch.ones(3, 4, 5), 0.5, "probs", tp=tp, dim=1), whole.chunk(2, 1)[rank])
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("style", tiny.STYLES)
+def test_ranks_weights_are_put_together_by_megatrons_attributes(style, t):
+    """A whole weight is cut in t x partition_stride pieces of partition_dim, of which rank r has every t-th from r on
+    (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_cpu)."""
+
+    def built(tp: Axis) -> dict[str, torch.nn.Parameter]:
+        config = replace(tiny.STYLES[style], num_query_groups=4 if style == "llama" else None)
+        module = gpt_provider(config, LayerSpan(0, 2, True, True), tp)
+        initialize(module, 5, tp)
+        return dict(module.named_parameters())
+
+    whole = built(Axis())
+    ranks = [built(Axis(rank, t, tuple(range(t)))) for rank in range(t)]
+    strides = set()
+    for name, expected in whole.items():
+        parts = [params[name] for params in ranks]
+        (said,) = {(p.tensor_model_parallel, p.partition_dim, p.partition_stride) for p in [expected, *parts]}
+        is_split, dim, stride = said
+        assert is_split == (dim >= 0) == (parts[0].shape != expected.shape)
+        strides.add(stride)
+        if is_split:
+            pieces = [part.chunk(stride, dim) for part in parts]
+            together = torch.cat([pieces[rank][n] for n in range(stride) for rank in range(t)], dim)
+            torch.testing.assert_close(together, expected, rtol=0, atol=0)
+    assert strides == ({1, 2} if style == "llama" else {1})  # gate and linear part lie in one weight
