@@ -61,8 +61,8 @@ def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
-    """The dimension of a local tensor that is split, -1 for none, and of how many pieces of the whole it consists there:
-    Megatron's partition_dim and partition_stride, whose whole has no more dimensions than the local tensor."""
+    """The dimension of a local tensor that is split, -1 for none, and how many pieces of the whole it has there:
+    Megatron's partition_dim and partition_stride, whose whole has the local tensor's number of dimensions."""
     if layout.dim is None:
         return -1, 1
     dim, behind = layout.dim, prod(layout.full[layout.dim + 1 :])

@@ -14,10 +14,12 @@ of loss1, or where that is None of outputs1 with the gradients grads1. In which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from megapipe.schedule import Schedule, build, lower, verify
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 Criterion = Callable[..., Tensor]
+OfMicrobatches = Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]]
 PAIR = "overlapped_forward_backward"
 
 
@@ -43,25 +46,79 @@ class _Saved(NamedTuple):
     loss: Tensor | None
 
 
+class DeferredWeightGrads:
+    """DeepSeek's WeightGradStore as its modules use it, in a backward: `if enabled: put(job) else: job()`.
+
+    Kept by thread and not by context: on a GPU a thread of autograd's own asks, and the rank is then the only one here.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread: dict[int, WeightGrads] = {}
+
+    @property
+    def enabled(self) -> bool:
+        """Does a W pass come for the backward that runs?"""
+        owner = self._owner()
+        return owner is not None and owner.is_deferring
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Leave a weight gradient to the W pass."""
+        if (owner := self._owner()) is None:
+            job()
+        else:
+            owner.submit(job)
+
+    def _owner(self) -> WeightGrads | None:
+        owner = self._of_thread.get(get_ident())
+        return next(iter(self._of_thread.values())) if owner is None and len(self._of_thread) == 1 else owner
+
+    @contextmanager
+    def backward(self, owner: WeightGrads, microbatch: int, *, weights: bool) -> Iterator[None]:
+        """The backward of a microbatch, with its weight gradients or without."""
+        self._of_thread[get_ident()] = owner
+        try:
+            if weights:
+                yield
+            else:
+                with owner.deferring(microbatch):
+                    yield
+        finally:
+            del self._of_thread[get_ident()]
+
+
+WeightGradStore = DeferredWeightGrads()
+
+
 @dataclass(eq=False)
 class PairedStage:
     """A stage that runs a module of DeepSeek's contract.
 
     Args:
         module: as above; without the classmethod a pair is its forward, then the backward.
-        inputs: of each microbatch; None where they arrive from the stage before, one tensor each.
+        inputs: of each microbatch; None where they arrive from the stage before.
         criterion, labels: criterion(*outputs, *labels[microbatch]) is its loss; None on stages without loss.
+        shapes: of the tensors that one stage sends to the next; several travel as one message.
+        is_last: nothing is sent on.
+        overlaps: pairs are the classmethod's, if there is one.
+        keeps_outputs: of the last stage.
     Attributes:
         losses: of each microbatch, without graph. Gradients are of their sum.
+        outputs: of each microbatch, without graph, if they are kept.
     """
 
     module: nn.Module
-    inputs: Sequence[Sequence[Tensor]] | None = None
+    inputs: OfMicrobatches | None = None
     criterion: Criterion | None = None
-    labels: Sequence[Sequence[Tensor]] | None = None
+    labels: OfMicrobatches | None = None
+    _: KW_ONLY
+    shapes: Sequence[Shape]
+    is_last: bool
+    overlaps: bool = True
+    keeps_outputs: bool = False
 
     def __post_init__(self) -> None:
         self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Sequence[Tensor]] = {}
         self.weight_grads = WeightGrads()
         self._context = copy_context()
         self._context.run(self.weight_grads.capture)
@@ -74,9 +131,12 @@ class PairedStage:
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output (None at the loss) -> of the input (None at the first stage)."""
         saved = self._saved.pop(microbatch)
-        with nullcontext() if weights else self.weight_grads.deferring(microbatch):
-            _differentiate(saved, _grads(grad))
-        return None if self.inputs is not None else saved.inputs[0].grad
+        with WeightGradStore.backward(self.weight_grads, microbatch, weights=weights):
+            if saved.loss is not None:
+                saved.loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                run_backward(saved.outputs, self._unpacked(grad))
+        return self._grad_of(saved)
 
     def overlapped_forward_backward(
         self,
@@ -89,14 +149,15 @@ class PairedStage:
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What `forward` and `backward_stage.backward` return."""
-        if not hasattr(type(self.module), PAIR):
+        if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
             return output, backward_stage.backward(backward_microbatch, grad, weights=weights)
         saved = backward_stage._saved.pop(backward_microbatch)
-        other = (backward_stage.module, saved.loss, None if saved.loss is not None else saved.outputs, _grads(grad))
-        with nullcontext() if weights else backward_stage.weight_grads.deferring(backward_microbatch):
+        outputs, grads = ((), []) if saved.loss is not None else (saved.outputs, self._unpacked(grad))
+        with WeightGradStore.backward(backward_stage.weight_grads, backward_microbatch, weights=weights):
+            other = (backward_stage.module, saved.loss, list(outputs), grads)
             output = self._context.run(self._forward, microbatch, x, other)
-        return output, None if backward_stage.inputs is not None else saved.inputs[0].grad
+        return output, backward_stage._grad_of(saved)
 
     def weight(self, microbatch: int) -> None:
         """The weight gradients that a backward without weights left out."""
@@ -113,23 +174,56 @@ class PairedStage:
             assert self.inputs is not None, "a stage has inputs, or a stage before it"
             inputs = list(self.inputs[microbatch])
         else:
-            inputs = [x.detach().requires_grad_()]
+            inputs = [part.detach().requires_grad_(torch.is_grad_enabled()) for part in self._unpacked(x)]
         labels = [] if self.labels is None else list(self.labels[microbatch])
         if other is not None:
-            pair = getattr(type(self.module), PAIR)
-            outputs, loss = pair(self.module, inputs, self.criterion, labels, *other)
+            outputs, loss = getattr(type(self.module), PAIR)(self.module, inputs, self.criterion, labels, *other)
         else:
-            outputs = self.module(*inputs)
+            outputs, loss = self.module(*inputs), None
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-            loss = None if self.criterion is None else self.criterion(*outputs, *labels)
-        if self.criterion is None and len(outputs) != 1:
-            raise ConfigError(f"{type(self.module).__name__} sends {len(outputs)} tensors to the next stage; send one")
-        self._saved[microbatch] = _Saved(inputs, outputs, loss)
-        if loss is None:
-            output: Tensor = outputs[0]
-            return output.detach()
-        self.losses[microbatch] = loss.detach()
+            if self.criterion is not None:
+                loss = self.criterion(*outputs, *labels)
+        if torch.is_grad_enabled():
+            self._saved[microbatch] = _Saved(inputs, outputs, loss)
+        if not self.is_last:
+            return self._packed(outputs)
+        if loss is not None:
+            self.losses[microbatch] = loss.detach()
+        if self.keeps_outputs:
+            self.outputs[microbatch] = [output.detach() for output in outputs]
         return None
+
+    def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
+        """What is sent on: one tensor as it is, of several their elements."""
+        given = [list(output.shape) for output in outputs]
+        if len(given) != len(self.shapes) or (len(given) > 1 and given != list(map(list, self.shapes))):
+            raise ConfigError(
+                f"{type(self.module).__name__} gives tensors of {given} for the next stage, and stages send "
+                f"{list(map(list, self.shapes))}"
+            )
+        return (
+            outputs[0].detach() if len(outputs) == 1 else torch.cat([output.detach().flatten() for output in outputs])
+        )
+
+    def _unpacked(self, message: Tensor | None) -> list[Tensor]:
+        if message is None:
+            return []
+        if len(self.shapes) == 1:
+            return [message]
+        parts = torch.split(message, [math.prod(shape) for shape in self.shapes])
+        return [part.view(*shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def _grad_of(self, saved: _Saved) -> Tensor | None:
+        """Of the input of a stage that has one before it."""
+        if self.inputs is not None:
+            return None
+        return self._packed([torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs])
+
+
+def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """DeepSeek's: the backward of those outputs that have a gradient."""
+    pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if grad is not None and x.requires_grad]
+    torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
 
 def paired_step(
@@ -162,6 +256,8 @@ def paired_step(
             inputs if place.is_first(number) else None,
             criterion if place.is_last(number) else None,
             labels if place.is_last(number) else None,
+            shapes=[shape],
+            is_last=place.is_last(number),
         )
         for number, module in own.items()
     }
@@ -174,14 +270,3 @@ def paired_step(
                     param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                     mesh.twins.all_reduce(param.grad)
     return {microbatch: loss for stage in stages.values() for microbatch, loss in stage.losses.items()}
-
-
-def _grads(grad: Tensor | None) -> list[Tensor]:
-    return [] if grad is None else [grad]
-
-
-def _differentiate(saved: _Saved, grads: list[Tensor]) -> None:
-    if saved.loss is not None:
-        saved.loss.backward()  # type: ignore[no-untyped-call]
-    else:
-        torch.autograd.backward(saved.outputs, grads)
