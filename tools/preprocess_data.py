@@ -8,17 +8,19 @@ writes data/corpus_text_document.bin and .idx and prints the --data-path to trai
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from megapipe.config import TokenizerConfig
-from megapipe.data.files import is_current
+from megapipe.data.files import is_current, note_how
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizer import tokenizer_files
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, stop, to_flags
+from megapipe.flags.parse import parse, to_flags
+from megapipe.flags.stop import say, stop
 
 _NOT_HERE = {
     "--split-sentences": "one document becomes one sequence",
@@ -30,6 +32,8 @@ _NOT_HERE = {
     "--workers-to-check": "use as many --workers as there are cores",
     "--max-documents": "use as many --workers as there are cores",
 }
+_SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
+"""Flags that what is written does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Flags:
     log_interval: int = 1000
     """Print progress every so many documents."""
     reuse: bool = False
-    """Keep files that are there already and newer than the input and the tokenizer."""
+    """Keep files that are there already, made with the same flags and newer than the input and the tokenizer."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     @property
@@ -64,20 +68,18 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     _validate(flags)
     outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
-    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)]):
-        print(f"{', '.join(outputs)}: up to date")
+    how = {name: value for name, value in asdict(flags).items() if name not in _SAME_FILES}
+    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)], how):
+        say(f"{', '.join(outputs)}: up to date")
     else:
         encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
         for written in preprocess(
             flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
         ):
-            print(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
-    print(f"Next: pretrain_gpt.py --data-path {flags.prefixes[0]} {_tokenizer_flags(flags.tokenizer)}")
-
-
-def _tokenizer_flags(tokenizer: TokenizerConfig) -> str:
-    shown = " ".join(to_flags(tokenizer))
-    return shown if tokenizer.tokenizer_type else f"--tokenizer-type {tokenizer.tokenizer} {shown}"
+            say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
+        note_how(outputs[0], how)
+    kind = [] if flags.tokenizer.tokenizer_type else ["--tokenizer-type", flags.tokenizer.tokenizer]
+    say("Next: pretrain_gpt.py " + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)]))
 
 
 def _validate(flags: Flags) -> None:
@@ -104,7 +106,7 @@ def _progress(interval: int) -> Callable[[int, int], None]:
             reported = documents
             seconds = max(time.monotonic() - begin, 1e-9)
             rate = f"{documents / seconds:.0f} docs/s, {num_bytes / seconds / 1e6:.1f} MB/s"
-            print(f"Processed {documents} documents ({rate}).", flush=True)
+            say(f"Processed {documents} documents ({rate}).")
 
     return report
 

@@ -11,18 +11,20 @@ import io
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import sentencepiece
 
-from megapipe.data.files import complete_file, is_current
-from megapipe.data.text import raw_documents, texts
+from megapipe.data.files import complete_file, is_current, note_how
+from megapipe.data.text import raw_documents, text_bytes, texts
 from megapipe.errors import ConfigError, DataError
-from megapipe.flags.parse import parse, run
+from megapipe.flags.parse import parse
+from megapipe.flags.stop import run, say
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
+_LEAST_IDS = 261
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Flags:
     json_keys: tuple[str, ...] = ("text",)
     """Fields of each JSON line to read."""
     sample_mb: float = 4.0
-    """Megabytes of text to train on, chosen document by document with a fixed seed."""
+    """Megabytes of text to train on, chosen with a fixed seed: whole documents, of large ones lines."""
     reuse: bool = False
-    """Keep a model that is there already and newer than the input."""
+    """Keep a model that is there already, made with the same flags and newer than the input."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,31 +54,42 @@ def main(argv: Sequence[str]) -> None:
     ]
     if flags.sample_mb <= 0:
         problems.append(f"--sample-mb {flags.sample_mb} must be above 0")
+    if flags.vocab_size < _LEAST_IDS:
+        problems.append(
+            f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"
+        )
     if problems:
         raise ConfigError(problems)
     output = Path(str(flags.output))
-    if flags.reuse and is_current([str(output)], flags.input):
-        print(f"{output}: up to date")
+    how = {name: value for name, value in asdict(flags).items() if name not in ("output", "reuse")}
+    if flags.reuse and is_current([str(output)], flags.input, how):
+        say(f"{output}: up to date")
         return
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file in it: --output {output / 'tokenizer.model'}")
     begin = time.monotonic()
-    text = list(lines(flags))
-    size = sum(len(line.encode()) for line in text)
-    print(f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ...", flush=True)
-    model = train(text, flags)
-    with complete_file(output) as file:
-        file.write(model)
-    print(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
+    with complete_file(output) as file:  # opened first: a folder that cannot be written shows before the work
+        text = list(lines(flags))
+        size = sum(len(line.encode()) for line in text)
+        say(f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ...")
+        file.write(train(text, flags))
+    note_how(output, how)
+    say(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
 
 
 def lines(flags: Flags) -> Iterator[str]:
-    """Lines of a sample of the documents; which ones depends on the files alone."""
-    total = sum(Path(p).stat().st_size for p in flags.input if Path(p).is_file())
-    share = flags.sample_mb * 1e6 / max(total, 1)
+    """Lines of a sample of the documents; which ones depends on the files alone.
+
+    A document of a quarter of the sample or more would be most of it or, drawn once, perhaps missing: of those, lines.
+    """
+    wanted = flags.sample_mb * 1e6
+    share = wanted / max(text_bytes(flags.input), 1)
     draw = random.Random(0)
     for raw in raw_documents(flags.input):
-        if draw.random() < share:
+        large = len(raw.content) > wanted / 4
+        if large or draw.random() < share:
             for text in texts(raw, flags.json_keys):
-                yield from (line for line in text.split("\n") if line)
+                yield from (line for line in text.split("\n") if line and (not large or draw.random() < share))
 
 
 def train(text: Sequence[str], flags: Flags) -> bytes:
@@ -100,9 +113,12 @@ def train(text: Sequence[str], flags: Flags) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        short = sum(len(line.encode()) <= _LONGEST_LINE for line in text)
         raise DataError(
-            f"--vocab-size {flags.vocab_size}: SentencePiece cannot train on {len(text)} lines: {_reason(error)}\n"
+            f"--vocab-size {flags.vocab_size}: SentencePiece cannot train on {short} lines: {_reason(error)}\n"
             "      Give more text (--input, --sample-mb) or another --vocab-size."
+            + f" {len(text) - short} lines of more than {_LONGEST_LINE} bytes are left out: break them."
+            * (short < len(text))
         ) from error
     return model.getvalue()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megapipe.errors import DataError
 
@@ -38,10 +39,25 @@ def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 temporary.unlink(missing_ok=True)
 
 
-def is_current(outputs: Sequence[str], inputs: Sequence[str]) -> bool:
-    """Do all outputs exist, none older than an input?"""
+def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
+    """Write beside an output how it was made, for `is_current`."""
+    with complete_file(_how(output)) as file:
+        file.write((json.dumps(how, indent=1) + "\n").encode())
+
+
+def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, Any]) -> bool:
+    """Do all outputs exist, none older than an input, and was the first one made so?"""
     made, sources = [Path(p) for p in outputs], [Path(p) for p in inputs]
-    if not all(p.exists() for p in (*made, *sources)):
+    if not all(p.exists() for p in (*made, *sources, _how(outputs[0]))):
+        return False
+    try:
+        if _how(outputs[0]).read_text() != json.dumps(how, indent=1) + "\n":
+            return False
+    except (OSError, UnicodeDecodeError):
         return False
     oldest = min(p.stat().st_mtime_ns for p in made)
     return all(p.stat().st_mtime_ns <= oldest for p in sources)
+
+
+def _how(output: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(output)}.how.json")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,8 +34,27 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
     for path in paths:
         try:
             yield from _documents_of(path)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def text_bytes(paths: Sequence[str]) -> int:
+    """Of all files, unpacked; those that are no files, such as a pipe, count for nothing.
+
+    Raises: DataError for one that cannot be read.
+    """
+    total = 0
+    for path in filter(os.path.isfile, paths):
+        try:
+            if not path.endswith(".gz"):
+                total += os.path.getsize(path)
+                continue
+            with gzip.open(path) as file:
+                while part := file.read(1 << 20):
+                    total += len(part)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from error
+    return total
 
 
 def _documents_of(path: str) -> Iterator[RawDocument]:
@@ -60,6 +81,8 @@ def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
         record = json.loads(_decoded(raw))
     except json.JSONDecodeError as error:
         raise DataError(f"{raw.where}: not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise DataError(f"{raw.where}: {error}") from error
     except RecursionError as error:
         raise DataError(f"{raw.where}: JSON nested too deep to be read") from error
     if not isinstance(record, dict):

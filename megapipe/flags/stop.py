@@ -22,6 +22,14 @@ def run(main: Callable[[list[str]], object]) -> None:
         stop(error)
 
 
+def say(text: str) -> None:
+    """Print a line at once. Where nobody reads any more, as behind `| head`, the work goes on without a word."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
+
+
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     """Tell `pretrain_gpt.py: error: ...`, once per machine, and exit with its code; 130 after Ctrl-C.
 

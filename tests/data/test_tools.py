@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ from megapipe.config import DataConfig
 from megapipe.data.indexed import IndexedDataset
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizer import SentencePieceTokenizer
-from megapipe.errors import DataError
+from megapipe.errors import DataError, UserError
+from tools import train_tokenizer
 
 TOOLS = programs.ROOT / "tools"
 NUMBERS = Encoding(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100), append_eod=True)
@@ -43,6 +47,7 @@ def test_documents_keep_their_order_and_end_with_eod(model: str, tmp_path: Path)
     dataset, tokenizer = IndexedDataset(prefix), SentencePieceTokenizer(model)
     assert [dataset[i].tolist() for i in range(len(dataset))] == [[*tokenizer.encode(t), tokenizer.eod] for t in texts]
     assert "up to date" in run("preprocess_data.py", *flags, "--tokenizer-model", model, "--reuse").stdout
+    assert "3000 documents" in run("preprocess_data.py", *flags[:-1], "--tokenizer-model", model, "--reuse").stdout
 
 
 def test_empty_documents_get_no_eod_and_no_sequence(tmp_path: Path) -> None:
@@ -73,6 +78,7 @@ BAD = {  # line of a file whose first line is good and whose second is blank
     b'{"text": "\\ud800"}': "c.jsonl:3: key 'text' has a lone surrogate at character 0",
     b'{"text": "\xff"}': "c.jsonl:3: not UTF-8 at byte 10",
     b"[" * 100_000: "c.jsonl:3: JSON nested too deep to be read",
+    b'{"text": "1", "n": ' + b"1" * 5000 + b"}": "c.jsonl:3: Exceeds the limit (4300 digits) for integer string",
     b'{"text": "100"}': "c.jsonl:3: '100' is not an id from 0 to 99",
 }
 
@@ -147,3 +153,72 @@ def test_a_pair_that_cannot_take_its_name_does_not_promise_the_former_one(tmp_pa
     corpus = json_lines(tmp_path / "c.jsonl", {"text": "1"})
     with pytest.raises(DataError, match=r"cannot take its name: Is a directory. A former one may be gone; write it"):
         preprocess([corpus], str(tmp_path / "out"), NUMBERS, workers=1)
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.jsonl", "many.jsonl", "many.jsonl.gz"])
+@pytest.mark.parametrize("sample_kb", [4, 40, 1000])
+def test_a_tokenizer_is_trained_on_as_much_as_was_asked_for_whatever_the_documents(tmp_path, name, sample_kb) -> None:
+    """One large file was one document, drawn with a probability that its size made small: nothing, for ever."""
+    lines = [f"line {i} of some text\n" for i in range(20_000)]
+    documents = (
+        ["".join(lines)] if name.startswith("one") else ["".join(lines[i : i + 20]) for i in range(0, 20_000, 20)]
+    )
+    content = "".join(documents) if name == "one.txt" else "".join(json.dumps({"text": d}) + "\n" for d in documents)
+    packed = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    (tmp_path / name).write_bytes(packed)
+    flags = train_tokenizer.Flags(input=(str(tmp_path / name),), sample_mb=sample_kb / 1000)
+    size = sum(len(line) for line in train_tokenizer.lines(flags))
+    expected = min(sample_kb * 1000, sum(map(len, lines)))
+    assert 0.6 * expected < size < 1.4 * expected
+
+
+def test_a_tokenizer_that_is_there_is_made_anew_for_other_flags(tmp_path, capsys) -> None:
+    corpus = json_lines(tmp_path / "c.jsonl", {"text": Path(json.__file__).read_text()})
+    flags = ["--input", corpus, "--output", str(tmp_path / "m.model"), "--reuse", "--vocab-size"]
+    said = []
+    for size in ("400", "400", "410"):
+        train_tokenizer.main([*flags, size])
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert ["up to date" in line for line in said] == [False, True, False]
+    assert SentencePieceTokenizer(str(tmp_path / "m.model")).vocab_size == 410
+
+
+def test_what_a_tokenizer_cannot_be_is_told_before_the_text_is_read(tmp_path) -> None:
+    def refused(*flags: object) -> str:
+        with pytest.raises(UserError) as caught:  # and not that the input is missing
+            train_tokenizer.main(["--input", "nowhere.txt", *map(str, flags)])
+        return str(caught.value)
+
+    assert refused("--output", tmp_path / "m", "--vocab-size", 0) == (
+        "--vocab-size 0 must be at least 261: 256 bytes, 4 special ids and text"
+    )
+    assert f"--output {tmp_path} is a folder; name a file in it" in refused("--output", tmp_path)
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file/m cannot be written: " in refused("--output", tmp_path / "file" / "m")
+
+
+def test_a_damaged_gz_is_named(tmp_path) -> None:
+    packed = bytearray(gzip.compress(b'{"text": "1"}\n' * 1000))
+    packed[10:40] = b"\xff" * 30
+    (tmp_path / "c.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"--input .*c\.jsonl\.gz: Error -3 while decompressing"):
+        preprocess([str(tmp_path / "c.jsonl.gz")], str(tmp_path / "out"), NUMBERS, workers=1)
+
+
+def test_a_reader_that_leaves_does_not_end_the_work_and_the_next_command_can_be_pasted(tmp_path) -> None:
+    (tmp_path / "my data").mkdir()
+    corpus = json_lines(tmp_path / "c.jsonl", *({"text": "1 2"} for _ in range(50)))
+    flags = ["--input", corpus, "--output-prefix", tmp_path / "my data" / "x", "--tokenizer-type", "NullTokenizer"]
+    flags += ["--vocab-size", 9, "--log-interval", 1]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, TOOLS / "preprocess_data.py", *map(str, flags)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    said = run("preprocess_data.py", *flags, "--reuse").stdout.splitlines()[-1]
+    assert shlex.split(said)[2:4] == ["--data-path", str(tmp_path / "my data" / "x_text_document")]
