@@ -29,7 +29,7 @@ def fits(value: object, kind: Any) -> bool:
     """Is the value one of this type? An int is a number too; a bool is only ever a bool."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if get_origin(kind) is tuple:
+    if get_origin(kind) in (tuple, list):
         return isinstance(value, tuple | list) and all(fits(item, get_args(kind)[0]) for item in value)
     if get_args(kind):  # a union
         return any(fits(value, one) for one in get_args(kind))

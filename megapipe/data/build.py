@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,6 +125,8 @@ def reads(config: Config, data: Datasets) -> str:
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     sources: list[TokenSource] = []
     problems: list[str] = []
+    if len(blend.prefixes) > (most := np.iinfo(np.int16).max):
+        raise DataError(f"{blend.said} names {len(blend.prefixes)} sets, and a blend has at most {most}. Merge some.")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a .bin stays open; often no more than 1,024 files may
     if soft < (wanted := len(blend.prefixes) + 512) <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -194,7 +196,7 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
     seq_length, seed = config.train.seq_length, config.train.seed
     assert seq_length is not None
     key = {
-        "source": _fingerprint(source),
+        "lengths": _digest(source.lengths[sequences[0] : sequences[0] + len(sequences)]),
         "sequences": [int(sequences[0]), len(sequences)],
         "seq_length": seq_length,
         "num_samples": wanted,
@@ -206,9 +208,6 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
     return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size, sequences)
 
 
-def _fingerprint(source: TokenSource) -> list[object]:
-    """Changes when a file is written again under the same name."""
-    if not isinstance(source, IndexedDataset):
-        return [source.prefix]
-    status = os.stat(f"{source.prefix}.idx")
-    return [os.path.abspath(source.prefix), status.st_size, status.st_mtime_ns]
+def _digest(lengths: NDArray[np.int32]) -> str:
+    """Of all that the order of samples takes from a source, so that a copy elsewhere finds the entry of the first."""
+    return hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()

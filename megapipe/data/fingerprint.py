@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megapipe.data.files import complete_file
 from megapipe.data.tokenizer import NullTokenizer, Tokenizer
 
 _PROBE = (
@@ -38,7 +39,8 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
-    _path(prefix).write_text(json.dumps(said, indent=1) + "\n")
+    with complete_file(_path(prefix)) as file:
+        file.write((json.dumps(said, indent=1) + "\n").encode())
 
 
 def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
@@ -48,13 +50,14 @@ def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
         return
     try:
         said = json.loads(_path(prefix).read_text())
-        same, about = said["fingerprint"] == fingerprint(tokenizer), f"{said['tokenizer_type']} of {said['vocab_size']}"
-    except (ValueError, KeyError, TypeError, OSError):
+        same = said["fingerprint"] == fingerprint(tokenizer)
+        about = f"{said['tokenizer_type']} of {said['vocab_size']} ids (eod {said['eod']})"
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         yield f"--data-path {prefix}: {_path(prefix)} cannot be read. Delete it to go without the check."
         return
     if not same:
         yield (
-            f"--data-path {prefix} was tokenised by another tokenizer, a {about} ids (eod {said['eod']}); the flags' "
+            f"--data-path {prefix} was tokenised by another tokenizer, a {about}; the flags' "
             f"has {tokenizer.vocab_size} ids (eod {tokenizer.eod}) or cuts text otherwise. Give that one; "
             f"or delete {_path(prefix)} if you know better."
         )

@@ -37,16 +37,21 @@ def cached(
     """
     if folder is None:
         return list(build())
-    text = json.dumps(key, indent=1, sort_keys=True)
+    text = json.dumps({"format": 2, **key}, indent=1, sort_keys=True)
     entry = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:32]
     _once(entry, lambda: _store(entry, text, build()))
     try:
-        files = sorted(entry.glob("*.npy"))
-        return [np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray) for file in files]
-    except (OSError, ValueError) as error:
+        said = json.loads((entry / _ARRAYS).read_text())
+        files = [entry / f"{i}.npy" for i in range(len(said))]
+        arrays = [np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray) for file in files]
+        if (found := _facts(arrays)) != said:
+            raise ValueError(f"its arrays are {found}, not {said}")
+        return arrays
+    except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"--data-cache-path entry {entry} is damaged ({error}). Delete it: rm -r {entry}") from error
 
 
+_ARRAYS = "arrays.json"
 _BEAT_S, _STALE_S = 5.0, 60.0
 """How often a builder says that it lives, and how long the others believe it without a word."""
 
@@ -114,6 +119,11 @@ def _dead(holder: str) -> bool:
     return False
 
 
+def _facts(arrays: Sequence[NDArray[Any]]) -> list[list[Any]]:
+    """Shape and type of each."""
+    return [[list(array.shape), array.dtype.str] for array in arrays]
+
+
 def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
     size = sum(a.nbytes for a in arrays)
     try:
@@ -121,6 +131,7 @@ def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
         temporary = Path(tempfile.mkdtemp(prefix=f".building-{entry.name}-", dir=entry.parent))
         try:
             (temporary / "key.json").write_text(key)
+            (temporary / _ARRAYS).write_text(json.dumps(_facts(arrays)))
             for i, array in enumerate(arrays):
                 np.save(temporary / f"{i}.npy", array, allow_pickle=False)
             temporary.chmod(0o755)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config import DataConfig
+from megapipe.config.typed import fits
 from megapipe.data.blend import parse_data_path
 from megapipe.errors import DataError
 
@@ -135,9 +136,9 @@ def _json(path: str) -> dict[str, Any]:
     flag = "--per-split-data-args-path"
     try:
         lists = json.loads(_read(flag, path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path} is no JSON: {error}") from None
-    if not isinstance(lists, dict) or not all(isinstance(x, str | list | None) for x in lists.values()):
+    if not isinstance(lists, dict) or not all(fits(x, list[str | float] | str | None) for x in lists.values()):
         raise DataError(f'{flag} {path}: expected {{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": ["d"]}}')
     return lists
 

@@ -73,4 +73,10 @@ def _ranks(path: str, count: int) -> list[bytes]:
             f"--tokenizer-model {path} has {len(ranks)} tokens, {count} are needed: --vocab-size less "
             "--tiktoken-num-special-tokens"
         )
+    flag = f"--tokenizer-model {path}: of its first {count} tokens"
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:  # the library would panic
+        raise DataError(f"{flag} none is the byte {missing[0]:#04x}, so no text with it has ids ({len(missing)} lack)")
+    places = {token: i for i, token in enumerate(ranks)}
+    if twice := next((i for i, token in enumerate(ranks) if places[token] != i), None):
+        raise DataError(f"{flag} those of rank {twice} and {places[ranks[twice]]} are the same")
     return ranks

@@ -77,7 +77,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """All of them, [b, heads or groups, s, d], as views [n, s, g or 1, d] of a few pairs at a time."""
-    views = [x.view(len(x), k.shape[1], -1, *x.shape[2:]).transpose(2, 3).flatten(0, 1) for x in (q, k, *others)]
+    views = [
+        x.view(len(x), k.shape[1], x.shape[1] // k.shape[1], *x.shape[2:]).transpose(2, 3).flatten(0, 1)
+        for x in (q, k, *others)
+    ]
     _, s, per_token, _ = views[0].shape
     return zip(*(torch.split(x, max(1, _SCORES // (_BLOCK * s * per_token))) for x in views), strict=True)
 

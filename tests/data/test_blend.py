@@ -171,6 +171,20 @@ def test_the_cache_changes_nothing_not_even_when_files_are_written_again(tmp_pat
             assert [x.tolist() for x in kept.train] == [x.tolist() for x in plain.train]
 
 
+def test_a_copy_of_the_files_finds_the_entry_of_the_first(tmp_path: Path) -> None:
+    """Path and time were in its name: each node with the data on its own disk built the index again."""
+    cache, entries = tmp_path / "cache", []
+    for node in ("a", "b"):
+        build_datasets(config(write(tmp_path / node / "x", 30), data_cache_path=str(cache)), TOKENIZER)
+        entries.append(sorted(path.name for path in cache.iterdir()))
+    assert entries[0] == entries[1] != []
+
+
+def test_a_blend_of_more_sets_than_its_index_can_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="names 32768 sets, and a blend has at most 32767"):
+        build_datasets(config(*(f"none{i}" for i in range(32768))), TOKENIZER)
+
+
 def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 problems") as error:
         build_datasets(config("1", str(tmp_path / "a"), "1", str(tmp_path / "b")), TOKENIZER)

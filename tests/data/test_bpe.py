@@ -112,6 +112,23 @@ def test_tiktoken_gives_the_ids_of_its_ranks(tmp_path):
         assert ours.decode(ours.encode(text)) == text
 
 
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        ([bytes([i]) for i in range(255)], "256 tokens none is the byte 0xff, so no text with it has ids (1 lack)"),
+        ([bytes([i]) for i in range(256)], "257 tokens those of rank 7 and 256 are the same"),
+    ],
+)
+def test_a_tiktoken_file_that_some_text_has_no_ids_in_is_named(tmp_path, tokens, said):
+    """The library panics at the first byte that it does not know, which no handler sees."""
+    pytest.importorskip("tiktoken")
+    entries = [{"rank": i, "token_bytes": base64.b64encode(t).decode()} for i, t in enumerate([*tokens, tokens[7]])]
+    (tmp_path / "tik.json").write_text(json.dumps(entries))
+    sizes = {"tiktoken_num_special_tokens": 10, "vocab_size": len(entries) + 10}
+    with pytest.raises(DataError, match=re.escape(said)):
+        build_tokenizer(DataConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(tmp_path / "tik.json"), **sizes))
+
+
 def test_aliases_and_defaults_name_one_kind():
     assert DataConfig().tokenizer == "SentencePieceTokenizer"
     assert DataConfig(vocab_file="v", merge_file="m").tokenizer == "GPT2BPETokenizer"
@@ -157,6 +174,9 @@ def test_data_knows_its_tokenizer_whatever_files_it_came_from(made, saved, tmp_p
     assert not list(foreign(prefix, NullTokenizer(gpt2.vocab_size)))
     (line,) = foreign(prefix, begins)
     assert f"--data-path {prefix} was tokenised by another tokenizer, a GPT2BPETokenizer of" in line
+    for damage in ("[]", '{"fingerprint": "0", "tokenizer_type": "x", "vocab_size": 3}', "[" * 100_000):
+        Path(f"{prefix}.tokenizer.json").write_text(damage)
+        assert "cannot be read. Delete it" in next(foreign(prefix, gpt2))
 
 
 @pytest.mark.parametrize("token", [5, ["x"], {"content": 7}, {}, "no such token"])

@@ -178,3 +178,21 @@ def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path) -> None:
         cached(str(tmp_path), {}, lambda: [np.arange(1000)])
     with pytest.raises(DataError, match="cannot store an index of 8000 bytes"):
         cached(str(file), {}, lambda: [np.arange(1000)])
+
+
+@pytest.mark.parametrize("damage", ["lacks one", "another shape", "another type", "empty", "no facts", "other facts"])
+def test_a_cache_entry_whose_arrays_are_not_those_that_were_stored_is_named(tmp_path: Path, damage: str) -> None:
+    built = [np.arange(i) for i in range(12)]  # 10.npy comes before 2.npy by name
+    assert [len(x) for x in cached(str(tmp_path), {}, lambda: built)] == list(range(12))
+    (entry,) = tmp_path.iterdir()
+    file, facts = entry / "2.npy", entry / "arrays.json"
+    {
+        "lacks one": file.unlink,
+        "another shape": lambda: np.save(file, np.arange(3)),
+        "another type": lambda: np.save(file, np.arange(2.0)),
+        "empty": lambda: file.write_bytes(b""),
+        "no facts": facts.unlink,
+        "other facts": lambda: facts.write_text("[" * 100_000),
+    }[damage]()
+    with pytest.raises(DataError, match=f"entry {entry} is damaged .* Delete it: rm -r"):
+        cached(str(tmp_path), {}, lambda: pytest.fail("built again"))

@@ -113,5 +113,9 @@ def test_what_cannot_be_read_is_named_as_it_was_given(abc: list[str], tmp_path: 
     (tmp_path / "parts.json").write_text("{")
     (no_json,) = lines(per_split_data_args_path=str(tmp_path / "parts.json"))
     assert no_json.startswith("--per-split-data-args-path parts.json is no JSON: ")
+    for odd in ({"train": [["a"]]}, {"train": [None]}, {"train": 3}, {"train": {"a": 1}}, ["a"]):
+        (tmp_path / "parts.json").write_text(json.dumps(odd))
+        (line,) = lines(per_split_data_args_path=str(tmp_path / "parts.json"))
+        assert line.startswith('--per-split-data-args-path parts.json: expected {"train": [')
     with pytest.raises(DataError, match=r"--train-data-path .*/none: no file"):
         build_datasets(config(train_data_path=(str(tmp_path / "none"),)), TOKENIZER)

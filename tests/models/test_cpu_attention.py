@@ -80,3 +80,10 @@ def test_neither_pass_holds_more_than_two_blocks_of_scores(monkeypatch):
 def test_what_the_result_is_laid_out_as_needs_no_copy_in_the_next_layer():
     q, k, v, _ = inputs(2, 4, 2, 5, 8)
     assert causal_attention(q, k, v).permute(2, 0, 1, 3).is_contiguous()
+
+
+def test_of_no_sequence_there_is_no_result():
+    q, k = torch.empty(0, 4, 5, 8, requires_grad=True), torch.empty(0, 2, 5, 8)
+    out = causal_attention(q, k, k)
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
