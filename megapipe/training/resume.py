@@ -209,7 +209,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
             fields |= {name: getattr(ModelConfig, name) for name in _ROTARY}
         elif not model.use_rope_scaling:
             fields["rope_scaling_factor"] = ModelConfig.rope_scaling_factor
-    if model.hidden_size and model.num_attention_heads:
+    if model.hidden_size:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]
     return fields

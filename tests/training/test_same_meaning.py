@@ -11,6 +11,7 @@ from tiny import STYLES
 
 from megapipe.config import CheckpointConfig, Config
 from megapipe.training.resume import changed_settings, resume_problems, settings, unnamed
+from megapipe.training.same import TOKENS
 
 GPT2, LLAMA = config(STYLES["gpt2"]), config(STYLES["llama"])
 
@@ -138,6 +139,14 @@ def test_a_schedule_of_batches_is_compared_by_its_steps():
     assert changed_settings(saved(ramp), None, ramp, None) == {}, "a list in JSON is the tuple that it was"
 
 
+def test_one_layers_dropout_is_drawn_by_microbatches_too():
+    layer = replace(
+        GPT2.model, hidden_dropout=0.0, attention_dropout=0.0, per_layer_overrides='{"0": {"hidden_dropout": 0.5}}'
+    )
+    base = replace(GPT2, model=layer)
+    assert list(changed_settings(saved(base, train={"micro_batch_size": 4}), None, base, None)) == ["micro_batch_size"]
+
+
 def test_what_has_not_trained_or_is_of_an_earlier_version_has_nothing_to_compare():
     """A converted model has no length of its own; what a field that is missing said, nobody knows."""
     other = {"seed": 99, "micro_batch_size": 4}
@@ -152,6 +161,8 @@ def test_contents_are_compared_where_both_are_known():
     there = saved(GPT2)
     said = "--data-path is another file or has other contents than what was trained with"
     assert changed_settings(there, {"data_path": "a"}, GPT2, {"data_path": "b"}) == {"data_path": said}
+    both = ({"data_path": path, TOKENS: tokens} for path, tokens in ("ax", "by"))
+    assert changed_settings(there, next(both), GPT2, next(both)) == {"data_path": said}, "one reason is enough"
     for one, two in (({"data_path": "a"}, {}), ({}, {"data_path": "a"})):
         assert changed_settings(there, one, GPT2, two) == {"data_path": said}
     for one, two in (({"data_path": "a"}, None), (None, {"data_path": "a"}), ({"data_path": "a"}, {"data_path": "a"})):
