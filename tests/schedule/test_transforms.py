@@ -19,7 +19,7 @@ from megapipe.schedule import (
 from megapipe.schedule.dependencies import closed_prefix
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Pass
-from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
+from megapipe.schedule.transforms.optimizer import repeated, with_gather, with_optimizer, with_whole_step
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
@@ -143,3 +143,52 @@ def test_what_v_may_take_back_can_be_run_again_by_all_ranks_together() -> None:
     swapped = (*first[:at], first[at + 1], first[at], *first[at + 2 :])
     with pytest.raises(ScheduleError, match="only what can be run again may stand"):
         verify(Schedule("late", late.placement, 2, (swapped, *late.ranks[1:])))
+
+
+def row(schedule: Schedule, rank: int) -> str:
+    return " ".join("&".join(map(str, step)) for step in schedule.ranks[rank])
+
+
+PLAIN = build("interleaved-zb", 2, 2)  # the second chunk's gradients are whole first
+FORWARDS, BACKWARDS = "0F0 0F1 2F0 2F1", "2B0 2W0 2B1 2W1 {} 0B0 0W0 0B1 0W1"
+REDUCED = BACKWARDS.format("2G0") + " 0G0"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, f"{FORWARDS} {REDUCED} 2U0 0U0"),
+        ({"gather": "behind"}, f"{FORWARDS} {REDUCED} 0U0 0A1 2U0 2A1"),
+        ({"gather": "ahead"}, f"0A0 2A0 {FORWARDS} {REDUCED} 2U0 0U0"),
+        ({"barrier": False}, f"{FORWARDS} 0V0 2V0 {REDUCED} 2U0 0U0"),
+    ],
+)
+def test_updates_stand_behind_all_gathers_where_they_are_asked_for_v_behind_forwards(options, expected) -> None:
+    assert row(with_optimizer(with_reduction(PLAIN), **options), 0) == expected
+    without = [x for x in expected.replace("2U0 0U0", "0U0 2U0").split() if "G" not in x]
+    assert row(with_optimizer(PLAIN, **options), 0).split() == without
+
+
+def test_a_whole_step_gathers_where_that_takes_time() -> None:
+    end = f"{REDUCED} 2U0 0U0"
+    assert row(with_whole_step(PLAIN), 0) == f"{FORWARDS} {end}"
+    for costs in (Costs(a=1), Costs(a=(0, 0, 0, 1))):
+        assert row(with_whole_step(PLAIN, costs), 0) == f"0A0 2A0 {FORWARDS} {end}"
+        assert row(with_whole_step(PLAIN, costs, barrier=False), 0) == f"0A0 2A0 {FORWARDS} 0V0 2V0 {end}"
+    assert row(with_whole_step(PLAIN, Costs(a=(0, 0, 0, 0))), 0) == f"{FORWARDS} {end}"
+    assert row(with_gather(PLAIN), 1).startswith("1A0 3A0 1F0 ")
+
+
+def test_steps_that_follow_are_numbered_on() -> None:
+    table = repeated(with_whole_step(build("1f1b", 2, 2), Costs(a=1)), 3)
+    assert row(table, 1) == " ".join(
+        f"1A{n} 1F{2 * n} 1BW{2 * n} 1F{2 * n + 1} 1BW{2 * n + 1} 1G{n} 1U{n}" for n in range(3)
+    )
+    assert (table.training_steps, table.num_microbatches, table.all_microbatches) == (3, 2, 6)
+
+
+def test_a_reduction_begins_behind_the_last_weight_gradient_of_its_stage() -> None:
+    assert row(with_reduction(build("zb-v", 1, 2)), 0).endswith(" 1F1 1B1 1W1 1G0 0B1 0W1 0G0")
+    alone, costs = build("gpipe", 1, 1), Costs(g=5)
+    assert row(with_reduction(alone), 0) == "0F0 0BW0 0G0"
+    assert (exposed(with_reduction(alone), costs), exposed(alone, costs)) == (5, 0)
