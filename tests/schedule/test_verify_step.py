@@ -117,9 +117,12 @@ def test_shares_are_where_the_placement_has_them() -> None:
     ]
 
 
-def test_a_first_stage_looks_up_in_the_order_in_which_it_runs() -> None:
-    assert problems(swapped(SHARED, "0E0", "0E1")) == ["rank 0: stage 0 runs E and F in different orders"]
-    verify(swapped(SHARED, "1E0", "1E1"))  # rank 1 has no data of its own to read in order
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_share_looks_up_in_the_order_in_which_the_first_stage_runs(rank: int) -> None:
+    assert problems(swapped(SHARED, f"{rank}E0", f"{rank}E1")) == [
+        f"rank {rank}, step 0, {rank}E1: stage 0 reads microbatch 0 at this place, and both ends of a chain read their "
+        "microbatches in one order"
+    ]
 
 
 def test_replicas_are_gathered_in_one_order_and_updated_in_any() -> None:
