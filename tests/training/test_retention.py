@@ -81,6 +81,7 @@ def trained(folder, capsys, iterations, **flags):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_removes_its_own_and_says_so_and_what_becomes_of_others(tmp_path, capsys, asynchronous):
     said = trained(tmp_path, capsys, 2)
+    assert f"saving checkpoint at iteration {1:7d} to {tmp_path} in safetensors format\n" in said  # as it is
     assert "earlier runs" not in said
     assert "removed" not in said
     said = trained(tmp_path, capsys, 4, save_keep_last=1, async_save=asynchronous)
