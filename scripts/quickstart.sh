@@ -8,7 +8,6 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh
 install_megapipe ""
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" # the profiler library would print into the log
 RUN="${RUN:-runs/quickstart}"
 SPLIT="${SPLIT:-969,30,1}"
 VOCAB_SIZE="${VOCAB_SIZE:-4096}"

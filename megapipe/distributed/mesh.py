@@ -166,8 +166,10 @@ class ProcessMesh:
         self.position.limit_s = seconds
         # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
         timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
+        # The public one is torch 2.14's; the private one warns from then on.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in self.groups():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Those that were made for it."""

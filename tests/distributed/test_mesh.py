@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.links import link, num_links
@@ -57,3 +59,14 @@ def test_ranks_are_numbered_as_megatron_numbers_them(dp_last):
         assert rank == mesh.tp.rank + tp * (mesh.cp.rank + cp * outer)
         assert mesh.dp_cp.rank == mesh.cp.rank + cp * mesh.dp.rank
         assert (mesh.world.rank, mesh.world.ranks) == (rank, tuple(range(pp * dp * cp * tp)))
+
+
+def test_timeouts_are_set_by_the_public_function_where_torch_has_it(monkeypatch):
+    """From 2.14 on; the private one, which 2.13 has alone, then warns on each start."""
+    given = []
+    monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: given.append((timeout, group)), raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: pytest.fail("it warns"))
+    mesh = ProcessMesh.single()
+    monkeypatch.setattr(ProcessMesh, "groups", lambda self: ["a", "b"])
+    mesh.set_timeout(7.0)
+    assert given == [(timedelta(seconds=7), "a"), (timedelta(seconds=7), "b")]

@@ -68,6 +68,7 @@ def test_ten_steps_and_ten_after_a_load_are_twenty_steps_bit_for_bit(unbroken, t
     if processes > 1:
         flags += f" --tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-end 11"
     resumed = launch(flags, processes)
+    assert [line for line in (output + resumed).splitlines() if re.search(r"Warning|USDT|ERROR", line)] == []
 
     last_ten = {k: v for k, v in numbers(output).items() if not k.isdigit() or int(k) > 10}
     last_ten.pop("iteration 10")
