@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 
 from torch.profiler import profile
@@ -23,6 +24,7 @@ class Profiler:
         self._log, self._rank = log, rank
         self._wanted = log.profile and log.use_pytorch_profiler and (not log.profile_ranks or rank in log.profile_ranks)
         self._open: profile | None = None
+        self._began = 0
 
     def before(self, iteration: int) -> None:
         """Call with the number of finished steps before each step."""
@@ -31,24 +33,33 @@ class Profiler:
             and self._open is None
             and self._log.profile_step_start <= iteration < self._log.profile_step_end
         ):
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start, and that a CPU is no GPU
             shapes, lines = self._log.pytorch_profiler_collect_shapes, self._log.pytorch_profiler_collect_callstack
             self._open = profile(record_shapes=shapes, with_stack=lines)  # of everything this build of torch can record
             self._open.start()
+            self._began = iteration
 
     def after(self, iteration: int) -> None:
         """Call with the number of finished steps after each step; the window closes at its end."""
         if iteration >= self._log.profile_step_end:
-            self.close()
+            self.close(iteration)
 
-    def close(self) -> None:
-        """Write the trace, also where the run ends inside the window."""
+    def close(self, iteration: int) -> None:
+        """Write the trace, also where the run ends inside the window, and say where. An earlier one is renamed."""
         if self._open is None:
             return
         self._open.stop()
         path = trace_path(self._log, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name[: -len('.json.gz')]}.partial.json.gz")
+        name = path.name[: -len(".json.gz")]
+        partial = path.with_name(f"{name}.partial.json.gz")
         self._open.export_chrome_trace(str(partial))
+        moved = ""
+        if path.exists():
+            aside = next(p for n in count(1) if not (p := path.with_name(f"earlier-{n}-{name}.json.gz")).exists())
+            path.rename(aside)
+            moved = f"; the one that was there is now {aside.name}"
         os.replace(partial, path)
+        print(f"trace of iterations {self._began + 1} to {iteration} of rank {self._rank}: {path}{moved}", flush=True)
         self._open = None
         self._wanted = False

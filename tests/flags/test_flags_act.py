@@ -112,6 +112,25 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     assert more <= shown[4] - shown[0]
 
 
+def test_a_profile_says_where_it_is_and_replaces_no_earlier_one(tmp_path, capfd):
+    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=(1,), tensorboard_dir=f"{tmp_path}/tb")
+    for run in range(3):
+        profiler = Profiler(replace(log, profile_step_start=3, profile_step_end=5), 1)
+        profiler.before(3)
+        with torch.profiler.record_function(f"run {run}"):
+            torch.ones(2)
+        profiler.after(4)
+        profiler.after(5)
+        path, moved = trace_path(log, 1), f"; the one that was there is now earlier-{run}-rank-1.json.gz"
+        printed = capfd.readouterr()
+        assert printed.out == f"trace of iterations 4 to 5 of rank 1: {path}{moved if run else ''}\n"
+        assert printed.err == ""  # of the profiler's own library
+    names = ("earlier-1-rank-1", "earlier-2-rank-1", "rank-1")
+    for run, name in enumerate(names):
+        assert f'"run {run}"' in gzip.decompress(path.with_name(f"{name}.json.gz").read_bytes()).decode()
+    assert len(list(path.parent.iterdir())) == 3
+
+
 def test_a_profile_has_the_ranks_that_are_named_and_what_is_asked_for(tmp_path):
     for field, key in (
         ("pytorch_profiler_collect_shapes", "Input Dims"),
