@@ -122,7 +122,7 @@ def report(found: Search, memory: float) -> str:
         more = (x.parts[worst] - first.parts[worst]) / first.step
         lines += [
             f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
-            f"{x.parts['bubble'] / x.step:.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
+            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
             f"x {tp} tensor, micro batch {micro}, {x.schedule}, "
             f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
             f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),

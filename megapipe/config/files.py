@@ -146,7 +146,7 @@ class LogConfig:
     log_interval: int = 100
     """Print a line every so many steps."""
     log_format: Literal["megatron", "short"] = "megatron"
-    """megatron: its line, our fields behind. short: one of 80 characters."""
+    """megatron: its line, our fields behind. short: one of 80 characters, and metrics of your own."""
     log_throughput: bool = False
     """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
     log_progress: bool = False

@@ -51,7 +51,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The papers' bubble: the most any rank waits between its first and its last pass."""
-        return max(span - busy for span, busy in zip(self.span, self.busy, strict=True))
+        return max(0, *(span - busy for span, busy in zip(self.span, self.busy, strict=True)))  # not -1e-17
 
     @property
     def idle(self) -> tuple[float, ...]:

@@ -54,18 +54,19 @@ class IterationReport:
 
 
 def short_line(report: IterationReport) -> str:
-    """The same in 80 characters."""
+    """The same in 80 characters, and as many more as metrics of one's own behind the loss take."""
     r = report
-    losses = [value for name, value in r.losses.items() if name == "lm loss"] or [*r.losses.values()]
-    loss = " ".join(f"{value:.4f}" for value in losses[:1]) or "-"
-    parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}", f"{_brief(r.elapsed_ms)} ms"]
+    main = "lm loss" if "lm loss" in r.losses else next(iter(r.losses), None)
+    loss = "-" if main is None else f"{r.losses[main]:.4f}"
+    own = "".join(f" {name} {value:.4g}" for name, value in r.losses.items() if name != main)
+    parts = [f"{r.iteration}/{r.train_iters}", f"loss {loss}{own}", f"{_brief(r.elapsed_ms)} ms"]
     parts += [f"{_brief(r.tokens_per_second)} tok/s"]
     parts += [] if r.remaining is None else [f"left {_clock(r.remaining)}"]
     parts += [] if r.mfu is None else [f"MFU {r.mfu:.0%}"]
     parts += [] if r.now is None else [f"bubble {r.now.bubble:.0%}"]
     parts += [] if r.grad_norm is None else [f"norm {r.grad_norm:.2f}"]
     parts.append(f"lr {r.learning_rate:.2e}")
-    fit = sum(len(" ".join(parts[: n + 1])) <= 80 for n in range(len(parts)))
+    fit = sum(len(" ".join(parts[: n + 1])) <= 80 + len(own) for n in range(len(parts)))
     return " ".join(parts[:fit])
 
 
@@ -119,17 +120,26 @@ def iteration_line(report: IterationReport, now: datetime) -> str:
 
 
 def passes_fields(now: Measured) -> Iterator[str]:
-    """What was measured beside its prediction; the parts of the bubble in percent."""
+    """What was measured beside its prediction; the parts of the bubble, which add up to it: see LEGEND."""
     yield f" passes (ms): {now.passes * 1e3:.1f}, predicted {now.predicted_passes * 1e3:.1f} |"
     if len(now.ranks) > 1:
-        of = (now.of_table, now.of_stages, now.of_messages, now.of_host)
-        parts = ", ".join(
-            f"{name} {x:.1%}" for name, x in zip(("table", "stages", "messages", "host"), of, strict=True)
-        )
-        yield f" bubble: {now.bubble:.1%}, predicted {now.predicted_bubble:.1%} ({parts}) |"
+        rest = "residual" if round(now.of_messages, 3) < 0 else "messages"
+        named = {"table": now.of_table, "stages": now.of_stages, "host": now.of_host, rest: now.of_messages}
+        parts = ", ".join(f"{name} {x:z.1%}" for name, x in named.items())
+        yield f" bubble: {now.bubble:z.1%} ({parts}), predicted bubble: {now.predicted_bubble:z.1%} |"
     if now.peak_bytes:
         held, most = max((x, rank) for rank, x in enumerate(now.peak_bytes))
         yield f" peak memory (GiB): {held / GIB:.2f} on rank {most}, predicted {now.predicted_peaks[most] / GIB:.2f} |"
+
+
+LEGEND = """\
+bubble: the share of the passes' time in which the rank that waits most computes nothing, the sum of
+  table     what the schedule leaves open where all stages take the same
+  stages    what stages of unlike times add; below 0 where they fit the schedule better
+  host      the time between two passes
+  messages  the rest, waiting for messages; called residual below 0, where less was waited than the parts above come
+            to, which are simulated from the median time of each pass"""
+"""Told once, for `passes_fields`."""
 
 
 def validation_lines(prefix: str, losses: Mapping[str, float]) -> str:

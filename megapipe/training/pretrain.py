@@ -136,7 +136,7 @@ class Run:
         schedule, place = plan.schedule, plan.schedule.placement
         self.report = Reporter(config, mesh, plan)
         self.say = self.report.say
-        self.say(f"{arguments(config)}\n{start_block(config)}".rstrip())
+        self.say(f"{arguments(config)}\n{start_block(config)}\n{seams.beside(config)}".rstrip())
         self.say(reads(config, data))
         self.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
@@ -211,7 +211,7 @@ class Run:
             if reason := stopping.reason(progress.iteration, asked):
                 self.say(reason)
                 break
-        self.profiler.close()
+        self.profiler.close(progress.iteration + self._open)
         if config.checkpoint.save and self.saving.begun != progress.iteration:
             self.saving.save(last=True)
         self.saving.finish(last=True)

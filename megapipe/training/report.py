@@ -17,6 +17,7 @@ from megapipe.plan import Plan
 from megapipe.training.counters import THIRD, Counters, table
 from megapipe.training.flops import flops_per_token
 from megapipe.training.log import (
+    LEGEND,
     IterationReport,
     TensorBoard,
     iteration_line,
@@ -66,7 +67,8 @@ class Reporter:
         if not self._compared and self._counters.steps >= THIRD and (now := self._counters.now) is not None:
             self._compared = True
             self.say(f"measured over {now.steps} step(s), beside the plan's prediction at the same speed:")
-            self.say("\n".join([table(now, self._place), " ".join(x.strip(" |") for x in passes_fields(now))]))
+            rows = [table(now, self._place), "; ".join(x.strip(" |") for x in passes_fields(now))]
+            self.say("\n".join([*rows, LEGEND] if len(now.ranks) > 1 else rows))
 
     def iteration(self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer) -> None:
         """The line every --log-interval iterations and after the first, TensorBoard at its own interval.
@@ -76,14 +78,14 @@ class Reporter:
         """
         config, log, n, window = self.config, self.config.log, progress.iteration, self._window
         window.add(result)
-        if log.metrics_file is not None and self.speaks:
-            self._write_metrics(result, progress, lr)
         on_board = (log.tensorboard_dir or log.wandb_project) and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
-        if not (on_board or in_line):
+        if not (on_board or in_line or log.metrics_file):
             return
         norm = optimizer.params_norm() if log.log_params_norm else None
+        if log.metrics_file is not None and self.speaks:
+            self._write_metrics(result, progress, lr, norm)
         if on_board:
             self._write_board(result, progress, lr, norm)
         if not in_line:
@@ -173,7 +175,7 @@ class Reporter:
             scalars.update(memory_bytes(self.mesh.device))
         self._scalars(scalars, progress)
 
-    def _write_metrics(self, result: StepResult, progress: Progress, lr: float) -> None:
+    def _write_metrics(self, result: StepResult, progress: Progress, lr: float, norm: float | None) -> None:
         now, seconds = self._counters.now, self._window.last_seconds
         tokens_per_second = result.batch * self.config.train.sequence / seconds
         tflops, mfu = self._speed(tokens_per_second)
@@ -183,6 +185,8 @@ class Reporter:
                 "consumed_samples": progress.consumed_train_samples,
                 "losses": result.losses,
                 "grad_norm": result.grad_norm,
+                "params_norm": norm,
+                "num_zeros": result.num_zeros,
                 "learning_rate": lr,
                 "loss_scale": progress.loss_scale.scale,
                 "batch": result.batch,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megapipe.config import Config
 from megapipe.optim.rule import Groups, usual_groups
 from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.training.step import StepResult
@@ -57,6 +58,13 @@ class Seams:
         """Call a method of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(*what)
+
+    def beside(self, config: Config) -> str:
+        """What flags go on to do beside them, and would not be thought to; empty for nothing."""
+        if self.lr is None or config.train.decoupled_lr is None:
+            return ""
+        also = "the flags' curve for embedding and head; all other parameters have the program's rate (Seams.lr)"
+        return f"WARNING: --decoupled-lr {config.train.decoupled_lr:g} follows {also}"
 
 
 NONE = Seams()

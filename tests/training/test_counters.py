@@ -21,10 +21,10 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.pipeline_parallel.transport import Op
 from megapipe.plan import make_plan
-from megapipe.schedule import Costs, build
-from megapipe.schedule.measured import measured_costs, spent
-from megapipe.training.counters import READ, WINDOW, Counters
-from megapipe.training.log import IterationReport, short_line
+from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule.measured import Spent, measured_costs, spent
+from megapipe.training.counters import READ, WINDOW, Counters, Measured
+from megapipe.training.log import LEGEND, IterationReport, passes_fields, short_line
 from tools.emulated_runs import Ours, _EmulatedLinks
 
 
@@ -104,8 +104,9 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     said = capsys.readouterr().out
     assert "beside the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
     line = next(x for x in said.splitlines() if "iteration       10/" in x)
-    fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)%, predicted", line)
+    fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)% \(", line)
     assert fields
+    assert said.count(LEGEND) == 1
     assert ("straggler: slowest stage" in said) == (schedule == "1f1b")
     rows = [json.loads(x) for x in (tmp_path / "steps").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 11))
@@ -139,7 +140,50 @@ def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remai
 def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
     numbers = {"hardest token": 5.0, "lm loss": 2.0}
     one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, numbers, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
-    assert "loss 2.0000" in short_line(one)
+    assert short_line(one).startswith("1/2 loss 2.0000 hardest token 5 100 ms 80 tok/s norm 1.00 lr 1.00e-03")
+
+
+@pytest.mark.parametrize("own", [{}, {"sure": 0.25}, {f"metric {n}": n / 7 for n in range(9)}])
+def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
+    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, {}, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
+    plain = short_line(replace(one, losses={"lm loss": 2.0}))
+    theirs = "".join(f" {name} {value:.4g}" for name, value in own.items())
+    assert short_line(replace(one, losses={"lm loss": 2.0} | own)) == plain.replace("2.0000", f"2.0000{theirs}")
+
+
+@pytest.mark.parametrize(
+    "bubble, parts, text",
+    [
+        (0.132, (0.111, -0.023, 0.002), "13.2% (table 11.1%, stages -2.3%, host 0.2%, messages 4.2%)"),
+        (0.05, (0.111, 0.03, 0.002), "5.0% (table 11.1%, stages 3.0%, host 0.2%, residual -9.3%)"),
+        (0.1, (0.1, -1e-9, 1e-9), "10.0% (table 10.0%, stages 0.0%, host 0.0%, messages 0.0%)"),
+        (0.1, (0.1, 0.0, 1e-4), "10.0% (table 10.0%, stages 0.0%, host 0.0%, messages 0.0%)"),
+    ],
+)
+def test_the_parts_stand_behind_the_bubble_that_they_add_up_to(bubble, parts, text):
+    now = Measured(1, Costs(), (Spent(1, 1, 1, 0),) * 2, 1.0, bubble, *parts, 1.0, 0.186, Costs(), (), ())
+    *_, said = passes_fields(now)
+    assert said == f" bubble: {text}, predicted bubble: 18.6% |"
+
+
+def test_no_bubble_is_below_nothing_by_rounding():
+    """plan.py printed -0.0%: a rank that computes 0.1 + 0.2 + ... is busy for longer than it is there."""
+    for costs in (Costs(f=0.1, b=0.2, w=0.3), Costs(f=1 / 3, b=0.7, w=1e-3)):
+        for m in range(1, 40):
+            assert f"{simulate(build('1f1b', 1, m), costs).bubble:.1%}" == "0.0%"
+
+
+def test_the_metrics_file_has_what_the_line_has(tmp_path):
+    asked = config(STYLES["gpt2"])
+    log = replace(asked.log, log_interval=3, metrics_file=str(tmp_path / "m"))
+    log = replace(log, log_params_norm=True, log_num_zeros_in_grad=True)
+    run = run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4)))
+    run.train()
+    rows = [json.loads(x) for x in (tmp_path / "m").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["params_norm"] == pytest.approx(run.optimizer.params_norm())
+    assert len({row["params_norm"] for row in rows}) == 4  # of each step
+    assert all(isinstance(row["num_zeros"], int) for row in rows)
 
 
 def test_peaks_are_those_of_the_device_that_is_named():
