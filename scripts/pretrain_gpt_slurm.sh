@@ -9,6 +9,8 @@
 #SBATCH --signal=TERM@300
 # A Llama-style 1.3B on several nodes: tensor parallel 2 within a node, pipeline parallel 4, data parallel over the rest.
 #   DATA=prefix_text_document TOKENIZER=tokenizer.model RUN=/shared/run sbatch scripts/pretrain_gpt_slurm.sh [more flags]
+# It runs in the folder of the submission: pretrain_gpt.py there, or PROGRAM=its path, and the Python that is active there,
+# or VENV=a virtual environment that each rank finds.
 # MOCK=1 trains on synthetic tokens instead of DATA, SAVE=no without RUN. RUN must be on a disk that all nodes share.
 #
 # Slurm starts the ranks, no torchrun between: 300 s before the end of the job's time each gets SIGTERM, saves and exits
@@ -16,6 +18,13 @@
 # MAX_RESTARTS times. Without Slurm torchrun starts NPROC processes on this machine. Never run on several nodes by us.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+PROGRAM="${PROGRAM:-pretrain_gpt.py}"
+if [ ! -f "$PROGRAM" ]; then
+  echo "no $PROGRAM in $PWD: submit from the repository, or set PROGRAM to the path of pretrain_gpt.py" >&2
+  exit 2
+fi
+# shellcheck disable=SC1091  # the user's
+[ -z "${VENV:-}" ] || . "$VENV/bin/activate"
 if [ -n "${DATA:-}" ]; then
   TOKENS=(--data-path "$DATA" --split "949,50,1" --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
 else
@@ -40,7 +49,7 @@ else
   LAUNCH=(torchrun --nproc-per-node "${NPROC:-8}")
 fi
 
-COMMAND=("${LAUNCH[@]}" pretrain_gpt.py
+COMMAND=("${LAUNCH[@]}" "$PROGRAM"
   --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --pipeline-schedule 1f1b
   --num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16
   --group-query-attention --num-query-groups 4 --seq-length 4096 --max-position-embeddings 4096

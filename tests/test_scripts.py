@@ -100,6 +100,20 @@ def test_a_slurm_job_does_not_train_on_mock_data_nor_without_save_by_accident(tm
     assert "set RUN to a folder for checkpoints" in slurm(tmp_path, "", RUN="", MOCK="1").stderr
 
 
+def test_a_slurm_job_from_another_folder_names_its_program_and_its_python(tmp_path):
+    away = {"RUN": str(tmp_path), "MOCK": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    assert (
+        f"no pretrain_gpt.py in {tmp_path}: submit from the repository, or set PROGRAM"
+        in slurm(tmp_path, "", **away).stderr
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}/bin:$PATH\n")
+    (tmp_path / "bin" / "python").write_text('#!/bin/sh\necho "its python runs $1"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    program = str(ROOT / "pretrain_gpt.py")
+    assert f"its python runs {program}\n" in slurm(tmp_path, "", **away, PROGRAM=program, VENV=str(tmp_path)).stdout
+
+
 def test_a_mistake_of_the_user_is_not_queued_again_and_a_failure_a_few_times(tmp_path):
     for code, restarts, expected in ((2, "0", 0), (17, "0", 0), (1, "0", 1), (137, "4", 1), (3, "5", 0)):
         (tmp_path / "requeued").write_text("")

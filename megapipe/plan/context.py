@@ -47,8 +47,14 @@ def context_line(plan: Plan, config: Config) -> str:
     beside = sum(tensor_bytes(model, tokens // c, ranks=t, element_bytes=element))
     mine = m * (forth + back + beside) + 2 * (c - 1) / c * 4 * parameters / t
     other = m * sum(tensor_bytes(model, tokens, ranks=t * c, element_bytes=element))
+    said, instead = _plain(mine / MIB), _plain(other / MIB)
     return (
         f"context parallel {c} ({model.cp_comm_type[0]}): a rank sends {forth / MIB:.3g} MiB per layer and microbatch "
-        f"forward, {back / MIB:.3g} backward; with the sum of gradients {mine / MIB:.4g} MiB per layer and step, where "
-        f"--tensor-model-parallel-size {t * c} would send {other / MIB:.4g} and hold 1/{c} of the weights"
+        f"forward, {back / MIB:.3g} backward; with the sum of gradients {said} MiB per layer and step, where "
+        f"--tensor-model-parallel-size {t * c} would send {instead} and hold 1/{c} of the weights"
     )
+
+
+def _plain(number: float) -> str:
+    """Without an exponent."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

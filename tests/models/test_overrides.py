@@ -54,6 +54,8 @@ def test_a_file_becomes_its_text(tmp_path):
         ({"all": {}}, '"all": layers are 0 to 3, such as "0-3,7"'),
         ({"1": {"hidden_size": 8}}, '"1": hidden_size is not a field that one layer can change.'),
         ({"1": {"ffn_hidden_size": True}}, '"1": ffn_hidden_size is an integer, got true'),
+        ({"1": {"norm_epsilon": float("nan")}}, '"1": norm_epsilon is a finite number, got NaN'),
+        ({"1": {"window_size": 7}}, '"1": window_size is a text, got 7'),
         ({"1": {"swiglu": 1}}, '"1": swiglu is true or false, got 1'),
         ({"1": {"normalization": "x"}}, '"1": normalization is LayerNorm or RMSNorm, got "x"'),
         ([], "is an object of objects"),
@@ -65,3 +67,8 @@ def test_a_mistake_is_named_with_its_place(overrides, sentence):
         layer_config(replace(GPT2, per_layer_overrides=text), 0)
     assert str(caught.value).startswith("--per-layer-overrides ")
     assert sentence in str(caught.value)
+
+
+def test_text_that_is_nested_too_deep_is_named():
+    with pytest.raises(ConfigError, match="--per-layer-overrides is not JSON: maximum recursion depth"):
+        layer_config(replace(GPT2, per_layer_overrides='{"1": ' + "[" * 100_000), 0)
