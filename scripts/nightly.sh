@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies,
-# faults at random moments; and the GPU's check on a CPU. MINUTES (of the comparison, 30), CASES (of post-validation, 300)
-# and SEED change it. A case that differs is printed as a command.
+# faults at random moments, damaged inputs of every command; and the GPU's check on a CPU. MINUTES (of the comparison, 30),
+# CASES (of post-validation, 300), DRAWS (of inputs, 20000) and SEED change it. A case that differs is printed as a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -25,5 +25,6 @@ for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--
   python tools/chaos.py --minutes 20 -- torchrun --standalone --nproc-per-node 2 pretrain_gpt.py $layout $TINY
 done
 python tools/gpu_check.py --device cpu
+python tools/fuzz_inputs.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python tools/drawn_starts.py --seed "${SEED:-$(date +%j)}"
 python tools/soak.py

@@ -176,7 +176,8 @@ def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
     if at_words:
         words = damage_words(words, scene.known, draw)
         done.append("words")
-        wanted |= {word for word in words if word} | {"--"}  # a flag that is missing is none of the words
+        # A flag or an argument that is missing is none of the words.
+        wanted |= {word for word in words if word} | {"--", "argument", "arguments"}
     return Drawn(scene, words, frozenset(wanted), done)
 
 

@@ -177,6 +177,12 @@ def checkpoint(folder: Path) -> None:
 
 def hugging_face(folder: Path) -> None:
     """A Llama in two files and a GPT-2 in one."""
+    _llama(folder)
+    _gpt2(folder)
+
+
+def _llama(folder: Path) -> None:
+    """In two files."""
     import torch
     from safetensors.torch import save_file
 
@@ -217,6 +223,13 @@ def hugging_face(folder: Path) -> None:
     where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
     index = {"metadata": {"total_size": 1}, "weight_map": where}
     (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _gpt2(folder: Path) -> None:
+    """In one file."""
+    import torch
+    from safetensors.torch import save_file
+
     two = {
         **{
             "model_type": "gpt2",

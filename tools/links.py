@@ -56,7 +56,7 @@ def load_device(path: str) -> Device:
     """Read a JSON object with some of Device's fields. Raises: ConfigError that names file and field."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--device {path} cannot be read: {error}") from None
     names = [field.name for field in fields(Device)]
     if not isinstance(given, dict) or given.keys() - set(names):

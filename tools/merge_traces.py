@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse, run
 from megapipe.schedule.views.traces import merge, pipelines, predict, read, summarise
 
@@ -37,7 +37,10 @@ def main(argv: Sequence[str]) -> None:
         raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
     events: list[dict[str, Any]] = []
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
-        schedule, predicted = predict(ranks)
+        try:
+            schedule, predicted = predict(ranks)
+        except UserError as error:
+            raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
         print(f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches")
         print("rank   step ms   busy ms    idle  predicted ms    idle")
         for row in summarise(ranks, schedule, predicted):

@@ -65,7 +65,7 @@ def main() -> int:
         if isinstance(error, BrokenPipeError):  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"schedules.py: error: {error}", file=sys.stderr)
+        print(f"schedules.py: error: {'--costs: ' * str(error).startswith('Costs.')}{error}", file=sys.stderr)
         return 2
 
 

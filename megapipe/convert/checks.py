@@ -29,8 +29,8 @@ def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig)
     # Some tied models are saved with their head all the same.
     if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
         rest.remove(HEAD)
-    problems = _listing("config.json asks for tensors that are missing:", missing)
-    problems += _listing("tensors that config.json knows nothing of:", sorted(rest))
+    problems = _listing(f"{saved.folder}: config.json asks for tensors that are missing:", missing)
+    problems += _listing(f"{saved.folder}: tensors that config.json knows nothing of:", sorted(rest))
     shapes = our_shapes(model)
     for rule in table if not missing else ():
         parts = [torch.empty(saved.shapes[key], device="meta") for key in rule.theirs]

@@ -40,11 +40,13 @@ class SavedTensors:
     """The tensors of a folder of safetensors files, by name, each read in full from as many files as hold a part of it.
 
     Attributes:
+        folder: they are in.
         shapes, dtypes: by name.
     Raises: CheckpointError if the folder has no such files or one of them is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         if not list(folder.glob("*.safetensors")):
             old = " (pytorch_model.bin is a pickle: save it again with save_pretrained)" * bool(
                 list(folder.glob("*.bin"))

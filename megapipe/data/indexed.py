@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,17 +59,19 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         idx, bin = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
-        _refuse_missing(self.prefix, [p for p in (idx, bin) if not p.is_file()])
-        self.dtype, sequences, entries = _read_header(idx)
-        raw = np.memmap(idx, np.uint8, "r")
+        _refuse_missing(self.prefix, [p for p in (idx, bin) if not os.path.isfile(p)])
+        with _named(self.prefix):
+            self.dtype, sequences, entries = _read_header(idx)
+            raw = np.memmap(idx, np.uint8, "r")
         at = HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, at)
         pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
         self.documents: NDArray[np.int64] = np.frombuffer(raw, "<i8", entries, at + 12 * sequences)
         _check_index(idx, bin, self.lengths, pointers, self.documents, self.dtype.itemsize)
         self._pointers = pointers
-        self.tokens: NDArray[Any] = np.memmap(bin, self.dtype, "r").view(np.ndarray)
-        self._file = bin.open("rb", buffering=0)
+        with _named(self.prefix):
+            self.tokens: NDArray[Any] = np.memmap(bin, self.dtype, "r").view(np.ndarray)
+            self._file = bin.open("rb", buffering=0)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -105,8 +108,9 @@ def glance(prefix: str) -> None:
     Raises: DataError as `IndexedDataset`, which looks at every entry.
     """
     idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    _refuse_missing(prefix, [p for p in (idx, bin) if not p.is_file()])
-    dtype, sequences, _ = _read_header(idx)
+    _refuse_missing(prefix, [p for p in (idx, bin) if not os.path.isfile(p)])
+    with _named(prefix):
+        dtype, sequences, _ = _read_header(idx)
     with idx.open("rb") as file:
         file.seek(HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", file.read(4))
@@ -115,6 +119,15 @@ def glance(prefix: str) -> None:
     size, expected = bin.stat().st_size, pointer + length * dtype.itemsize
     if size != expected:
         raise _damaged(bin, f"has {size} bytes, but {idx} ends at {expected}")
+
+
+@contextlib.contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """A file that cannot be opened, for want of permission or of its disk, in the user's words."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"--data-path {prefix}: {error.filename}: {error.strerror}") from None
 
 
 def _refuse_missing(prefix: str, missing: list[Path]) -> None:

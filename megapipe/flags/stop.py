@@ -20,6 +20,10 @@ def run(main: Callable[[list[str]], object]) -> None:
         main(sys.argv[1:])
     except UserError as error:
         stop(error)
+    except OSError as error:
+        if error.filename is None:  # no file of the user's
+            raise
+        stop(UserError(f"{error.filename}: {error.strerror}"))
 
 
 def say(text: str) -> None:

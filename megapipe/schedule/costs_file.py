@@ -24,7 +24,7 @@ def load_costs(path: str | Path) -> Costs:
     """
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ScheduleError(f"{path} is no costs file: {error}") from None
     return read_costs(given, path)
 
@@ -37,7 +37,10 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     if unknown := [name for name in given if name not in known]:
         raise ScheduleError(f"{path} names {', '.join(unknown)}; costs have {', '.join(known)}.")
     values: dict[str, Any] = {name: _value(path, name, value) for name, value in given.items()}
-    return Costs(**values)
+    try:
+        return Costs(**values)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
 
 
 def dump_costs(costs: Costs) -> str:

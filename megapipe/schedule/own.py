@@ -62,6 +62,9 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
 
 
 def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[str]:
+    if not isinstance(made.placement, Placement):
+        yield f"placement is a {type(made.placement).__name__}, not a Placement(rank_of, chain)"
+        return
     yield from placement_problems(made.placement.rank_of, made.placement.chain, ranks)
     if made.num_microbatches != microbatches:
         yield f"num_microbatches is {made.num_microbatches}, not the {microbatches} that were asked for"
@@ -71,6 +74,9 @@ def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[
 
 def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]:
     """The steps of a row; a pass alone is a step of one."""
+    if not isinstance(row, Iterable):
+        problems.append(f"rank {rank}: {row!r} is no row of steps")
+        return
     for i, step in enumerate(row):
         passes = [step] if isinstance(step, Pass) else step
         try:

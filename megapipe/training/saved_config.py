@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.errors import CheckpointError, ConfigError
@@ -101,5 +101,20 @@ def _damaged(folder: Path) -> CheckpointError:
 
 
 def _known(cls: type[Any], values: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
+    """Raises: TypeError for a value that its field never had."""
+    hints = get_type_hints(cls)
+    found = {name: value for name, value in values.items() if name in hints}
+    if odd := [name for name, value in found.items() if not _fits(hints[name], value)]:
+        raise TypeError(", ".join(odd))
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+
+
+def _fits(hint: Any, value: object) -> bool:
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in kinds
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_fits(kinds[0], x) for x in value)
+    if kinds:  # one of several
+        return any(_fits(kind, value) for kind in kinds)
+    return type(value) is hint or (hint is float and type(value) is int)

@@ -32,8 +32,8 @@ def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_p
     tensors["model.layers.0.mlp.gate.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
     save_file(tensors, path)
     assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours")) == (
-        "config.json asks for tensors that are missing: model.layers.0.mlp.gate_proj.weight",
-        "tensors that config.json knows nothing of: model.layers.0.mlp.gate.weight",
+        f"{tmp_path}/hf: config.json asks for tensors that are missing: model.layers.0.mlp.gate_proj.weight",
+        f"{tmp_path}/hf: tensors that config.json knows nothing of: model.layers.0.mlp.gate.weight",
     )
     assert not (tmp_path / "ours").exists()
 

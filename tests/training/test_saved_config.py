@@ -73,3 +73,15 @@ def test_model_training_and_data_are_read_back(root):
     (root / "iter_0000001" / "state.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):
         saved_config(root / "iter_0000001")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("num_layers", "4"), ("norm_epsilon", None), ("hidden_size", {}), ("norm_epsilon", "x"), ("swiglu", 1)],
+)
+def test_a_value_that_its_field_never_has_is_no_state_of_a_run(tmp_path, field, value):
+    saved = asdict(SAVED)
+    saved["model"][field] = value
+    (tmp_path / "state.json").write_text(json.dumps({"config": saved}))
+    with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):
+        saved_config(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,11 +79,22 @@ def read(path: Path) -> RankTrace:
         data = path.read_bytes()
         content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         base = content["baseTimeNanoseconds"] / 1000
-        events: list[Event] = content["traceEvents"]
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        events: list[Event] = list(content["traceEvents"])
+    except (OSError, ValueError, EOFError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
         raise DataError(f"{path} is not a trace of torch's profiler: {error}") from None
+    if odd := [event for event in events if not _is_event(event)]:
+        raise DataError(f"{path}: {json.dumps(odd[0])[:100]} is no event with name, ts and dur of torch's profiler.")
     events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
     return RankTrace(int(number[1]), events, _steps(_slices(events)))
+
+
+def _is_event(event: object) -> bool:
+    """Also of those without a duration, which are kept as they are."""
+    if not isinstance(event, dict):
+        return False
+    times = [event.get(name, 0.0) for name in ("ts", "dur")]
+    numbers = all(isinstance(x, int | float) and abs(x) < 1e18 for x in times)
+    return numbers and isinstance(event.get("name", ""), str) and ("dur" not in event or {"name", "ts"} <= event.keys())
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
