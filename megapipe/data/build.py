@@ -38,6 +38,8 @@ _PREFLIGHT = 1 << 20  # tokens of each file looked at before the run; items chec
 
 _Range = tuple[int, int] | None
 _Member = tuple[TokenSource, NDArray[Any]]
+_Part = tuple[list[_Member], Blend, int]
+"""Files and their documents, where they were named, and how many samples the run reads."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +56,37 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 
     Raises: DataError with every missing, damaged, foreign or too small file.
     """
-    data, vocab_size = config.data, tokenizer.vocab_size
+    parts = [part and _build_part(config, tokenizer.vocab_size, *part) for part in open_parts(config, tokenizer)]
+    return Datasets(*parts)
+
+
+def open_parts(config: Config, tokenizer: Tokenizer) -> list[_Part | None]:
+    """What train, validation and test are made of, None for what the run does not read; no sample is put in order.
+
+    Raises: DataError as `build_datasets`, but for files that have too few samples.
+    """
+    data, vocab_size, wanted = config.data, tokenizer.vocab_size, samples_wanted(config)
     mock = Blend("--mock-data", [], None)
     given = (mock,) if data.mock_data else blends(data)
+    parts: list[_Part | None] = [None] * 3
     if len(given) == 3:
-        return _build_parts(config, tokenizer, given)
+        for part, blend in enumerate(given):
+            if blend is not None and wanted[part]:
+                sources = _open(blend, tokenizer)
+                if empty := [source.prefix for source in sources if not source.lengths.any()]:
+                    raise DataError(f"{blend.said} {' '.join(empty)}: no tokens for {_PARTS[part]}. Leave that out.")
+                parts[part] = [(x, np.arange(len(x.lengths))) for x in sources], blend, wanted[part]
+        return parts
     blend = given[0] or mock
     sources = [MockTokens(vocab_size, tokenizer.eod)] if data.mock_data else _open(blend, tokenizer)
     split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
     ranges = [split_ranges(split, len(source.lengths)) for source in sources]
-    wanted = samples_wanted(config)
     used = [part for part in range(3) if wanted[part] and ranges[0][part]]
     _refuse_empty(split, sources, ranges, used)
-    parts: list[TokenDataset | None] = [None] * 3
     for part in used:
         members = [(source, np.arange(*(r[part] or (0, 0)))) for source, r in zip(sources, ranges, strict=True)]
-        parts[part] = _build_part(config, vocab_size, members, blend, wanted[part])
-    return Datasets(*parts)
-
-
-def _build_parts(config: Config, tokenizer: Tokenizer, given: Sequence[Blend | None]) -> Datasets:
-    """Each part of all documents of its own files."""
-    parts: list[TokenDataset | None] = [None] * 3
-    for part, (blend, wanted) in enumerate(zip(given, samples_wanted(config), strict=True)):
-        if blend is None or not wanted:
-            continue
-        sources = _open(blend, tokenizer)
-        if empty := [source.prefix for source in sources if not source.lengths.any()]:
-            raise DataError(f"{blend.said} {' '.join(empty)}: no tokens for {_PARTS[part]}. Leave that out.")
-        members = [(source, np.arange(len(source.lengths))) for source in sources]
-        parts[part] = _build_part(config, tokenizer.vocab_size, members, blend, wanted)
-    return Datasets(*parts)
+        parts[part] = members, blend, wanted[part]
+    return parts
 
 
 def samples_wanted(config: Config) -> tuple[int, int, int]:

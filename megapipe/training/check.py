@@ -11,7 +11,7 @@ from megapipe.checks.inputs import ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config
-from megapipe.data.build import Datasets, build_datasets, reads
+from megapipe.data.build import Datasets, build_datasets, open_parts
 from megapipe.data.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import ConfigError, DataError
@@ -64,7 +64,8 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
     plan, par = make_plan(as_run), config.parallel
     found = find_checkpoint(config.checkpoint) if not missing else None
-    data = [] if missing else _launch(as_run, plan, found, datasets)
+    if not missing:
+        _refuse(as_run, plan, found, datasets)
     lines = [
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
@@ -75,7 +76,6 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         *(f"missing: {text}" for text in [*missing, *said]),
         *(f"on this machine: {text}" for text in here),
         f"starts from {found}" if found else "",
-        *data,
         changes(plan),
         summary(plan, config),
         f"pipeline schedule {plan.schedule.name}: predicted bubble "
@@ -84,12 +84,12 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     print("\n".join(line for line in lines if line), flush=True)
 
 
-def _launch(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider) -> list[str]:
-    """What the launch reads, and what it would refuse of folders, checkpoint, program and data. Makes no folder.
+def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider) -> None:
+    """What the launch would refuse of folders, checkpoint, program and data. Makes no folder and no index.
 
     start: the checkpoint to load. Raises: ConfigError with every problem.
     """
-    flags, said = config.checkpoint, list[str]()
+    flags = config.checkpoint
     problems = ask(lambda: refuse_save(flags, start))
     if flags.save is not None:
         root = there = Path(flags.save)
@@ -104,10 +104,10 @@ def _launch(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
         problems += ask(lambda: refuse_load(start, config, contents(config)))
     if (named := config.model.model_provider) is not None:
         problems += ask(lambda: find_provider(named))
-    problems += ask(lambda: said.append(reads(config, datasets(config, build_tokenizer(config.data)))))
+    if datasets is build_datasets:  # a program's own may need what only the launch has
+        problems += ask(lambda: open_parts(config, build_tokenizer(config.data)))
     if problems:
         raise ConfigError(problems)
-    return said
 
 
 def vocabulary(config: Config) -> tuple[int, list[str]]:

@@ -114,12 +114,11 @@ def test_a_check_refuses_what_the_launch_refuses(saved, capsys, monkeypatch, mor
         lock.release()
 
 
-def test_a_check_of_what_goes_on_says_what_it_reads_and_makes_nothing(saved, capsys):
+def test_a_check_of_what_goes_on_makes_nothing(saved, capsys):
     before = sorted(saved.rglob("*"))
     pretrain_gpt.main(flags(saved, "--check --load F/c --save F/c"))
     text = capsys.readouterr().out
     assert f"starts from {saved}/c/iter_0000002\n" in text
-    assert f"data: 8 samples of 8 tokens for train\n  from {saved}/d: 4 documents, 40 tokens, 1.6 epochs\n" in text
     pretrain_gpt.main(flags(saved, "--check --save F/new/folder"))
     assert sorted(saved.rglob("*")) == before
 
