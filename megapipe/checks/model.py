@@ -16,9 +16,6 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
     chosen = [flag(name) for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} are different activations of one MLP. Leave {' or '.join(chosen)} out."
-    if model.position_embedding_type != "rope":
-        given = [flag(name) for name in ("rotary_interleaved", "use_rope_scaling") if getattr(model, name)]
-        yield from (f"{name} has no effect without --position-embedding-type rope. Add it." for name in given)
     if model.rope_scaling_factor != ModelConfig.rope_scaling_factor and not model.use_rope_scaling:
         yield f"--rope-scaling-factor {model.rope_scaling_factor:g} has no effect without --use-rope-scaling. Add it."
     if model.window_size is not None and not _WINDOW.fullmatch(model.window_size):

@@ -28,7 +28,7 @@ _TRAIN = (
     "lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay "
     "weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
     "rampup_batch_size step_batch_size_schedule grad_reduce_in_bf16 muon_momentum muon_nesterov muon_num_ns_steps "
-    "muon_scale_mode muon_extra_scale_factor"
+    "muon_coefficient_type muon_scale_mode muon_extra_scale_factor"
 )
 _DATA = (
     "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split mock_data "
@@ -81,6 +81,7 @@ def config_of(args: Args, name: str) -> Config:
     train = _taken(args, _TRAIN)
     if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
         train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
+    train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
     if train.get("step_batch_size_schedule"):
         train.pop("global_batch_size", None)
     data = _taken(args, _DATA) | {"no_data_sharding": not args.get("data_sharding", True)}
@@ -100,6 +101,7 @@ def args_of(config: Config) -> dict[str, Any]:
     return named | {
         **{key: getattr(train, key) for key in _TRAIN.split()},
         **{key: getattr(config.data, key) for key in _DATA.split()},
+        "muon_split_qkv": not train.muon_no_split_qkv,
         "data_sharding": not config.data.no_data_sharding,
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,

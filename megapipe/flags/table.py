@@ -32,7 +32,7 @@ def table() -> str:
     holds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, rule in sorted(HOLDS.items()):
         holds[rule.because, _values(rule.values)].append(f"`{name}`")
-    idle = [(f"--{row.field.replace('_', '-')} without {row.without}", row.instead) for row in IDLE]
+    idle = [(flag.name, text) for flag, _, text in IDLE]
     refused: dict[str, list[str]] = defaultdict(list)
     for name in sorted(MEGATRON_FLAGS - spelled - set(HOLDS) - set(OLD_NAMES)):
         refused[reason(name) or "not implemented yet"].append(f"`{name}`")

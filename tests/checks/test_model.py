@@ -14,14 +14,6 @@ from megapipe.config import ModelConfig
             "--swiglu and --squared-relu are different activations of one MLP. Leave --swiglu or --squared-relu out.",
         ),
         (
-            {"use_rope_scaling": True},
-            "--use-rope-scaling has no effect without --position-embedding-type rope. Add it.",
-        ),
-        (
-            {"rotary_interleaved": True},
-            "--rotary-interleaved has no effect without --position-embedding-type rope. Add it.",
-        ),
-        (
             {"rope_scaling_factor": 32.0},
             "--rope-scaling-factor 32 has no effect without --use-rope-scaling. Add it.",
         ),

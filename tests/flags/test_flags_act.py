@@ -37,13 +37,14 @@ def rate(config: Config) -> list[float]:
 
 
 def updated(config: Config) -> list[float]:
-    """A matrix after two updates by its gradient."""
+    """A matrix of query, key and value after two updates by different gradients."""
     value, grad = torch.eye(4, 6), torch.linspace(-1, 1, 24).view(4, 6)
-    state = {name: torch.zeros(4, 6) for name in ("exp_avg", "exp_avg_sq")}
-    part = Part(("linear_fc1.weight",), value, grad, state, lr=0.1, weight_decay=0.0, layout=Layout((4, 6)))
+    rule = find_rule(config.train)
+    state = {name: torch.zeros(4, 6) for name in rule.state}
+    part = Part(("linear_qkv.weight",), value, grad, state, 0.1, 0.0, Layout((4, 6), fused=(2, 1, 1)))
     for step in range(2):
-        find_rule(config.train).update([part], step)
-        grad.roll(1)
+        rule.update([part], step)
+        grad.copy_(grad.roll(1))
     return value.flatten().tolist()
 
 

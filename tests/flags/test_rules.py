@@ -7,9 +7,8 @@ import pytest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.holds import HOLDS, OLD_FLAGS
-from megapipe.flags.idle import IDLE, LACKS, idle, without_idle
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import OLD_NAMES, flags_of, parse, to_flags
+from megapipe.flags.parse import OLD_NAMES, flags_of, parse
 from megapipe.flags.rules import _REASONS, KNOWN, reason
 from megapipe.flags.table import PAGE, table, with_table
 
@@ -148,49 +147,6 @@ def test_no_position_embedding_never_takes_rotary_positions_away():
     assert "For rotary positions add --position-embedding-type rope;" in problem("--no-position-embedding")
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--save-interval 5", ("--save-interval 5", "nothing is saved, without --save")),
-        ("--no-load-optim", ("--no-load-optim", "nothing is loaded, without --load")),
-        ("--eval-iters -1", ("--eval-iters -1", "nothing is evaluated")),
-        (
-            "--recompute-num-layers 1",
-            ("--recompute-num-layers 1", "nothing is computed again, without --recompute-granularity full"),
-        ),
-        (
-            "--no-bias-gelu-fusion --swiglu",
-            ("--no-bias-gelu-fusion", "the MLP has another activation, without GELU"),
-        ),
-        (
-            "--num-query-groups 4",
-            ("--num-query-groups 4", "each query head has its own key and value, without --group-query-attention"),
-        ),
-        ("--profile", ("--profile", "nothing is recorded, without --use-pytorch-profiler")),
-        (
-            "--initial-loss-scale 65536 --bf16",
-            (
-                "--initial-loss-scale 65536.0",
-                "the scale does not move, without a dynamic loss scale (--fp16 without --loss-scale)",
-            ),
-        ),
-    ],
-)
-def test_what_megatron_ignores_is_said_in_a_line(flags, line):
-    assert idle(parse(Config, flags.split())) == [line]
-
-
-def test_flags_that_have_nothing_to_act_on_are_taken_out_of_what_runs():
-    config = parse(Config, ["--num-layers", "4", "--num-query-groups", "4", "--save-interval", "5", "--no-load-optim"])
-    assert to_flags(without_idle(config)) == ["--num-layers", "4"]
-    assert without_idle(without_idle(config)) == without_idle(config)
-
-
-def test_flags_that_have_something_to_act_on_are_not_idle():
-    flags = "--save a --save-interval 5 --load a --no-load-optim --profile --use-pytorch-profiler --fp16 --hysteresis 3"
-    assert idle(parse(Config, f"{flags} --recompute-granularity full --recompute-num-layers 2".split())) == []
-
-
 def test_every_field_but_our_own_is_a_megatron_flag():
     assert set(flags_of(Config)) - MEGATRON_FLAGS == {
         "--pipeline-costs",
@@ -225,8 +181,6 @@ def test_each_name_has_one_class():
     assert not set(OLD_NAMES) & (fields | set(HOLDS))
     assert set(HOLDS) <= KNOWN
     assert set(OLD_FLAGS) <= set(HOLDS)
-    assert all(hasattr(getattr(Config(), row.section), row.field) for row in IDLE)
-    assert {row.without for row in IDLE} == set(LACKS)
 
 
 def test_every_reason_fits_some_flag_that_is_refused():
