@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import gzip
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,16 @@ EFFECTS: list[tuple[str, str, Callable[[Config], Any]]] = [
         rate,
     ),
     ("", "--adam-eps 1.0", updated),
+    ("", "--adam-beta1 0.5", updated),
+    ("", "--adam-beta2 0.5", updated),
+    ("--optimizer sgd", "--sgd-momentum 0.5", updated),
     ("--optimizer muon", "--muon-momentum 0.5", updated),
     ("--optimizer muon", "--muon-num-ns-steps 1", updated),
     ("--optimizer muon", "--muon-extra-scale-factor 0.2", updated),
+    ("--optimizer muon", "--muon-no-split-qkv", updated),
+    ("--optimizer muon", "--muon-nesterov", updated),
+    ("--optimizer muon", "--muon-coefficient-type simple", updated),
+    ("--optimizer muon", "--muon-scale-mode shape_scaling", updated),
 ]
 """What both runs have, what one of them has, and what differs."""
 
@@ -148,19 +154,25 @@ def test_a_profile_has_the_ranks_that_are_named_and_what_is_asked_for(tmp_path):
             assert (key in gzip.decompress(trace_path(log, 1).read_bytes()).decode()) == given, field
 
 
-def test_the_package_reads_every_flag():
+SECTIONS = {flag.section for flag in flags_of(Config).values()}
+BY_NAME = {"sources.py", "resume.py"}
+"""Files that read fields in a loop over their names."""
+PERMITS = {"use_precision_aware_optimizer"}
+"""Fields that only checks read: without them others are refused."""
+
+
+def test_the_package_reads_every_flag_off_its_section():
     """Outside of what parses, checks and describes it."""
-    read = set()
+    read = set(PERMITS)
     for path in (ROOT / "megapipe").rglob("*.py"):
         if path.parent.name not in ("flags", "checks"):
-            read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-            read |= words(path) if path.name in ("sources.py", "resume.py") else set()  # by name, in a loop
+            read |= reads(path) | (set(re.findall(r"\w+", path.read_text())) if path.name in BY_NAME else set())
     assert [name for name, flag in flags_of(Config).items() if flag.field not in read] == []
 
 
 def test_every_flag_is_tried_by_a_test_of_what_it_does():
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name not in ("flags", "checks")]
-    tried = set().union(*map(words, files), {name for _, flag, _ in EFFECTS for name in flag.split()}, HERE)
+    tried = set().union(*map(tries, files), {name for _, flag, _ in EFFECTS for name in flag.split()}, HERE)
     untried = [name for name, flag in flags_of(Config).items() if not {name, flag.field} & tried]
     assert set(untried) - set(ELSEWHERE) == set()
     for place in ELSEWHERE.values():
@@ -168,13 +180,47 @@ def test_every_flag_is_tried_by_a_test_of_what_it_does():
         assert f"def {test}" in (ROOT / "tests" / path).read_text()
 
 
-@cache
-def words(path: Path) -> frozenset[str]:
-    """Keywords, attributes, and the words and flags in texts."""
+def reads(path: Path) -> set[str]:
+    """Attributes of a section of the configuration: of `config.train`, of a name for it, or of a parameter of its type;
+    inside of a section of itself."""
+    tree = ast.parse(path.read_text())
+    owners = SECTIONS | {f"_{name}" for name in SECTIONS} | ({"self"} if path.parent.name == "config" else set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                owners |= {name for name, value in bound(target, node.value) if last(value) in SECTIONS}
+        elif isinstance(node, ast.NamedExpr) and last(node.value) in SECTIONS:
+            owners.add(node.target.id)
+        elif (
+            isinstance(node, ast.arg | ast.AnnAssign)
+            and node.annotation is not None
+            and re.fullmatch(r"\w+Config( \| None)?", ast.unparse(node.annotation))
+        ):
+            owners.add(node.arg if isinstance(node, ast.arg) else last(node.target))
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and last(node.value) in owners}
+
+
+def bound(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Names that an assignment gives, with what they stand for."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for each, its in zip(target.elts, value.elts, strict=True):
+            yield from bound(each, its)
+    elif isinstance(target, ast.Name):
+        yield target.id, value
+
+
+def last(node: ast.AST) -> str:
+    """`c` of a.b.c."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def tries(path: Path) -> set[str]:
+    """Flags in texts, fields that a call makes a configuration of, and texts that are names of fields and no more."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.keyword) and node.arg:
-            found.add(node.arg)
+        if isinstance(node, ast.Call) and re.search("config$|^replace$|^dict$", last(node.func).lower()):
+            found |= {keyword.arg for keyword in node.keywords if keyword.arg}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= {*re.findall(r"--[\w-]+", node.value), *re.findall(r"\w+", node.value)}
-    return frozenset(found)
+            found |= {node.value, *re.findall(r"--[\w-]+", node.value)}
+            found |= set(node.value.split()) if re.fullmatch(r"[a-z_]+( [a-z_]+)*", node.value) else set()
+    return found
