@@ -88,4 +88,19 @@ def test_a_search_without_a_batch_and_devices_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     said = capsys.readouterr().err
-    assert all(words in said for words in ("--num-layers 0", "--search needs --global-batch-size", "--gpus 0"))
+    assert all(words in said for words in ("--num-layers 0", "--search needs --global-batch-size", "--gpus must be"))
+
+
+@pytest.mark.parametrize("tool", [[], ["--search"]])
+def test_numbers_that_mean_nothing_are_refused_together(tool, monkeypatch, capsys):
+    flags = ["--memory-gib", "nan", "--emulate-ms", "-5", "--repeats", "0", "--global-batch-size", "8"]
+    monkeypatch.setattr("sys.argv", ["plan.py", *tool, *flags, *MODEL.split()])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    for words in (
+        "--memory-gib must be a number above 0, got nan",
+        "--emulate-ms must be",
+        "--repeats must be at least 1",
+    ):
+        assert words in said

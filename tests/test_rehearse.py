@@ -84,6 +84,12 @@ def test_two_of_sixty_four_ranks_are_rehearsed(capsys):
     assert "on 64 processes under gpipe" in said
 
 
+def test_a_rehearsal_of_no_steps_or_ranks_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        rehearse.main(["--world-size", "0", "--steps", "-1", "--"])
+    assert refused.value.problems == ("--world-size must be above 0, got 0.", "--steps must be above 0, got -1.")
+
+
 def test_what_cannot_be_rehearsed_is_refused_at_once():
     flags = "--global-batch-size 8 --vocab-parallel-pipeline --transformer-impl auto --num-layers 5"
     with pytest.raises(ConfigError) as refused:

@@ -9,8 +9,10 @@ With --search it looks for the best layout, micro batch, recomputation and sched
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def main() -> int:
     print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
     if args.save_costs:
         _save(plan.costs, args.save_costs)
-    if args.emulate_ms:
+    if args.emulate_ms is not None:
         _emulate(plan, args)
     return 0
 
@@ -75,15 +77,23 @@ def _arguments() -> tuple[Namespace, list[str]]:
     return parser.parse_known_args()
 
 
+def _wrong(args: Namespace) -> Iterator[str]:
+    """Numbers that mean nothing."""
+    for name in ("emulate_ms", "memory_gib"):
+        if (number := getattr(args, name)) is not None and not 0 < number < math.inf:
+            yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
+    for name in ("repeats", "gpus"):
+        if (number := getattr(args, name)) < 1:
+            yield f"--{name} must be at least 1, got {number}."
+
+
 def _search(config: Config, args: Namespace) -> str:
     device = load_device(args.device) if args.device else Device()
     config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
     problems = flag_problems(config)
     if config.train.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
-    if args.gpus < 1 or args.memory_gib <= 0:
-        problems.append(f"--gpus {args.gpus} and --memory-gib {args.memory_gib:g} must be above 0.")
-    if problems:
+    if problems := [*problems, *_wrong(args)]:
         raise ConfigError(problems)
     config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
     memory = args.memory_gib * GIB
@@ -93,6 +103,8 @@ def _search(config: Config, args: Namespace) -> str:
 
 
 def _plan(config: Config, args: Namespace) -> Plan:
+    if problems := list(_wrong(args)):
+        raise ConfigError(problems)
     if args.costs is not None:
         config = replace(config, parallel=replace(config.parallel, pipeline_costs=args.costs))
     if args.measure and config.parallel.pipeline_costs is not None:

@@ -21,7 +21,7 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
-from megapipe.schedule.simulate import memory_curves, run_clock
+from megapipe.schedule.simulate import memory_steps, run_clock
 from tools.links import Device, sums, with_messages
 
 BEST = 10
@@ -234,7 +234,7 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
     schedule, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
     clock = run_clock(schedule, costs)
-    held = [max(x for _, x in curve) for curve in memory_curves(schedule, costs, clock)]
+    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
     ranks, makespan = len(schedule.ranks), max(ends[-1] for ends in clock.end)
     share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
     passes = sum(map(len, schedule.ranks)) / ranks * costs.overhead

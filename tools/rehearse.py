@@ -73,6 +73,9 @@ class Forecast:
 def main(argv: Sequence[str]) -> None:
     at = argv.index("--") if "--" in argv else len(argv)
     flags = parse(Flags, argv[:at])
+    counts = {"--world-size": flags.world_size, "--steps": flags.steps, "--memory-gib": flags.memory_gib}
+    if wrong := [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]:
+        raise ConfigError(wrong)
     device = load_device(flags.device) if flags.device else NOTHING
     config, plan = prepared(argv[at + 1 :], flags.world_size)
     shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)

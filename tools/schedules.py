@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import sys
@@ -31,6 +30,7 @@ from megapipe.schedule import (  # noqa: E402
     vee,
     verify,
 )
+from megapipe.schedule.costs import MOST  # noqa: E402
 from megapipe.schedule.costs_file import load_costs  # noqa: E402
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
@@ -155,6 +155,7 @@ def run_show(args: argparse.Namespace) -> int:
     args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
     if args.vocabulary:
         schedule = with_vocabulary(schedule, args.costs)
+        verify(schedule, memory=args.memory, costs=args.costs)  # they may hold a microbatch more
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
@@ -169,7 +170,7 @@ def run_show(args: argparse.Namespace) -> int:
             path.write_text(text(), encoding="utf-8")
     if not any(path for path, _ in files):
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(to_terminal(schedule, args.costs, width=_columns(), colour=colour))
+        print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
     print("\n".join(_facts(schedule, args.costs, args.memory) + found))
     return 0
 
@@ -182,7 +183,7 @@ def run_compare(args: argparse.Namespace) -> int:
     print(to_table(rows))
     print()
     for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
-        print(textwrap.fill(line, _columns()))
+        print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
     return 0
 
 
@@ -249,10 +250,6 @@ def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
     ]
 
 
-def _columns() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
@@ -273,8 +270,8 @@ def _costs(text: str) -> Costs:
             raise argparse.ArgumentTypeError(str(error)) from None
     numbers = _numbers(text)
     if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
-        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1"
-        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got"
+        raise argparse.ArgumentTypeError(f"{wanted} {text!r}")
     return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
 
 
@@ -288,12 +285,12 @@ def _costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
 
 
 def _numbers(text: str) -> list[float]:
-    """The numbers from 0 between commas; none if there is anything else."""
+    """The numbers from 0 to 1e100 between commas; none if there is anything else."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         return []
-    return numbers if all(0 <= x < math.inf for x in numbers) else []
+    return numbers if all(0 <= x <= MOST for x in numbers) else []
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def execute(
     item: tuple[Call, ...] | Exchange = ()
     position = position or Position()
     plan = looked_up(program, placement, comm.pp.rank, comm.receives_ahead)
-    position.plan, position.hand, position.comm = plan, hand, comm
+    position.comm, position.hand, position.plan = comm, hand, plan  # in this order: `watch` reads them meanwhile
     at = 0
     try:
         while at < len(plan):

@@ -114,13 +114,20 @@ class Watch:
         self._ear.close()
 
     def _run(self) -> None:
-        while True:
+        said = ""
+        while not self._closed:
             try:
                 heard = self._ear.recv(64)
             except TimeoutError:
                 heard = b"\0"
-            if self._closed:
-                return
+            try:
+                self._look(heard)
+            except Exception as error:  # it goes on: without it nothing would end a hang
+                if said != (said := f"{type(error).__name__}: {error}"):
+                    _say(f"the watch over rank {self.mesh.world.rank} met an error of its own and goes on: {said}")
+
+    def _look(self, heard: bytes) -> None:
+        if not self._closed:
             if signal.SIGINT in heard and self._interrupted():
                 self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))
                 self._leave("interrupted", signal.SIGINT)
@@ -178,6 +185,13 @@ class Watch:
 
     def _end(self, report: Report, code: int) -> NoReturn:
         """Say where this rank is, hear the others, name the first mismatch, exit."""
+        try:
+            self._tell(report)
+        except Exception as error:
+            _say(f"{report}; the other ranks could not be heard: {type(error).__name__}: {error}")
+        _exit(code)
+
+    def _tell(self, report: Report) -> None:
         self._post(report)
         if why := self._alone():
             _say(f"{report}; {why}; any checkpoint saved before is complete")
@@ -192,7 +206,6 @@ class Watch:
             self._ask(lambda store: store.wait(["named"], timedelta(seconds=ANSWER_S)), ANSWER_S + 1)
         if self.mesh.world.rank == 0:
             time.sleep(POLL_S)  # by hand it keeps the store, which others are still reading
-        _exit(code)
 
     def _collect(self) -> dict[int, Report]:
         """What the ranks, this one among them, post until all have or the time is over. One request for all reports."""

@@ -14,7 +14,7 @@ from math import inf
 from megapipe.pipeline_parallel.partition import nearly_even
 from megapipe.plan.work import Pieces
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.simulate import memory_curves, run_clock
+from megapipe.schedule.simulate import memory_steps, run_clock
 
 Counts = tuple[int, ...]
 Score = tuple[float, float, float]
@@ -40,8 +40,8 @@ class Judge:
         clock = run_clock(self.schedule, costs)
         excess = 0.0
         if self.limit is not None:
-            curves = memory_curves(self.schedule, costs, clock)
-            peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
+            curves = memory_steps(self.schedule, costs, clock)
+            peaks = [max((held for _, held, _ in curve), default=0.0) for curve in curves]
             excess = max(0.0, *(p - allowed for p, allowed in zip(peaks, self.limit(counts), strict=True)))
         return excess, max(ends[-1] for ends in clock.end if ends), sum(load**2 for load in self.loads(costs))
 

@@ -63,7 +63,11 @@ class Plan:
     def costs(self) -> Costs:
         """Of the stages: times as given, else by FLOPs; memory in bytes."""
         counted = self.pieces.costs(self.counts)
-        return counted if self.given is None else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w)
+        return (
+            counted
+            if self.given is None
+            else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -174,9 +178,14 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         plan = replace(plan, schedule=with_vocabulary(plan.schedule, plan.costs))
     if par.pipeline_model_parallel_layout == AUTO:
         plan = balanced_by_cost(plan, limit)
-    if limit is not None and max(plan.peak_bytes) > limit:
-        raise ConfigError(_too_much(plan, limit))
+    _check_limit(plan, config)
     return plan
+
+
+def _check_limit(plan: Plan, config: Config) -> None:
+    gib = config.parallel.memory_limit_gib
+    if gib is not None and max(plan.peak_bytes) > gib * GIB:
+        raise ConfigError(_too_much(plan, gib * GIB))
 
 
 def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
@@ -199,7 +208,7 @@ def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
 def with_batch(plan: Plan, config: Config) -> Plan:
     """The same layers on the same ranks, under the table of another batch size.
 
-    Raises: ScheduleError, ConfigError if the schedule cannot mean its number of microbatches.
+    Raises: ScheduleError, ConfigError if the schedule cannot mean its number of microbatches, or they do not fit.
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
@@ -219,6 +228,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], _shares(made.schedule, some))))
     if plan.schedule.placement.vocabulary:
         made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
+    _check_limit(made, config)
     return made
 
 

@@ -23,6 +23,8 @@ from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 
 OWN = "own"
+MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
+"""Of a table: 128 ranks with 8 chunks take 4,000 microbatches."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,15 @@ def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
                 continue
 
 
+def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """Raises: ScheduleError for a table that nobody has the time and memory to make."""
+    if (cells := ranks * chunks * microbatches) > MOST_CELLS or ranks * chunks > MOST_STAGES:
+        raise ScheduleError(
+            f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a table of {cells:,} "
+            f"forwards in {ranks * chunks:,} stages; tables have at most {MOST_CELLS:,} in {MOST_STAGES:,}."
+        )
+
+
 def is_file(name: str) -> bool:
     """Is it a table in a file, which knows its ranks and microbatches itself?"""
     return name.lower().endswith((".json", ".csv"))
@@ -149,6 +160,7 @@ def build(
         verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
         return schedule
     entry = entry_of(name)
+    check_size(name, ranks, microbatches, chunks or 1)
     key = name if entry.placement == OWN else name.lower()
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"{key} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")

@@ -7,14 +7,13 @@ on a rank, however many chunks it cuts; a tuple names each stage of the chain an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import Literal
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Placement, Step
 
 PerStage = float | tuple[float, ...]
+MOST = 1e100
 _OF_LAYERS, _OF_RANKS = {"f", "b", "w"}, {"s", "t", "e", "mem_s"}
 
 
@@ -25,18 +24,18 @@ class Costs:
     Attributes:
         f, b, w: forward, input gradient, weight gradient. BW costs b + w.
         fb: a forward and a fused backward run as one overlapped pair, per device share; None: the sum of the two.
-            A pair whose backward is split takes w less.
+            A pair whose backward is split takes w less, and none is shorter than one of its passes.
         comm: time of a message between two ranks, latency and transfer, of all links or of each: link r joins ranks r
             and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
         s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
             gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
             many stages it has.
         mem_s: what a share holds from the start of S to the end of T, of a rank too.
-        overhead: what every F, B, W and BW costs beside its work, however small the stage: host time, launches.
+        overhead: what every F, B, W, BW and pair costs beside its work, however small the stage: host time, launches.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
         g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
-    Raises: ScheduleError for a number that is negative, infinite or undefined.
+    Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 
     f: PerStage = 1.0
@@ -59,61 +58,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not 0 <= number < inf:
-                    raise ScheduleError(f"Costs.{name} must be a number from 0, got {number}.")
-
-    @classmethod
-    def transformer(
-        cls,
-        hidden: int,
-        seq: int,
-        heads: int,
-        *,
-        layers: float | tuple[int, ...] = 1,
-        micro_batch_size: int = 1,
-        tensor: int = 1,
-        sequence_parallel: bool = False,
-        attention: Literal["plain", "flash"] = "plain",
-        recompute: Literal["none", "selective", "full"] = "none",
-        vocab: int = 0,
-    ) -> Costs:
-        """FLOPs and bytes per device of GPT layers in 16 bit.
-
-        Time and M_W: Qi et al. 2023, table 1. Activations under tensor and sequence parallelism, selective (attention
-        scores only) and full recompute, output layer: Korthikanti et al. 2022, sec. 4 and 5. FlashAttention keeps no
-        scores and makes its backward 2.5 times its forward (Dao 2023, sec. 4.1).
-
-        Args:
-            layers: of a device share, or of each stage of the chain.
-            tensor: ranks that share each layer, t.
-            vocab: adds the output layer to the last stage and the embedding's dropout mask to the first.
-        """
-        if vocab and not isinstance(layers, tuple):
-            raise ScheduleError("Costs.transformer(vocab=...) needs layers as a tuple, the layers of each stage.")
-        h, s, t, sbh = hidden, seq, tensor, seq * micro_batch_size * hidden
-        shared = t if sequence_parallel else 1  # what tensor parallelism alone repeats on every rank
-        scores = 0.0 if attention == "flash" or recompute != "none" else 5 * heads * s * sbh / h / t
-        f, w = sbh * (24 * h + 4 * s) / t, sbh * 24 * h / t
-        again = {"none": 0.0, "selective": sbh * 4 * s / t, "full": f}[recompute]
-        b = sbh * (24 * h + (10 if attention == "flash" else 8) * s) / t + again
-        mem_b = 2 * sbh / shared if recompute == "full" else sbh * (10 / shared + 24 / t) + scores
-        mem_w = sbh * (8 / shared + 24 / t)
-        if not isinstance(layers, tuple):
-            return cls(f * layers, b * layers, w * layers, mem_b=mem_b * layers, mem_w=mem_w * layers)
-        last = len(layers) - 1
-        head, logits = 2 * sbh * vocab / t, 4 * sbh / h * vocab / t
-
-        def stages(layer: float, first: float, output: float) -> tuple[float, ...]:
-            ends = [first * (i == 0) + output * (i == last) if vocab else 0.0 for i in range(last + 1)]
-            return tuple(layer * n + end for n, end in zip(layers, ends, strict=True))
-
-        return cls(
-            stages(f, 0, head),
-            stages(b, 0, head),
-            stages(w, 0, head),
-            mem_b=stages(mem_b, sbh / shared, 4 * sbh / shared + logits),
-            mem_w=stages(mem_w, 0, 2 * sbh / shared + logits),
-        )
+                if number is not None and not 0 <= number <= MOST:
+                    raise ScheduleError(f"Costs.{name} must be a number from 0 to {MOST:g}, got {number}.")
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Duration of each kind of pass, by stage."""
@@ -152,7 +98,8 @@ class Costs:
         if len(step) == 1 or self.fb is None:
             return sum(table[x.kind][x.stage] for x in step)
         split = sum(table[Kind.W][x.stage] - self.overhead for x in step if x.kind.is_split)
-        return self.fb * placement.num_ranks / placement.chain - split + self.overhead * len(step)
+        together = self.fb * placement.num_ranks / placement.chain - split + self.overhead
+        return max(together, *(table[x.kind][x.stage] for x in step))
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
         value: PerStage = getattr(self, name)

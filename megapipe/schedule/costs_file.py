@@ -38,9 +38,12 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
         raise ScheduleError(f"{path} names {', '.join(unknown)}; costs have {', '.join(known)}.")
     values: dict[str, Any] = {name: _value(path, name, value) for name, value in given.items()}
     try:
-        return Costs(**values)
+        costs = Costs(**values)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    if not any(any(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w)):
+        raise ScheduleError(f"{path}: f, b and w are all 0, and no step can be predicted of that. Give one a time.")
+    return costs
 
 
 def dump_costs(costs: Costs) -> str:

@@ -117,7 +117,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
         ),
         span=tuple(last - first for first, last in ends),
         makespan=max(last for _, last in ends),
-        curves=memory_curves(schedule, costs, clock),
+        curves=tuple(tuple(x[:2] for x in curve) for curve in memory_steps(schedule, costs, clock)),
         sent=tuple(sent),
         parameters=tuple(len(place.stages_on(r)) * place.num_ranks / place.chain for r in range(place.num_ranks)),
     )
@@ -267,8 +267,8 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
     return lines
 
 
-def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """For each rank (time, activation held from then on), in order of time."""
+def memory_steps(schedule: Schedule, costs: Costs, clock: Clock) -> list[list[tuple[float, float, int]]]:
+    """For each rank (time, activation held from then on, the step of its row that makes it so), in order of time."""
     by_stage = list(zip(*costs.memory(schedule.placement), strict=True))
     change = {
         kind: [sum(n * size for n, size in zip(kind.rule.memory, sizes, strict=True)) for sizes in by_stage]
@@ -278,15 +278,15 @@ def memory_curves(schedule: Schedule, costs: Costs, clock: Clock) -> tuple[tuple
     gives = {kind for kind in schedule.kinds if min(kind.rule.memory) < 0}
     curves = []
     for rank, steps in enumerate(schedule.ranks):
-        held, curve = 0.0, []
-        for step, start, end in zip(steps, clock.start[rank], clock.end[rank], strict=True):
+        held, curve = 0.0, list[tuple[float, float, int]]()
+        for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
             for kind, stage, _ in step:
                 if kind in takes:
                     held += change[kind][stage]
-                    curve.append((start, held))
+                    curve.append((start, held, i))
             for kind, stage, _ in step:
                 if kind in gives:
                     held += change[kind][stage]
-                    curve.append((end, held))
-        curves.append(tuple(curve))
-    return tuple(curves)
+                    curve.append((end, held, i))
+        curves.append(curve)
+    return curves

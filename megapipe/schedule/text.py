@@ -85,7 +85,15 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
 
 
 def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
-    """One row per rank, all of one length. `torch` writes the letters of torch.distributed.pipelining."""
+    """One row per rank, all of one length. `torch` writes the letters of torch.distributed.pipelining.
+
+    Raises: ScheduleError for a table that those letters cannot say.
+    """
+    if torch and schedule.placement.vocabulary:
+        raise ScheduleError(
+            f"{schedule.name} shares the vocabulary, and torch.distributed.pipelining has no passes for that. Write "
+            "our own letters, or the table without the shares."
+        )
     letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
     width = max(len(row) for row in schedule.ranks)
     out = io.StringIO()

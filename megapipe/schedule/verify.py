@@ -15,7 +15,7 @@ from megapipe.schedule.dependencies import Dependencies, can_repeat
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import lower_timed
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
-from megapipe.schedule.simulate import Clock, memory_curves, run_clock, uncollected
+from megapipe.schedule.simulate import Clock, memory_steps, run_clock, uncollected
 
 
 @uncollected()
@@ -197,14 +197,11 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 
 def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:
     """The first pass of each rank that takes it over the limit."""
-    for rank, curve in enumerate(memory_curves(schedule, costs, clock)):
-        limit = memory * (1 + 1e-9)
-        peak = max(held for _, held in curve)
-        if peak > limit:
-            time = next(time for time, held in curve if held > limit)
-            row = schedule.ranks[rank]
-            i = next(i for i, at in enumerate(clock.start[rank]) if at == time and row[i][0].kind.rule.memory[0] > 0)
-            item = _text(row[i])
+    for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
+        over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]
+        if over:
+            i, peak = over[0], max(held for _, held, _ in curve)
+            item = _text(schedule.ranks[rank][i])
             yield f"rank {rank}, step {i}, {item}: over the memory limit of {memory:g}; the rank holds up to {peak:g}"
 
 

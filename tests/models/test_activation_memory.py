@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny import GPT2
+from transformer_costs import transformer
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.work import pieces
-from megapipe.schedule import Costs
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
@@ -61,7 +61,7 @@ def kept(mesh: ProcessMesh, model: ModelConfig, tokens: int = S) -> tuple[int, i
 def test_activations_of_a_layer_are_those_of_the_formula(tp, sequence_parallel, dropout):
     """Also with attention dropout: nothing of s x s."""
     model = replace(GPT2_OF_256, attention_dropout=dropout, sequence_parallel=sequence_parallel)
-    formula = Costs.transformer(
+    formula = transformer(
         H, S, A, micro_batch_size=B, tensor=tp, sequence_parallel=sequence_parallel, attention="flash"
     )
     for for_b, for_w in run_threads(lambda mesh: kept(mesh, model), tp=tp):

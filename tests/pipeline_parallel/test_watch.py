@@ -48,3 +48,29 @@ def test_the_first_to_fail_hears_all_ranks_in_a_few_requests(store):
         assert watch._store.requests == 2
     assert watches[7]._collect() == {rank: report_of(rank) for rank in range(RANKS)}
     assert watches[7]._store.requests <= 5
+
+
+def test_an_error_of_the_watchs_own_ends_neither_the_watch_nor_what_it_says_at_the_end(monkeypatch, store):
+    """It ended the thread without a word, and a hang was for ever."""
+    said, codes = [], []
+    monkeypatch.setattr("megapipe.pipeline_parallel.watch._say", said.append)
+    monkeypatch.setattr("megapipe.pipeline_parallel.watch._exit", codes.append)
+    watch = watch_of(0, store)
+    watch._ear = SimpleNamespace(recv=lambda size: b"\0")
+    looks = iter([ValueError("no report"), ValueError("no report"), KeyError("pp"), None])
+
+    def look(heard):
+        if (error := next(looks)) is not None:
+            raise error
+        watch._closed = True
+
+    monkeypatch.setattr(watch, "_look", look)
+    watch._run()
+    met = "the watch over rank 0 met an error of its own and goes on: "
+    assert said == [f"{met}ValueError: no report", f"{met}KeyError: 'pp'"]
+    monkeypatch.setattr(watch, "_collect", lambda: {0: Report.from_json("{}")})
+    watch._end(report_of(0), 4)
+    assert (
+        "rank 0 is in pass 1F2 of iteration 3, since 1.0 s: timed out; the other ranks could not be heard" in said[-1]
+    )
+    assert codes == [4]

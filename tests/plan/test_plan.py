@@ -11,6 +11,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, changes, counts_of, make_plan, schedule_of, table
+from megapipe.plan.make import with_batch
 from megapipe.schedule import SCHEDULES, Costs, simulate
 from megapipe.schedule.costs_file import dump_costs
 
@@ -72,6 +73,25 @@ def test_the_search_takes_only_as_many_stages_as_the_layers_fill(layers, most):
     assert name == "zb-auto"
     assert len(counts) <= most
     assert len(set(counts)) == 1
+
+
+def test_memory_is_counted_whatever_a_costs_file_says_of_it():
+    """That of the shares of the vocabulary was the file's, 0: a ninth of what a rank needs was predicted."""
+    plan = planned("gpipe --vocab-parallel-pipeline", 32768)
+    told = replace(plan.costs, mem_b=0.0, mem_w=0.0, mem_s=0.0)
+    assert replace(plan, given=told).peak_bytes == plan.peak_bytes
+    split = planned("zb-h1", 4096)
+    assert replace(split, given=replace(split.costs, mem_b=0.0, mem_w=0.0)).peak_bytes == split.peak_bytes
+
+
+def test_a_batch_that_grows_beyond_the_memory_limit_is_refused():
+    small = wide("--pipeline-schedule gpipe", 4096)
+    plan = make_plan(small)
+    limit = max(plan.peak_bytes) / GIB * 1.01
+    small = replace(small, parallel=replace(small.parallel, memory_limit_gib=limit))
+    twice = replace(small, train=replace(small.train, global_batch_size=2 * small.global_batch_size))
+    with pytest.raises(ConfigError, match=rf"--memory-limit-gib {limit:g} is less than pipeline rank 3 of gpipe"):
+        with_batch(make_plan(small), twice)
 
 
 WIDE = "--num-layers 16 --hidden-size 256 --pipeline-model-parallel-size 4"

@@ -1,6 +1,7 @@
 """Times, memory and messages of small tables, worked out by hand."""
 
 import gc
+import re
 
 import pytest
 
@@ -81,14 +82,20 @@ def test_an_overlapped_pair_starts_when_both_inputs_are_there_and_ends_as_one() 
     assert simulate(table, Costs(2, 2, 2, fb=5)).end[f(0, 1)] == 3.5
 
 
+def test_a_pair_is_never_shorter_than_one_of_its_passes() -> None:
+    """It took fb - w, which may be negative."""
+    pair = (f(0, 1), Pass(Kind.B, 1, 0))
+    assert Costs(1, 2, 10, fb=5).of_step(pair, vee(1)) == Costs(1, 2, 10).of_step(pair[1:], vee(1)) == 1.0
+
+
 def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\.f names 3 stages, but the model is cut in 4\."):
         simulate(build("1f1b", 4, 4), Costs(f=(1, 1, 1)))
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), 1e308])
 def test_costs_are_numbers_from_0(bad: float) -> None:
-    with pytest.raises(ScheduleError, match=rf"Costs\.w must be a number from 0, got {bad}"):
+    with pytest.raises(ScheduleError, match=rf"Costs\.w must be a number from 0 to 1e\+100, got {re.escape(str(bad))}"):
         Costs(w=(1.0, bad))
 
 
@@ -97,6 +104,11 @@ def test_every_pass_pays_the_overhead_once_however_small_its_stage() -> None:
     assert simulate(build("gpipe", 1, 4), costs).makespan == 4 * (29 + 2 * 0.5)
     assert simulate(build("zb-h1", 1, 4), costs).makespan == 4 * (29 + 3 * 0.5)
     assert simulate(build("interleaved-zb", 1, 4, chunks=4), costs).makespan == 4 * (29 + 12 * 0.5)
+
+
+def test_a_message_between_ranks_that_are_no_neighbours_takes_the_slowest_link_but_has_the_rings_own() -> None:
+    costs = Costs(comm=(1, 5, 2, 3))
+    assert [costs.lag(*ends, 4) for ends in ((0, 1), (2, 1), (0, 3), (3, 0), (0, 2), (3, 1))] == [1, 5, 3, 3, 5, 5]
 
 
 def test_a_message_takes_the_time_of_its_link() -> None:

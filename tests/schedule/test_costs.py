@@ -1,6 +1,7 @@
 """A transformer's costs are the tables of the papers, written here a second time."""
 
 import pytest
+from transformer_costs import transformer
 
 from megapipe.schedule import Costs, ScheduleError
 from megapipe.schedule.costs_file import dump_costs, load_costs
@@ -10,14 +11,14 @@ SBH = S * MB * H
 
 
 def test_times_of_the_zero_bubble_paper() -> None:
-    costs = Costs.transformer(H, S, A, micro_batch_size=MB, layers=8)
+    costs = transformer(H, S, A, micro_batch_size=MB, layers=8)
     assert costs.f == 8 * SBH * (24 * H + 4 * S)
     assert costs.b == 8 * SBH * (24 * H + 8 * S)
     assert costs.w == 8 * SBH * (24 * H)
 
 
 def test_memory_of_the_zero_bubble_paper() -> None:
-    costs = Costs.transformer(H, S, A, micro_batch_size=MB)
+    costs = transformer(H, S, A, micro_batch_size=MB)
     assert costs.mem_b == S * MB * (34 * H + 5 * A * S)
     assert costs.mem_w == 32 * SBH
 
@@ -26,18 +27,18 @@ def test_memory_of_the_zero_bubble_paper() -> None:
 def test_tensor_parallelism_shares_all_but_norms_and_block_inputs(t: int) -> None:
     attention = 3 * SBH + 8 * SBH / t + 5 * A * S * S * MB / t
     mlp, norms = 3 * SBH + 16 * SBH / t, 4 * SBH
-    costs = Costs.transformer(H, S, A, micro_batch_size=MB, tensor=t)
+    costs = transformer(H, S, A, micro_batch_size=MB, tensor=t)
     assert costs.mem_b == pytest.approx(attention + mlp + norms, rel=1e-12)
-    shared = Costs.transformer(H, S, A, micro_batch_size=MB, tensor=t, sequence_parallel=True)
+    shared = transformer(H, S, A, micro_batch_size=MB, tensor=t, sequence_parallel=True)
     assert shared.mem_b == pytest.approx(S * MB * (34 * H + 5 * A * S) / t, rel=1e-12)
     assert (shared.f, shared.mem_w) == (SBH * (24 * H + 4 * S) / t, 32 * SBH / t)
 
 
 def test_flash_attention_and_recompute_trade_memory_for_backward_time() -> None:
-    plain = Costs.transformer(H, S, A, micro_batch_size=MB)
-    flash = Costs.transformer(H, S, A, micro_batch_size=MB, attention="flash")
-    selective = Costs.transformer(H, S, A, micro_batch_size=MB, recompute="selective")
-    full = Costs.transformer(H, S, A, micro_batch_size=MB, recompute="full")
+    plain = transformer(H, S, A, micro_batch_size=MB)
+    flash = transformer(H, S, A, micro_batch_size=MB, attention="flash")
+    selective = transformer(H, S, A, micro_batch_size=MB, recompute="selective")
+    full = transformer(H, S, A, micro_batch_size=MB, recompute="full")
     assert flash.mem_b == selective.mem_b == 34 * SBH
     assert full.mem_b == 2 * SBH
     extra = [c.b - plain.b for c in (flash, selective, full)]  # type: ignore[operator]
@@ -46,7 +47,7 @@ def test_flash_attention_and_recompute_trade_memory_for_backward_time() -> None:
 
 def test_the_output_layer_is_on_the_last_stage() -> None:
     vocab = 50304
-    costs = Costs.transformer(H, S, A, micro_batch_size=MB, layers=(8, 8, 8, 6), vocab=vocab)
+    costs = transformer(H, S, A, micro_batch_size=MB, layers=(8, 8, 8, 6), vocab=vocab)
     layer = SBH * (24 * H + 4 * S)
     assert costs.f == (8 * layer, 8 * layer, 8 * layer, 6 * layer + 2 * SBH * vocab)
     assert isinstance(costs.mem_b, tuple)
@@ -54,7 +55,7 @@ def test_the_output_layer_is_on_the_last_stage() -> None:
     assert costs.mem_b[0] == 8 * one + SBH
     assert costs.mem_b[3] == 6 * one + 4 * SBH * (1 + vocab / H)
     with pytest.raises(ScheduleError, match="needs layers as a tuple"):
-        Costs.transformer(H, S, A, layers=8, vocab=vocab)
+        transformer(H, S, A, layers=8, vocab=vocab)
 
 
 def test_a_costs_file_says_stages_links_and_messages(tmp_path) -> None:

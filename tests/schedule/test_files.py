@@ -7,6 +7,7 @@ import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, from_csv, from_json, load, loop, mirror, to_csv, to_json, vee
 from megapipe.schedule.search.auto import zb_auto
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 ONE_F_ONE_B = "0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"
 
@@ -135,3 +136,11 @@ def test_the_search_gets_what_build_is_told() -> None:
     options = {"costs": Costs(10, 14, 7), "memory": 2.0, "placement": "v", "objective": "period", "effort": 0.1}
     assert build("ZB-auto", 2, 4, **options) == zb_auto(2, 4, **options)  # type: ignore[arg-type]
     assert build("zb-auto", 2, 4, chunks=4, effort=0.1).placement == loop(2, 4)
+
+
+def test_torchs_letters_cannot_say_a_shared_vocabulary() -> None:
+    """They left out half of the table, which was read back as another."""
+    with pytest.raises(
+        ScheduleError, match=r"1f1b shares the vocabulary, and torch.distributed.pipelining has no passes"
+    ):
+        to_csv(with_vocabulary(build("1f1b", 2, 2)), torch=True)

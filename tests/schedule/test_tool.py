@@ -98,6 +98,13 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
         (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "No such file or directory: 'no/such/dir.svg'"),
         (("show", "1f1b", *SIZE, "--micro", "3"), "unrecognized arguments: --micro 3"),
+        (("show", "1f1b", *SIZE, "--costs", "1,1,1e308"), "got '1,1,1e308'"),
+        (
+            ("show", "naive", "--pp", "1000000", "--microbatches", "8"),
+            "table of 8,000,000 forwards in 1,000,000 stages",
+        ),
+        (("show", "interleaved", *SIZE, "--chunks", "100000000"), "tables have at most 4,000,000 in 10,000"),
+        (("show", "zb-auto", "--pp", "1000000", "--microbatches", "8"), "tables have at most 4,000,000 in 10,000"),
         (("compare", "--pp", "4"), "required: --microbatches"),
     ],
 )
@@ -107,6 +114,39 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(args, says):
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_what_a_table_has_of_its_step_is_not_added_again(tmp_path):
+    """The file that was written was refused when it was read: 0G0 runs twice."""
+    path = tmp_path / "whole.json"
+    assert tool("show", "1f1b", *SIZE, "--step", "2,1", "--json", path).returncode == 0
+    assert "whole.json has G already" not in tool("show", path).stderr
+    assert "1f1b has G already, and each stage has one a step" in tool("show", path, "--step", "2,1").stderr
+
+
+def compared(tmp_path, **costs) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    done = tool("compare", *SIZE, "--costs", path, "--only", "zb-v", "v-half", "hanayo")
+    assert not done.stderr, done.stderr
+    return " ".join(done.stdout.split("\n\n")[1].split())
+
+
+def test_costs_of_stages_compare_the_schedules_that_have_so_many(tmp_path):
+    """1f1b, the measure of others, has four; it ended in StopIteration, and without any row in a ValueError."""
+    assert compared(tmp_path, f=[1] * 8, b=[1] * 8, w=[1] * 8).startswith("Stay with zb-v (makespan 51): none that")
+    assert (
+        compared(tmp_path, f=[1] * 5, b=[1] * 5, w=[1] * 5) == "No schedule takes these numbers; the reasons are above."
+    )
+
+
+def test_a_costs_file_must_give_some_pass_a_time(tmp_path):
+    """Every rank of a run divided by 0."""
+    path = tmp_path / "costs.json"
+    for costs in ({"f": 0, "b": 0, "w": 0}, {"f": [0, 0], "b": 0, "w": [0, 0], "g": 1}):
+        path.write_text(json.dumps(costs))
+        said = tool("show", "1f1b", *SIZE, "--costs", path).stderr
+        assert f"{path}: f, b and w are all 0, and no step can be predicted of that." in said
 
 
 def test_a_wrong_file_is_refused_with_every_problem(tmp_path):
@@ -190,6 +230,8 @@ def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, ca
 def test_vocabulary_passes_are_drawn_and_a_wrong_number_of_costs_is_named():
     done = tool("show", "1f1b", "--pp", "2", "--microbatches", "2", "--vocabulary", "1,0.5")
     assert "S vocabulary share; C combine shares" in done.stdout
+    limited = tool("show", "1f1b", *SIZE, "--vocabulary", "0.5,0.25", "--memory", "4")
+    assert (limited.returncode, "0F4: over the memory limit of 4; the rank holds" in limited.stderr) == (2, True)
     assert "S,T or S,T,E is needed" in tool("show", "1f1b", *SIZE, "--vocabulary", "1").stderr
 
 

@@ -7,10 +7,12 @@ import pytest
 
 from megapipe.schedule import (
     SCHEDULES,
+    Costs,
     Exchange,
     Kind,
     Message,
     Pass,
+    Placement,
     Program,
     Recorder,
     Schedule,
@@ -24,6 +26,7 @@ from megapipe.schedule import (
     verify,
     verify_programs,
 )
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 Rows = list[list[Step]]
 
@@ -122,6 +125,33 @@ def test_a_memory_limit_exceeded() -> None:
     assert sentence(schedule, memory=3) == (
         "1f1b is not valid:\n  rank 0, step 3, 0F3: over the memory limit of 3; the rank holds up to 4"
     )
+
+
+@pytest.mark.parametrize(
+    ("costs", "shares", "first", "other"),
+    [
+        (
+            Costs(mem_b=1, mem_w=2),
+            False,
+            "rank 0, step 1, 0F1",
+            "rank 1, step 1, 1B0",
+        ),  # the end of a B takes more than it gives
+        (Costs(s=0.5, t=0.5, mem_b=0.1, mem_w=0.1, mem_s=4), True, "rank 0, step 4, 0S0", "rank 1, step 3, 1S0"),
+    ],
+)
+def test_a_limit_exceeded_by_another_pass_than_a_forward(costs: Costs, shares: bool, first: str, other: str) -> None:
+    """It ended in StopIteration."""
+    table = edited("zb-h1", lambda rows: None, 2, 2)
+    table = with_vocabulary(table, costs) if shares else table
+    with pytest.raises(ScheduleError) as caught:
+        verify(table, memory=1.5, costs=costs)
+    for place in (first, other):
+        assert f"\n  {place}: over the memory limit of 1.5; the rank holds up to " in str(caught.value)
+
+
+def test_a_rank_without_passes_holds_nothing() -> None:
+    rows = (((Pass(Kind.F, 0, 0),), (Pass(Kind.BW, 0, 0),)), ())
+    verify(Schedule("one", Placement((0, 1), 1), 1, rows), memory=2)
 
 
 def test_a_rank_too_few() -> None:

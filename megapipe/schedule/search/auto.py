@@ -16,7 +16,7 @@ from time import process_time
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import fixed
+from megapipe.schedule.catalogue import check_size, fixed
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.passes import Placement, Schedule, loop, vee
@@ -106,6 +106,7 @@ def search(
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
     """
+    check_size("zb-auto", ranks, microbatches, chunks or 1)
     places = _placements(ranks, microbatches, placement, chunks, costs, objective)
     candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
     return search_among(

@@ -9,7 +9,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import closed_prefix
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.transforms.reduction import refuse_twice, with_reduction
 
 Gather = Literal["none", "behind", "ahead"]
 
@@ -23,7 +23,9 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
             make again if the update was wrong.
         gather: of the updated weights over data parallel: none, right behind the update, or at the start of the next
             step, in the order in which its forwards need them.
+    Raises: ScheduleError for a table that has one of these.
     """
+    refuse_twice(schedule, {Kind.U} | ({Kind.V} if not barrier else set()) | ({Kind.A} if gather != "none" else set()))
     rows, cuts, gathers = [], closed_prefix(schedule), _gathers(schedule)
     for rank, (row, cut) in enumerate(zip(schedule.ranks, cuts, strict=True)):
         own = schedule.placement.stages_on(rank)

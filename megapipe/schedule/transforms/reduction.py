@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
@@ -17,8 +19,9 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     with their replicas, so that two ranks that share several reduce them in one order. What a rank runs before the
     replicas of a stage are done stands before its G: they may wait for it.
 
-    Raises: ScheduleError if the schedule cannot proceed.
+    Raises: ScheduleError if the schedule cannot proceed, or has G.
     """
+    refuse_twice(schedule, {Kind.G})
     place, time = schedule.placement, simulate(schedule, costs)
     done = [0.0] * place.num_stages
     for item, end in time.end.items():
@@ -39,6 +42,15 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
                 behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
         rows.append((*behind.get(-1, ()), *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ())))))
     return replace(schedule, ranks=tuple(rows))
+
+
+def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
+    """Raises: ScheduleError for a table that has such passes of a stage as a whole already."""
+    if twice := sorted(added & schedule.kinds):
+        raise ScheduleError(
+            f"{schedule.name} has {', '.join(twice)} already, and each stage has one a step. Leave them out of the "
+            "table, or do not add them."
+        )
 
 
 def exposed(schedule: Schedule, costs: Costs) -> float:

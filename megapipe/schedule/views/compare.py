@@ -121,7 +121,13 @@ def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, m
 
 
 def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UNIT) -> list[str]:
-    """Which schedule to take and why, in sentences; also when none of them helps. `rows` are those of `compare`."""
+    """Which schedule to take and why, in sentences; also when none of them helps.
+
+    Args:
+        rows: those of `compare`. The measure is 1f1b, or the first that fits where costs have other stages.
+    """
+    if not rows:
+        return ["No schedule takes these numbers; the reasons are above."]
     fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
@@ -130,20 +136,21 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             "smaller --micro-batch-size, recomputation, more tensor parallelism."
         ]
     best = _best(fitting, "makespan")
-    plain = next(row for row in rows if row.label == "1f1b")
+    plain = next((row for row in rows if row.label == "1f1b"), fitting[0])
     if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
         closest = f"; {best.label} would take {short(best.makespan)}" if best.makespan < plain.makespan else ""
         advice = [
-            f"Stay with 1f1b (makespan {short(plain.makespan)}): none that fits saves {_WORTH:.0%} of it{closest}."
+            f"Stay with {plain.label} (makespan {short(plain.makespan)}): none that fits saves {_WORTH:.0%} of "
+            f"it{closest}."
         ]
         best = plain
     else:
         over = "" if plain.fits else f", which needs {short(plain.peak)}"
-        more = f" ({short(best.peak / plain.peak)} x that of 1f1b)" if best.peak > plain.peak else ""
+        more = f" ({short(best.peak / plain.peak)} x that of {plain.label})" if best.peak > plain.peak else ""
         advice = [
-            f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than 1f1b "
-            f"({short(plain.makespan)}{over}); peak {short(best.peak)}{more}, {short(best.parameters)} x the "
-            f"parameters, {best.sent} tensors sent per rank."
+            f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than "
+            f"{plain.label} ({short(plain.makespan)}{over}); peak {short(best.peak)}{more}, "
+            f"{short(best.parameters)} x the parameters, {best.sent} tensors sent per rank."
         ]
     advice += _uneven(best)
     steady = _best(fitting, "period")
@@ -154,8 +161,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
         )
     if not costs.comm and best.sent > plain.sent:
         advice.append(
-            f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many as 1f1b: compare "
-            "again with your latency as the fourth number of --costs."
+            f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many as {plain.label}: "
+            "compare again with your latency as the fourth number of --costs."
         )
     return advice + _pairs(rows, best, ranks, microbatches, costs)
 
