@@ -22,7 +22,7 @@ REQUIRED = {
 
 RULES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda v: v >= 1,
-    "at least 1 and at most 1000000": lambda v: 1 <= v <= 10**6,
+    "at least 1 and at most 100000": lambda v: 1 <= v <= 10**5,
     "above 0": lambda v: v > 0,
     "above 0 and at most 1e9": lambda v: 0 < v <= 1e9,
     "at least 0": lambda v: v >= 0,
@@ -35,7 +35,7 @@ RULES: dict[str, Callable[[Any], bool]] = {
 _FIELDS = {
     "at least 2": "reschedule_after",
     # What is listed, rank by rank or layer by layer, before anything starts.
-    "at least 1 and at most 1000000": "world_size num_layers num_attention_heads num_query_groups "
+    "at least 1 and at most 100000": "world_size num_layers num_attention_heads num_query_groups "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     "at least 1": "loss_scale_window hysteresis hidden_size ffn_hidden_size kv_channels muon_num_ns_steps "

@@ -73,7 +73,7 @@ def test_an_empty_configuration_is_a_list_of_what_is_missing():
         ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5 must be at least 0 and below 1"),
         ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
         ("--lr nan", "--lr nan must be above 0"),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1 and at most 1000000"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1 and at most 100000"),
         ("--rotary-percent 0", "--rotary-percent 0.0 must be above 0 and at most 1"),
     ],
 )
