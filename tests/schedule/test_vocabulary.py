@@ -104,3 +104,45 @@ def test_what_is_wrong_with_shares_is_named() -> None:
         verify(Schedule("mine", plain.placement, 2, table.ranks))
     with pytest.raises(ScheduleError, match="into a table of F, B, W and BW alone"):
         with_vocabulary(table)
+
+
+@pytest.mark.parametrize("layers", [1.2, 9.6])
+@pytest.mark.parametrize("name", FIXED)
+def test_shares_take_their_work_and_a_microbatch_of_memory_and_no_more(name: str, layers: float) -> None:
+    """Yeung et al. 2024, sec. 5: the bubble is that of the schedule without head and embedding."""
+    p, m, share = 4, 8, 10 / 4 * layers / 4
+    plain, costs = build(name, p, m), Costs(10, 11, 8, s=2 * share, t=share, mem_b=1.0, mem_w=0.25)
+    table = with_vocabulary(plain, costs)
+    time, before = simulate(table, costs), simulate(plain, costs)
+    assert time.makespan <= before.makespan + m * (2 * share + share) + 1e-9
+    held = [len(plain.placement.stages_on(rank)) * p / plain.placement.chain for rank in range(p)]
+    more = [now - then for now, then in zip(activation(table, costs, time), before.peak, strict=True)]
+    assert all(extra <= one + 1e-9 for extra, one in zip(more, held, strict=True))
+
+
+PICTURES = {
+    ("dualpipe-v", 2, 4, Costs(10, 14, 7, s=9, t=4, e=2, comm=1)): (
+        "0E0 0E1 0F0 0E2 0F1 0E3 0F2 3F0 0S0 3F1 3C0 0S1 0F3 3C1 0T0 3B0 3W0 3F2 0S2 3BW1 3C2 0T1 3F3 0S3 0BW0 3C3 "
+        "0EW0 0T2 3BW2 0BW1 0EW1 3BW3 0T3 0B2 0EW2 0W2 0B3 0EW3 0W3",
+        "1E0 1E1 1E2 1F0 1E3 2F0 1F1 2F1 1S0 1F2 1S1 2F2 1T0 1F3 1T1 2BW0 1S2 2F3 1BW0 2BW1 1S3 1BW1 1EW0 1T2 1T3 "
+        "2BW2 1EW1 1BW2 2B3 1B3 1EW2 2W3 1W3 1EW3",
+    ),
+    ("zb-h1", 3, 4, Costs(4, 5, 3, s=1, t=4, e=1, comm=3)): (
+        "0E0 0E1 0F0 0E2 0F1 0E3 0F2 0F3 0S0 0S1 0T0 0T1 0S2 0B0 0EW0 0W0 0T2 0S3 0B1 0EW1 0W1 0T3 0B2 0EW2 0W2 0B3 "
+        "0EW3 0W3",
+        "1E0 1E1 1E2 1E3 1F0 1F1 1F2 1S0 1S1 1T0 1B0 1S2 1F3 1B1 1EW0 1W0 1S3 1T1 1T2 1B2 1EW1 1W1 1B3 1W2 1EW2 1W3 "
+        "1T3 1EW3",
+        "2E0 2E1 2E2 2E3 2F0 2S0 2F1 2S1 2C0 2B0 2C1 2F2 2S2 2B1 2T0 2C2 2F3 2EW0 2S3 2B2 2W0 2C3 2B3 2EW1 2W1 2W2 "
+        "2W3 2T1 2EW2 2T2 2T3 2EW3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PICTURES, ids=lambda case: case[0])
+def test_two_pictures(case: tuple[str, int, int, Costs]) -> None:
+    """Lookups at most two ahead of the first stage; S, C and EW as soon as they can; T where a rank waits or has too
+    many; backwards a forward later where that keeps the last stage busy. Beside the bounds above: a rule that is taken
+    back mends nothing that they see, but costs a bit more somewhere."""
+    name, p, m, costs = case
+    rows = with_vocabulary(build(name, p, m), costs).ranks
+    assert tuple(" ".join("&".join(map(str, step)) for step in row) for row in rows) == PICTURES[case]
