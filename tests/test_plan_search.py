@@ -84,11 +84,11 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_search_without_a_batch_and_devices_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plan.py", "--search", "--gpus", "0", *MODEL.split(), "--num-layers", "0"])
+    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *MODEL.split(), "--num-layers", "0"])
     with pytest.raises(SystemExit):
         main()
     said = capsys.readouterr().err
-    assert all(words in said for words in ("--num-layers 0", "--search needs --global-batch-size", "--gpus must be"))
+    assert all(words in said for words in ("--num-layers 0", "needs --global-batch-size", "needs --world-size"))
 
 
 @pytest.mark.parametrize("tool", [[], ["--search"]])
@@ -104,3 +104,12 @@ def test_numbers_that_mean_nothing_are_refused_together(tool, monkeypatch, capsy
         "--repeats must be at least 1",
     ):
         assert words in said
+
+
+@pytest.mark.parametrize("flags", ["--gpus 64", "--processes=8"])
+def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all_commands(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *flags.split(), *MODEL.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{flags[:5]}" in (said := capsys.readouterr().err)
+    assert "is called --world-size, as in pretrain_gpt.py --check and rehearse.py" in said

@@ -110,3 +110,15 @@ def test_a_rehearsal_ends_after_a_process_that_computed_with_several_threads():
     )
     command = [sys.executable, "-c", code, *flags.split(), "--pipeline-model-parallel-size", "2"]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "before, behind, sentence",
+    [
+        (2, "--world-size 4", "--world-size 2 stands before --, and --world-size 4 behind it"),
+        (0, "", "--world-size 0 must be at least 1"),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be_is_refused(before, behind, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        rehearse.prepared(f"{MODEL} --global-batch-size 8 {behind}".split(), before)

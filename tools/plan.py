@@ -3,7 +3,7 @@
 Takes the flags of pretrain_gpt.py. With --measure costs are timed on this machine; a layout found so can be copied into
 the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated
 devices: real processes and messages, passes that sleep as long as the plan says (tools/emulated.py).
-With --search it looks for the best layout, micro batch, recomputation and schedule on so many devices
+With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
 (tools/plan_search.py); flags that name these are not looked at.
 """
 
@@ -60,21 +60,28 @@ def main() -> int:
 
 def _arguments() -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(
-        description=__doc__, epilog="All other flags are those of pretrain_gpt.py.", allow_abbrev=False
+        description=__doc__,
+        epilog="All other flags are those of pretrain_gpt.py; --world-size is how many processes the "
+        "run has, by default tensor x context x pipeline ranks.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, help="of the run; default: tensor x pipeline ranks")
     parser.add_argument("--measure", action="store_true", help="time the model's pieces here instead of counting FLOPs")
     parser.add_argument("--costs", metavar="FILE", help="what passes and messages take, as --pipeline-costs of a run")
     parser.add_argument("--save-costs", metavar="FILE", help="write such a file of this plan's stages")
     parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
     parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
-    parser.add_argument("--search", action="store_true", help="the ten best plans on --gpus devices of --memory-gib")
-    parser.add_argument("--gpus", type=int, default=8, help="of --search")
+    parser.add_argument(
+        "--search", action="store_true", help="the ten best plans on --world-size devices of --memory-gib"
+    )
     parser.add_argument("--memory-gib", type=float, default=80.0, help="of each, of --search")
     parser.add_argument(
         "--device", metavar="FILE", help="JSON: flops, node, inside, outside, latency, overhead (tools/links.py)"
     )
-    return parser.parse_known_args()
+    args, flags = parser.parse_known_args()
+    for old in ("--gpus", "--processes"):
+        if any(flag.partition("=")[0] == old for flag in flags):
+            parser.error(f"{old} is called --world-size, as in pretrain_gpt.py --check and rehearse.py")
+    return args, flags
 
 
 def _wrong(args: Namespace) -> Iterator[str]:
@@ -82,9 +89,8 @@ def _wrong(args: Namespace) -> Iterator[str]:
     for name in ("emulate_ms", "memory_gib"):
         if (number := getattr(args, name)) is not None and not 0 < number < math.inf:
             yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
-    for name in ("repeats", "gpus"):
-        if (number := getattr(args, name)) < 1:
-            yield f"--{name} must be at least 1, got {number}."
+    if args.repeats < 1:
+        yield f"--repeats must be at least 1, got {args.repeats}."
 
 
 def _search(config: Config, args: Namespace) -> str:
@@ -93,12 +99,14 @@ def _search(config: Config, args: Namespace) -> str:
     problems = flag_problems(config)
     if config.train.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
-    if problems := [*problems, *_wrong(args)]:
+    if (devices := config.check.world_size) is None:
+        problems.append("--search needs --world-size, the number of devices. Give it.")
+    if (problems := [*problems, *_wrong(args)]) or devices is None:
         raise ConfigError(problems)
     config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
     memory = args.memory_gib * GIB
-    found = search(replace(config, model=inline(config.model)), args.gpus, memory, device, size)
-    told = f"{args.gpus} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
+    found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
+    told = f"{devices} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
     return "\n".join([told, *said, report(found, memory)])
 
 
@@ -109,8 +117,10 @@ def _plan(config: Config, args: Namespace) -> Plan:
         config = replace(config, parallel=replace(config.parallel, pipeline_costs=args.costs))
     if args.measure and config.parallel.pipeline_costs is not None:
         raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
-    pipeline = config.parallel.pipeline_model_parallel_size
-    config = replace(config, world_size=args.processes or config.parallel.tensor_model_parallel_size * pipeline)
+    par, given = config.parallel, config.check.world_size
+    pipeline = par.pipeline_model_parallel_size
+    least = par.tensor_model_parallel_size * par.context_parallel_size * pipeline
+    config = replace(config, world_size=given if given and given > 0 else least)
     validate(config, has_cuda=has_cuda())
     vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))

@@ -4,7 +4,8 @@ python tools/rehearse.py --world-size 64 [--ranks 0,3,7] -- <flags of the run>
 
 Each different rank of the pipeline runs alone on one device, in a process of its own: its stages, table and optimizer,
 on noise (tools/rehearsed_rank.py). The simulator makes a step of the passes that were timed. Communication is not
-measured: --device says how fast links are, and without it they cost nothing.
+measured: --device says how fast links are, and without it they cost nothing. Models and optimizers of your own are
+rehearsed (--model-provider, --optimizer of the run); the loss is that of pretrain_gpt.py, not of a program of your own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ Shown = Mapping[int, Rehearsed]
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool, before `--`; behind it those of the run."""
+    """Flags of this tool, before `--`; behind it those of the run.
+
+    Models and optimizers of your own are rehearsed as the run's --model-provider and --optimizer name them; the loss is
+    that of pretrain_gpt.py, whatever your own program computes.
+    """
 
     world_size: int = 1
     """Processes of the run."""
@@ -85,8 +90,14 @@ def main(argv: Sequence[str]) -> None:
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
     """The configuration of a run of so many processes, and its plan. Raises: ConfigError with every problem."""
-    config = as_here(replace(parse(Config, argv), world_size=world_size))
-    problems = flag_problems(config)
+    config = as_here(parse(Config, argv))
+    problems = []
+    if (behind := config.check.world_size) not in (None, world_size):
+        problems.append(
+            f"--world-size {world_size} stands before --, and --world-size {behind} behind it. Leave it out."
+        )
+    config = replace(config, world_size=max(1, world_size), check=replace(config.check, world_size=world_size))
+    problems += flag_problems(config)
     if config.parallel.vocab_parallel_pipeline:
         problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
     if config.parallel.enable_optimizer_post_validation:

@@ -46,3 +46,14 @@ def test_what_a_run_would_refuse_is_refused():
     refused = plan("--num-layers 7")
     assert refused.returncode == 2
     assert refused.stderr.startswith("plan.py: error: --num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
+
+
+def test_the_number_of_processes_has_one_name_and_counts():
+    """Of the optimizer's state under ZeRO-1 each of n replicas has an n-th."""
+    peaks = [plan(f"--use-distributed-optimizer --world-size {n}") for n in (2, 8)]
+    assert all(done.returncode == 0 for done in peaks), peaks[0].stderr
+    assert peaks[0].stdout != peaks[1].stdout
+    refused = plan("--world-size 3")
+    assert "--world-size 3" in refused.stderr or "3 processes" in refused.stderr
+    zero = "plan.py: error: --world-size 0 must be at least 1 and at most 1000000"
+    assert plan("--world-size 0").stderr.startswith(zero)
