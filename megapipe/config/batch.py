@@ -110,7 +110,8 @@ def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
     pairs.sort(key=lambda pair: pair[0])
     if not pairs or pairs[0][0] or any(a[0] == b[0] for a, b in pairwise(pairs)) or any(n < 1 for _, n in pairs):
         raise ConfigError(
-            f'{STEPS} "{text}": sizes are at least 1, the first begins at 0 and each of the others a whole sequence '
-            'or more after the one before, as in "0:16 2.4B:320"'
+            f'{STEPS} "{text}": TOKENS counts tokens that were trained on, not samples or iterations, and SIZE '
+            f"sequences of {seq_length or '--seq-length'} tokens. Sizes are at least 1, the first begins at 0, each of "
+            'the others begins a whole sequence or more after the one before, as in "0:16 2.4B:320"'
         )
     yield from pairs

@@ -43,7 +43,8 @@ class Evaluation:
         begin = progress.consumed_valid_samples if consumed is None else consumed
         run.optimizer.settle()
         losses = evaluate(self._pipeline, batches_at, begin, iters)
+        end = begin + iters * run.config.evaluation.global_batch_size
         if consumed is None:
-            progress.consumed_valid_samples += iters * run.config.evaluation.global_batch_size
-        run.report.validation(losses, where, progress)
+            progress.consumed_valid_samples = end
+        run.report.validation(losses, where, range(begin, end), progress)
         run.seams.tell("on_evaluation", run, where, losses)

@@ -142,11 +142,12 @@ bubble: the share of the passes' time in which the rank that waits most computes
 """Told once, for `passes_fields`."""
 
 
-def validation_lines(prefix: str, losses: Mapping[str, float]) -> str:
-    """The validation result between two rules of dashes."""
+def validation_lines(prefix: str, losses: Mapping[str, float], samples: range) -> str:
+    """The validation result between two rules of dashes; behind Megatron-LM's fields the samples that it is of."""
     text = f" validation loss at {prefix} | " + "".join(
         f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | " for name, loss in losses.items()
     )
+    text += f"samples: {samples.start} to {samples.stop - 1} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
 

@@ -128,9 +128,9 @@ class Reporter:
             self._timers.restart()
         window.told(regular=regular)
 
-    def validation(self, losses: Mapping[str, float], where: str, progress: Progress) -> None:
+    def validation(self, losses: Mapping[str, float], where: str, samples: range, progress: Progress) -> None:
         """The lines of one evaluation and its scalars. As in Megatron-LM the test set's have the validation's tags."""
-        self.say(validation_lines(where, losses))
+        self.say(validation_lines(where, losses, samples))
         scalars: dict[str, float | None] = {f"{name} validation": loss for name, loss in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
             scalars |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}

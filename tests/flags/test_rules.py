@@ -47,7 +47,8 @@ def test_a_known_flag_we_lack_says_so():
 
 
 def test_a_typo_of_a_flag_we_lack_is_still_a_typo():
-    assert problem("--moe-grouped-gem") == "unknown flag --moe-grouped-gem; did you mean --moe-grouped-gemm?"
+    for typed, meant in (("--moe-grouped-gem", "--moe-grouped-gemm"), ("--moe-num-experts", "--num-experts")):
+        assert problem(typed) == f"unknown flag {typed}; did you mean {meant}? {problem(meant)}"
 
 
 @pytest.mark.parametrize(

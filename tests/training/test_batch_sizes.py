@@ -83,6 +83,10 @@ def test_iterations_and_samples_are_those_of_a_walk():
         ({"step_batch_size_schedule": "0:8 1K:x"}, "1K:x is not TOKENS:SIZE"),
         ({"step_batch_size_schedule": "0:8 100:32"}, "ends at a batch of 32, but --global-batch-size is 16"),
         ({"step_batch_size_schedule": "5:8 100:16", "seq_length": 1}, "the first begins at 0"),
+        (
+            {"step_batch_size_schedule": "0:4 80:8", "seq_length": 128},
+            "not samples or iterations, and SIZE sequences of 128 tokens",
+        ),
     ],
 )
 def test_flags_that_say_no_size_are_refused(flags, text):

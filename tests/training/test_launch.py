@@ -96,6 +96,17 @@ def check_traces(folder: Path) -> None:
         )
 
 
+def test_evaluations_of_one_iteration_say_of_which_samples(unbroken):
+    """Two batches of 8 each: every evaluation goes on behind the last, also the one that ends the run."""
+    said = re.findall(r"validation loss at (iteration \d+(?: on \w+ set)?) .*samples: (\d+ to \d+)", unbroken[1])
+    assert said == [
+        ("iteration 10", "0 to 15"),
+        ("iteration 20", "16 to 31"),
+        ("iteration 20 on validation set", "32 to 47"),
+        ("iteration 20 on test set", "0 to 15"),
+    ]
+
+
 def test_tensorboard_has_megatrons_tags(unbroken):
     folder, output = unbroken
     events = EventAccumulator(str(folder / "tensorboard"))
