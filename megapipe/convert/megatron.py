@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.config import Config
 from megapipe.convert.checks import check_names
 from megapipe.convert.convert import Converted, write_checkpoint
-from megapipe.convert.megatron_args import config_of
+from megapipe.convert.megatron_args import config_of, left_out
 from megapipe.convert.megatron_dist import DistributedTensors
 from megapipe.convert.megatron_flat import FlatState, Row
 from megapipe.convert.megatron_legacy import LegacyTensors
@@ -92,7 +92,8 @@ def import_megatron(
     )
     state = {"iteration": iteration} | _where(common, args, released)
     final = write_checkpoint(target, config, tensors, state, steps)
-    return Converted(final, config, tuple(_notes(config, with_state, folder)), args["padded_vocab_size"], steps)
+    notes = [*_notes(config, with_state, folder), *_left(args)]
+    return Converted(final, config, tuple(notes), args["padded_vocab_size"], steps)
 
 
 def find_folder(source: Path, step: int | None = None) -> Path:
@@ -258,6 +259,11 @@ def _where(common: Mapping[str, Any], args: Mapping[str, Any], released: bool) -
         scale = float(scaler["scale"]), True, int(scaler["growth_tracker"]), int(scaler["hysteresis_tracker"])
         found["loss_scale"] = dataclasses.asdict(LossScale(*scale))
     return found
+
+
+def _left(args: Mapping[str, Any]) -> Iterator[str]:
+    for name in left_out(args):
+        yield f"--{name.replace('_', '-')} {args[name]} is not here; the flags leave it out"
 
 
 def _notes(config: Config, with_state: bool, folder: Path) -> Iterator[str]:

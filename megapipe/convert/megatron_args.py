@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
-from megapipe.config.files import TokenizerType
 from megapipe.config.typed import unfit
 from megapipe.convert.plain import Named
 from megapipe.errors import CheckpointError
@@ -81,16 +80,26 @@ def config_of(args: Args, name: str) -> Config:
     train = _taken(args, _TRAIN)
     if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
         train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
-    train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
     if train.get("step_batch_size_schedule"):
         train.pop("global_batch_size", None)
+    train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
     data = _taken(args, _DATA) | {"no_data_sharding": not args.get("data_sharding", True)}
-    if data.get("tokenizer_type") not in get_args(TokenizerType):
-        data.pop("tokenizer_type", None)
+    for left in left_out(args):
+        train.pop(left, None)
+        data.pop(left, None)
     given = ((ModelConfig, model), (TrainConfig, train), (DataConfig, data))
     if wrong := [f"{name}: its argument {text}" for kind, values in given for text in unfit(kind, values)]:
         raise CheckpointError(wrong)
     return Config(model=ModelConfig(**model), train=TrainConfig(**train), data=DataConfig(**data))
+
+
+def left_out(args: Args) -> list[str]:
+    """Arguments of training and data with a choice that is not here; the weights are what they are without them."""
+    found = []
+    for kind, names in ((TrainConfig, _TRAIN), (DataConfig, _DATA)):
+        choices = {name: choice for name, hint in get_type_hints(kind).items() if (choice := _choices(hint))}
+        found += [name for name in names.split() if name in choices and args.get(name) not in (None, *choices[name])]
+    return found
 
 
 def args_of(config: Config) -> dict[str, Any]:
@@ -130,6 +139,11 @@ def _taken(args: Args, names: str) -> dict[str, Any]:
     if "rampup_batch_size" in taken:  # three words there
         taken["rampup_batch_size"] = tuple(int(x) if str(x).isdecimal() else x for x in taken["rampup_batch_size"])
     return taken
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Of a Literal, or of one that may be None."""
+    return next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), ())
 
 
 def _shown(value: object) -> str:

@@ -291,6 +291,16 @@ def test_a_setting_that_decides_numbers_comes_back_from_megatrons_arguments(sect
     )
 
 
+def test_a_choice_of_training_that_is_not_here_is_left_out_with_a_note(tmp_path):
+    theirs = megatrons(
+        tmp_path / "theirs", dataloader_type="external", tokenizer_type="MegaTokenizer", optimizer="lion"
+    )
+    done = import_megatron(theirs, tmp_path / "ours", optimizer=False)
+    left = {"--dataloader-type external", "--tokenizer-type MegaTokenizer"}
+    assert {f"{name} is not here; the flags leave it out" for name in left} <= {*done.notes}
+    assert (done.config.data.dataloader_type, done.config.data.tokenizer_type) == ("single", None)
+
+
 def test_arguments_of_another_type_are_named():
     args = args_of(Config(model=MODEL, train=TRAIN)) | {
         "lr": "fast",
