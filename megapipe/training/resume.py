@@ -90,7 +90,7 @@ def changed_settings(
     changed = {}
     trained = saved["train"].get("seq_length") is not None
     for section, rules in RULES.items() if trained else ():
-        for name in (n for n, rule in rules.items() if rule == _NAMED and n in saved[section]):
+        for name in (n for n, rule in rules.items() if rule == _NAMED and n in saved[section] and _decides(n, config)):
             mine, its = getattr(getattr(config, section), name), saved[section][name]
             if name == "global_batch_size" and not config.train.step_batch_size_schedule:
                 mine, its = config.global_batch_size, _batch(saved)
@@ -108,6 +108,12 @@ def changed_settings(
         if "data_path" not in changed and here.get(TOKENS, "") != contents.get(TOKENS, here.get(TOKENS, "")):
             changed["data_path"] = "--data-path has other tokens than what was trained with, in files of the same sizes"
     return changed
+
+
+def _decides(name: str, config: Config) -> bool:
+    """Whether this run's numbers hang on the setting: Muon's momentum decides nothing under another optimizer."""
+    optimizer = name.partition("_")[0]
+    return optimizer not in ("muon", "sgd") or optimizer == config.train.optimizer
 
 
 def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
