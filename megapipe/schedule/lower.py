@@ -8,7 +8,7 @@ receive.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Lane, Made
@@ -16,8 +16,8 @@ from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
 _Entry = tuple[int, int, int, int, Step | Message]
-"""A place in the global order (which V stand before it, tick, number within the tick, 0 for a step and what is a
-message's own behind it), and what stands there."""
+"""A place in the global order (which V stand before it, tick, number within the tick, 0 for a step or the number of a
+message), and what stands there."""
 
 
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
@@ -46,6 +46,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     links = schedule.links
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
+    messages = count(1)
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
         tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
@@ -59,10 +60,9 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         # Before all that starts when it is there; of a pass that takes no time, right behind it: by the clock's order
         # that is behind what it takes and before who takes it.
         within = number if done == tick else -1
-        for j, item in enumerate(step):
+        for item in step:
             for dst in links[item[:2]][1]:
-                own = (2 * number + j) * len(entries) + dst + 1
-                entry = (passed[rank], done, within, own, Message(item, rank, dst))
+                entry = (passed[rank], done, within, next(messages), Message(item, rank, dst))
                 entries[rank].append(entry)
                 entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
