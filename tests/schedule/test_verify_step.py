@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, build, verify
+from megapipe.schedule.passes import Last
 from megapipe.schedule.transforms.optimizer import repeated, with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -123,6 +124,22 @@ def test_every_share_looks_up_in_the_order_in_which_the_first_stage_runs(rank: i
         f"rank {rank}, step 0, {rank}E1: stage 0 reads microbatch 0 at this place, and both ends of a chain read their "
         "microbatches in one order"
     ]
+
+
+def test_the_loss_reads_in_the_order_of_the_first_stage_and_the_middle_in_any() -> None:
+    gpipe = build("gpipe", 3, 2)
+    verify(swapped(gpipe, "1F0", "1F1"))
+    assert problems(swapped(gpipe, "2F0", "2F1")) == [
+        "rank 2, step 0, 2F1: stage 0 reads microbatch 0 at this place, and both ends of a chain read their "
+        "microbatches in one order"
+    ]
+
+
+def test_the_last_microbatch_of_a_stage_is_read_from_its_row() -> None:
+    """Backwards in another order than forwards, as GPipe is often drawn; and a W behind those of later backwards."""
+    assert swapped(build("gpipe", 2, 2), "1BW0", "1BW1").last == {0: Last(1, 1), 1: Last(0, 0)}
+    split = build("zb-h1", 2, 2)
+    assert swapped(split, "0W0", "0W1").last == {0: Last(1, 0), 1: Last(1, 1)}
 
 
 def test_replicas_are_gathered_in_one_order_and_updated_in_any() -> None:
