@@ -19,7 +19,7 @@ missing.json . .. / /dev/null /proc/self/mem missing/folder/x x.py:f x.py os:pat
 _LONG_WORDS = ("9" * 5000, "x" * 300, "x/" * 3000, "[" * 3000)
 ODD_WORDS = (
     *_WORDS.split(),
-    *("", " ", "a b", "0 4 8", "\n", '{"0": {"a": 1}}', "\u00b2", "\u0661", "\u00e9", "\u2028", "\U0001f600", "\ud83d"),
+    *("", " ", "a b", "0 4 8", "\n", '{"0": {"a": 1}}', "\u00b2", "\u0661", "\u00e9", "\u2028", "\U0001f600", "\udcff"),
     *_LONG_WORDS,
 )
 """Of a flag."""

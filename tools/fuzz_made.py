@@ -35,11 +35,6 @@ def nothing(folder: Path) -> None:
     """A command that reads no file."""
 
 
-def copy(source: Path, folder: Path) -> None:
-    """All of it, links as links."""
-    shutil.copytree(source, folder, symlinks=True)
-
-
 def _call(folder: Path, program: str, words: str) -> None:
     """A command of ours in a folder, in a process of its own, that works."""
     importlib.import_module(program.removesuffix(".py").replace("/", "."))
@@ -243,8 +238,9 @@ def _gpt2(folder: Path) -> None:
         **{"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1},
         **{"embd_pdrop": 0.1, "attn_pdrop": 0.1, "scale_attn_weights": True, "architectures": ["GPT2LMHeadModel"]},
     }
-    (folder / "two").mkdir()
-    (folder / "two" / "config.json").write_text(json.dumps(two))
+    folder = folder / "two"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(two))
     of_layer: dict[str, tuple[int, ...]] = {
         "ln_1.weight": (16,),
         "ln_1.bias": (16,),
@@ -270,7 +266,7 @@ def _gpt2(folder: Path) -> None:
         "ln_f.bias": (16,),
     }
     whole |= {f"h.0.{name}": shape for name, shape in of_layer.items()}
-    save_file({f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "two" / "model.safetensors")
+    save_file({f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "model.safetensors")
 
 
 def megatron(folder: Path) -> None:
@@ -283,6 +279,8 @@ def traces(folder: Path) -> None:
     """Of two ranks, as torch's profiler writes them."""
     from megapipe.schedule import build, simulate
 
+    folder = folder / "tr"
+    folder.mkdir()
     schedule = build("1f1b", 2, 4)
     timeline = simulate(schedule)
     for rank, row in enumerate(schedule.ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,4 +80,4 @@ def make(scenes: Sequence[Scene], folders: Sequence[Path]) -> None:
             getattr(fuzz_made, scene.made)(folder)
             made[scene.made] = folder
         else:
-            fuzz_made.copy(made[scene.made], folder)
+            shutil.copytree(made[scene.made], folder, symlinks=True)

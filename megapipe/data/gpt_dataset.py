@@ -120,17 +120,23 @@ class GPTDataset:
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         documents, samples, shuffle = self.indices
-        at = int(shuffle[sample])
-        (first, begin), (last, end) = samples[at : at + 2].tolist()
         out = np.empty(self.seq_length + 1, np.int64)
         filled = 0
-        for position in range(first, last + 1):
-            sequence = int(documents[position])
-            until = end + 1 if position == last else int(self.source.lengths[sequence])
-            piece = self.source.read(sequence, begin if position == first else 0, until)
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        assert filled == len(out)
+        try:
+            at = int(shuffle[sample])
+            (first, begin), (last, end) = samples[at : at + 2].tolist()
+            for position in range(first, last + 1):
+                sequence = int(documents[position])
+                until = end + 1 if position == last else int(self.source.lengths[sequence])
+                piece = self.source.read(sequence, begin if position == first else 0, until)
+                out[filled : filled + len(piece)] = piece
+                filled += len(piece)
+            if filled != len(out):
+                raise ValueError
+        except (IndexError, ValueError):  # its size and types are looked at when it is mapped, its numbers here
+            raise DataError(
+                f"--data-cache-path: the index of {self.source.prefix} is damaged at sample {sample}. Delete it."
+            ) from None
         refuse_foreign_tokens(self.source.prefix, out, self.vocab_size)
         return out
 

@@ -64,7 +64,7 @@ def _ranks(path: str, count: int) -> list[bytes]:
         ranks = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
     except OSError as error:
         raise DataError(f"--tokenizer-model {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise DataError(
             f'--tokenizer-model {path} is not a JSON list of {{"rank": 0, "token_bytes": BASE64, "token_str": ...}}'
         ) from None

@@ -252,7 +252,7 @@ def _schedule_switches(
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]
     size = given.get("--pipeline-model-parallel-size", ["1"])
-    ranks = int(size[0]) if size and size[0].isdecimal() else 1
+    ranks = int(size[0]) if size and size[0].isdecimal() and len(size[0]) < 10 else 1
     name, problems = chosen(switches, ranks, several=bool(given.keys() & _SEVERAL))
     yield from problems
     if switches.pop(PADDING, None) is not None:

@@ -202,6 +202,8 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
         raise Damaged(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
     except UnicodeDecodeError:
         raise Damaged(f"{path} is damaged. {_OTHER}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
     try:
         content = json.loads(text)
         if content["format"] > FORMAT:

@@ -12,8 +12,10 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megapipe.checks.numbers import RANGES, REQUIRED, RULES
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.models.overrides import parse_overrides
 from megapipe.training import commit
 from megapipe.training.checkpoint import STATE, find_checkpoint
 from megapipe.training.resume import FREE
@@ -28,15 +30,17 @@ def saved_config(folder: Path) -> Config:
     """
     saved = _read(folder)
     try:
-        return Config(
-            # Which layers computed it says nothing of the model; here may be no GPU.
-            model=dataclasses.replace(
-                _known(ModelConfig, saved["model"]), transformer_impl="local", model_provider=None
-            ),
-            train=_known(TrainConfig, saved["train"]),
-            data=_known(DataConfig, saved["data"]),
+        return _sound(
+            Config(
+                # Which layers computed it says nothing of the model; here may be no GPU.
+                model=dataclasses.replace(
+                    _known(ModelConfig, saved["model"]), transformer_impl="local", model_provider=None
+                ),
+                train=_known(TrainConfig, saved["train"]),
+                data=_known(DataConfig, saved["data"]),
+            )
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError):
         raise _damaged(folder) from None
 
 
@@ -107,6 +111,16 @@ def _known(cls: type[Any], values: dict[str, Any]) -> Any:
     if odd := [name for name, value in found.items() if not _fits(hints[name], value)]:
         raise TypeError(", ".join(odd))
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+
+
+def _sound(config: Config) -> Config:
+    """Raises: ValueError for sizes that no run has, of the model, which is built before anything else looks at them."""
+    for name, value in vars(config.model).items():
+        if name in REQUIRED if value is None else name in RANGES and not RULES[RANGES[name]](value):
+            raise ValueError(name)
+    if (text := config.model.per_layer_overrides) is not None:
+        parse_overrides(text, config.model.layers)
+    return config
 
 
 def _fits(hint: Any, value: object) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,9 @@ def test_items_are_windows_of_the_stream(documents: list[list[int]], s: int) -> 
 
     built = build_indices(Source.lengths, np.arange(len(documents)), s, 10, 7)
     dataset = GPTDataset(Source(), built, s, 100, np.arange(len(documents)))
+    damaged = replace(dataset, indices=built._replace(shuffle=built.shuffle + len(built.shuffle)))
+    with pytest.raises(DataError, match="--data-cache-path: the index of list is damaged at sample 0"):
+        damaged[0]
     stream = [token for d in built.documents for token in documents[d]]
     for item, j in enumerate(built.shuffle.tolist()):
         assert dataset[item].tolist() == stream[j * s : j * s + s + 1]

@@ -77,7 +77,16 @@ def test_model_training_and_data_are_read_back(root):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("num_layers", "4"), ("norm_epsilon", None), ("hidden_size", {}), ("norm_epsilon", "x"), ("swiglu", 1)],
+    [
+        ("num_layers", "4"),
+        ("norm_epsilon", None),
+        ("hidden_size", {}),
+        ("norm_epsilon", "x"),
+        ("hidden_size", -16),
+        ("num_layers", 10**9),
+        ("hidden_size", None),
+        ("swiglu", 1),
+    ],
 )
 def test_a_value_that_its_field_never_has_is_no_state_of_a_run(tmp_path, field, value):
     saved = asdict(SAVED)
