@@ -159,7 +159,7 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
 def _process(command: Sequence[str], log: Path, limit: float) -> str:
     """Run it; why it failed, or nothing."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    with log.open("w") as output:
+    with log.open("w", errors="backslashreplace") as output:  # any name of a file
         print(*command, file=output, flush=True)
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True

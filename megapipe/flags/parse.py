@@ -279,5 +279,6 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
     if name in known:
         return value_problem(name, values) if name in HOLDS else refusal(name)
     near = difflib.get_close_matches(name if name.startswith("--") else f"-{name}", {*ours, *known}, n=1, cutoff=0.75)
-    also = f" {refusal(near[0])}" if near and near[0] in known - HOLDS.keys() else ""  # no second try for one No
+    # No second try for one No.
+    also = f" {refusal(near[0])}" if near and near[0] in known - HOLDS.keys() and near[0] not in [*ours] else ""
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?{also}" if near else "")

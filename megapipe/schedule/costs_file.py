@@ -15,6 +15,8 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
+_SINGLE = ("fb", "overhead")
+"""The same on every stage."""
 
 
 def load_costs(path: str | Path) -> Costs:
@@ -56,9 +58,10 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
         if missing := [part for part in _MESSAGE if part not in value]:
             raise ScheduleError(f"{path}: comm lacks {', '.join(missing)}; it has {', '.join(_MESSAGE)}.")
         return _message(path, {part: _value(path, part, value[part]) for part in _MESSAGE})
-    numbers: list[Any] = value if isinstance(value, list) else [value]
+    numbers: list[Any] = value if isinstance(value, list) and name not in _SINGLE else [value]
     if not numbers or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
-        raise ScheduleError(f"{path}: {name} must be a number or a list of numbers, got {json.dumps(value)}.")
+        lists = "" if name in _SINGLE else " or a list of numbers"
+        raise ScheduleError(f"{path}: {name} must be a number{lists}, got {json.dumps(value)}.")
     return tuple(map(float, numbers)) if isinstance(value, list) else float(numbers[0])
 
 

@@ -4,7 +4,7 @@ import pytest
 from transformer_costs import transformer
 
 from megapipe.schedule import Costs, ScheduleError
-from megapipe.schedule.costs_file import dump_costs, load_costs
+from megapipe.schedule.costs_file import dump_costs, load_costs, read_costs
 
 H, S, A, MB = 4096, 2048, 32, 2
 SBH = S * MB * H
@@ -71,3 +71,9 @@ def test_a_costs_file_says_stages_links_and_messages(tmp_path) -> None:
     path.write_text('{"forward": 1}')
     with pytest.raises(ScheduleError, match="names forward; costs have f, b, w"):
         load_costs(path)
+
+
+@pytest.mark.parametrize("name", ["fb", "overhead"])
+def test_what_is_one_number_for_all_stages_is_no_list(name) -> None:
+    with pytest.raises(ScheduleError, match=rf"^costs.json: {name} must be a number, got \[1, 2\]\.$"):
+        read_costs({"f": 1, name: [1, 2]})
