@@ -19,7 +19,11 @@ Group = dist.ProcessGroup
 
 @dataclass
 class ProcessGroupCollection:
-    """Megatron's collection of a rank's groups; None where there is none, or none was asked for."""
+    """Megatron's collection of a rank's groups; None where there is none, or none was asked for.
+
+    Attributes:
+        dp_cp_ag, expt_dp_ag: None, as parameters are gathered over dp_cp, and there are no experts.
+    """
 
     tp: Group | None = None
     pp: Group | None = None
@@ -32,6 +36,8 @@ class ProcessGroupCollection:
     tp_dp_cp: Group | None = None
     embd: Group | None = None
     pos_embd: Group | None = None
+    dp_cp_ag: Group | None = None
+    expt_dp_ag: Group | None = None
 
     @staticmethod
     def of(mesh: ProcessMesh) -> ProcessGroupCollection:
