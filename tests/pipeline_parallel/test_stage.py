@@ -14,6 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
 from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
 class Square(nn.Module):
@@ -94,6 +95,9 @@ def test_forwards_that_come_again_begin_with_the_first_microbatch() -> None:
     own.forget()
     again = [own.forward(n, X) for n in (4, 6)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    own.forget()
+    own.finish()
+    assert all(own.forward(n, X) is not None for n in (4, 6))
     assert next(data) == 5
     with pytest.raises(StopIteration):
         next(data)
@@ -101,6 +105,22 @@ def test_forwards_that_come_again_begin_with_the_first_microbatch() -> None:
         own.backward(n, GRAD, weights=True)
     own.finish()
     stage(Square()).forget()  # without data to read again
+
+
+def test_layers_find_where_their_weight_gradients_wait() -> None:
+    """Without it a B would do the work of its W, and no bit would tell."""
+
+    class Asking(Square):
+        def forward(self) -> Tensor:
+            owners.append(current_weight_grads())
+            return super().forward()
+
+    owners: list[WeightGrads | None] = []
+    one, other = stage(Asking()), stage(Asking())
+    for own in (one, other, one):
+        own.forward(0, X)
+    assert owners == [one.weight_grads, other.weight_grads, one.weight_grads]
+    assert current_weight_grads() is None
 
 
 def test_what_a_model_wraps_is_found_through_every_wrapper() -> None:
@@ -185,6 +205,8 @@ def test_microbatches_are_computed_again_but_those_that_the_config_keeps(
     """1F1B on one rank has one microbatch in flight at a time: each is the first of its window."""
     seen: list[Stream] = []
     monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    asked: list[PipelineStage] = []
+    monkeypatch.setattr(PipelineStage, "finish", lambda self: asked.append(self))
     reported = get_forward_backward_func(mesh=ProcessMesh.single(), schedule="1f1b")(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {"n": len(seen)})),
         data_iterator=None,
@@ -194,5 +216,6 @@ def test_microbatches_are_computed_again_but_those_that_the_config_keeps(
         micro_batch_size=1,
     )
     assert [one["n"] for one in reported] == [1, 2, 3]
+    assert len(asked) == 1, "a step ends by asking its stages whether anything is left"
     assert [one.sample for one in seen] == [0, 1, 2]
     assert [n for n, one in enumerate(seen) if not one.recomputes] == kept
