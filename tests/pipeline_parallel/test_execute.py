@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.position import Position
 from megapipe.pipeline_parallel.engine import SLACK
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
@@ -153,6 +154,23 @@ def test_a_step_that_v_takes_back_begins_again_with_nothing_in_hand(monkeypatch)
     assert log == [*begun, "forget", *begun, "forget", *whole]
     assert len(watch.times()) == len(whole) + len("VU"), "only those that count are timed"
     assert [work.waits for work in works] == [1] * len(works), "gloo would wait for a second message"
+
+
+def test_a_rank_says_where_it_is():
+    """What `watch` prints of a rank that hangs; here after each pass, and behind the last."""
+    schedule, position = build("1f1b", 2, 2), Position()
+
+    class Telling(Stage):
+        def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
+            item, since = position.at
+            self.log.append(f"{item[0].item} {0 <= time.monotonic() - since < 60}")
+            return super().backward(microbatch, grad, weights=weights)
+
+    log = run(schedule, 0, Telling, position=position)
+    assert log == ["0F0", "0F1", "0BW0 True", "0BW0", "0BW1 True", "0BW1"]
+    assert position.at[0] == "the end of the passes"
+    assert (position.hand, len(position.plan)) == ({}, len(lower(schedule)[0]))
+    assert isinstance(position.comm, Messenger)
 
 
 def test_both_passes_of_a_pair_are_timed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel import engine
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
@@ -219,3 +222,39 @@ def test_microbatches_are_computed_again_but_those_that_the_config_keeps(
     assert len(asked) == 1, "a step ends by asking its stages whether anything is left"
     assert [one.sample for one in seen] == [0, 1, 2]
     assert [n for n, one in enumerate(seen) if not one.recomputes] == kept
+
+
+class Layers(Told):
+    """It may be cut between its layers, of which it has none."""
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.x = torch.ones(1, 1, 1) if x is None else x
+
+    def forward(self) -> Tensor:
+        return self.w * self.x
+
+    def between_layers(self, cut: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("1f1b", False), ("dualpipe", True)])
+def test_stages_that_have_pairs_are_cut(name: str, overlaps: bool, monkeypatch: Any) -> None:
+    made: list[bool] = []
+    real = engine.PipelineStage
+    monkeypatch.setattr(
+        engine, "PipelineStage", lambda *args, **given: made.append(given["overlaps"]) or real(*args, **given)
+    )
+    chunks = 2 if name == "dualpipe" else 1
+
+    def body(mesh: ProcessMesh) -> None:
+        get_forward_backward_func(mesh=mesh, schedule=name)(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+            data_iterator=[None] * chunks,
+            model=[Layers() for _ in range(chunks)],
+            num_microbatches=4,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+
+    run_threads(body, pp=2)
+    assert made == [overlaps] * 2 * chunks
