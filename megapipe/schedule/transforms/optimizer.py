@@ -66,14 +66,10 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:
-    """Of each rank and stage, in the order in which the forwards need them, replicas with their replicas."""
+    """Of each rank from the model's first slice on, as its forwards need them; so replicas come in one order."""
     place = schedule.placement
-    first: dict[int, int] = {}
-    for i, x in ((i, x) for row in schedule.ranks for i, step in enumerate(row) for x in step if x.kind.is_forward):
-        first.setdefault(x.stage, i)
-    begin = [min(first.get(twin, 0) for twin in place.replicas(s)) for s in range(place.num_stages)]
-    order = sorted(range(place.num_stages), key=lambda s: (begin[s], place.position(s)))
-    return [[Pass(Kind.A, s, 0) for s in order if place.rank_of[s] == rank] for rank in range(place.num_ranks)]
+    stages = (sorted(place.stages_on(rank), key=place.position) for rank in range(place.num_ranks))
+    return [[Pass(Kind.A, stage, 0) for stage in own] for own in stages]
 
 
 def _steps(passes: list[Pass]) -> tuple[Step, ...]:
