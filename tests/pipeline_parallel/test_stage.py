@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from megapipe.pipeline_parallel import engine
 from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
@@ -235,6 +237,77 @@ class Layers(Told):
 
     def between_layers(self, cut: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class Three(Layers):
+    """x -> a b c x, cut before each layer."""
+
+    cut: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.full((1,), float(n)) for n in (2, 3, 5))
+
+    def forward(self) -> Tensor:
+        x = self.x
+        for weight in self.layers:
+            x = (self.cut(x) if self.cut else x) * weight
+        return x
+
+    @contextmanager
+    def between_layers(self, cut: Any) -> Iterator[None]:
+        self.cut = cut
+        yield
+        self.cut = None
+
+
+@pytest.mark.parametrize("last", [Last(0, 1), Last(1, 0), None])
+def test_layers_report_when_their_gradients_have_the_last_microbatch_from_the_last_layer_on(last: Last | None) -> None:
+    seen: list[Any] = []
+    own = stage(module := Three(), last=last, on_layer_done=lambda layer, layers: seen.append((layer, layers)))
+    for n in (0, 1):
+        own.forward(n, X)
+    for n in (0, 1):
+        own.backward(n, GRAD, weights=True)
+        seen.append(f"backward {n}")
+    whole = [(2, 3), (1, 3), (0, 3)]
+    expected = [x for n in (0, 1) for x in (*(whole if last and last.weights == n else ()), f"backward {n}")]
+    assert seen == expected
+    torch.testing.assert_close(module.layers[2].grad, torch.full((1,), 2 * 6 * float((X * GRAD).sum())))
+    with torch.no_grad():
+        own.forward(1, X)
+        own.forward(0, X)
+
+
+def test_links_are_opened_before_the_first_step_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(engine.Messenger, "open_links", lambda self, placement: opened.append(placement.num_stages))
+    run = get_forward_backward_func(mesh=ProcessMesh.single(), schedule="1f1b", config=SimpleNamespace(hidden_size=1))
+    for microbatches in (2, 2, 4):
+        run(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+            data_iterator=None,
+            model=Layers(),
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+    assert opened == [1]
+
+
+def test_a_config_that_says_nothing_of_sequence_parallel_has_whole_sequences() -> None:
+    def body(mesh: ProcessMesh) -> int:
+        reported = get_forward_backward_func(mesh=mesh, schedule="1f1b", config=SimpleNamespace(hidden_size=1))(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {"n": len(out)})),
+            data_iterator=None,
+            model=Layers(),
+            num_microbatches=2,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        return len(reported)
+
+    assert run_threads(body, pp=2, tp=2) == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("1f1b", False), ("dualpipe", True)])
