@@ -163,7 +163,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
     for kind, step in done:
         missing = [item for s in range(place.num_stages) if (item := Pass(kind, s, step)) not in seen]
         yield from (f"rank {place.rank_of[item.stage]}: {item} is missing" for item in missing)
-        together = kind.rule.lane is Lane.DP and place.num_chains > 1 and not missing
+        together = kind.rule.lane is Lane.DP and not missing
         for rank in range(place.num_ranks) if together else ():
             order = sorted(place.stages_on(rank), key=lambda s: seen[Pass(kind, s, step)])
             shared = [(place.rank_of[twin], s) for s in order for twin in place.replicas(s) if twin != s]
@@ -180,7 +180,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 def _never_again(schedule: Schedule) -> Iterator[str]:
     """What stands before V has run on weights that V may take back: all ranks must be able to run it again."""
     validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
-    if not validates or schedule.training_steps > 1:  # what holds of one step holds of each
+    if not validates:
         return
     needs = Dependencies(schedule)
     before = [list(takewhile(lambda step: step[0].kind not in validates, row)) for row in schedule.ranks]

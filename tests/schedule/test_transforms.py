@@ -169,6 +169,22 @@ def test_updates_stand_behind_all_gathers_where_they_are_asked_for_v_behind_forw
     assert row(with_optimizer(PLAIN, **options), 0).split() == without
 
 
+@pytest.mark.parametrize(
+    ("there", "options", "twice"),
+    [
+        ({"gather": "ahead"}, {}, "U"),
+        ({"gather": "ahead"}, {"gather": "behind"}, "A, U"),
+        ({"barrier": False}, {"barrier": False}, "U, V"),
+        ({"barrier": False}, {}, "U"),
+    ],
+)
+def test_nothing_is_put_in_twice(there, options, twice) -> None:
+    with pytest.raises(ScheduleError, match=f"^interleaved-zb has {twice} already, and each stage has one a step"):
+        with_optimizer(with_optimizer(PLAIN, **there), **options)
+    gathered = with_gather(PLAIN)
+    assert row(with_optimizer(gathered), 0) == f"0A0 2A0 {row(PLAIN, 0)} 0U0 2U0"
+
+
 def test_a_whole_step_gathers_where_that_takes_time() -> None:
     end = f"{REDUCED} 2U0 0U0"
     assert row(with_whole_step(PLAIN), 0) == f"{FORWARDS} {end}"

@@ -38,7 +38,7 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             if place.rank_of[stage] == rank:
                 until = ready[stage]
                 before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
-                at = max(at, last.get(stage, at), *before[-1:])
+                at = max(at, last.get(stage, at), *before)
                 behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
         rows.append((*behind.get(-1, ()), *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ())))))
     return replace(schedule, ranks=tuple(rows))
