@@ -118,7 +118,7 @@ class Optimizer:
                 shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
-        self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(0, 1))]
+        self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(1))]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
         twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]

@@ -94,7 +94,6 @@ class Reduction:
         for name in self.ties_across:
             self.mesh.ends.all_reduce(self._main_grad(name))
         self._begun.clear()
-        self._early.clear()
 
     def _main_grad(self, name: str) -> Tensor:
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

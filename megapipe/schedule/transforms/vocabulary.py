@@ -138,8 +138,8 @@ class _Merge:
             rank = self.ranks[number]
             while rank.free <= now and (step := self._next(number, rank, now)) is not None:
                 self._do(number, rank, step, now)
-        done = not any(rank.forwards or rank.others for rank in self.ranks) and not any(self.lacks.values())
-        return tuple(tuple(rank.out) for rank in self.ranks) if done else None
+        stuck = any(self.lacks.values())  # what is left of a row begins with a pass that lacks something
+        return None if stuck else tuple(tuple(rank.out) for rank in self.ranks)
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
         for chain, own in sorted(enumerate(self.lookups[number]), key=lambda pair: rank.lookups[pair[0]]):
