@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.optimizer import Optimizer, StepInfo
@@ -95,6 +96,26 @@ def test_replicas_that_begin_otherwise_take_the_owners_weights() -> None:
 
     for found in run_threads(body, pp=2):
         assert {name: x.tolist() for name, x in found.items()} == {"a": [1, 1, 1], "b": [2, 2, 2]}
+
+
+def test_of_weights_that_two_ranks_update_together_each_sends_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DualPipe's replicas under ZeRO-1: what the other data-parallel rank has updated comes with its own."""
+    sent: list[int] = []
+    real = Axis.broadcast
+    monkeypatch.setattr(Axis, "broadcast", lambda self, x, source: sent.append(x.numel()) or real(self, x, source))
+
+    def body(mesh: ProcessMesh) -> int:
+        names = ["a", "b"] if mesh.pp.rank == 0 else ["b", "a"]
+        stages = [Bag({name: nn.Parameter(torch.ones(4096))}) for name in names]
+        optimizer = Optimizer(stages, SGD, mesh, distributed=True)
+        mesh.world.barrier()
+        sent.clear()
+        mesh.world.barrier()
+        optimizer.step(0.5)
+        return sum(b.model.numel() for b in optimizer.buffers)
+
+    weights = run_threads(body, pp=2, dp=2)
+    assert sum(sent) == sum(weights) / 2
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -295,6 +295,23 @@ def test_links_are_opened_before_the_first_step_and_not_again(monkeypatch: pytes
     assert opened == [1]
 
 
+def test_microbatches_of_several_lengths_are_refused_only_where_the_vocabulary_is_shared() -> None:
+    config = SimpleNamespace(hidden_size=1, variable_seq_lengths=True)
+
+    def body(mesh: ProcessMesh) -> int:
+        reported = get_forward_backward_func(mesh=mesh, schedule="1f1b", config=config)(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+            data_iterator=None,
+            model=Layers(),
+            num_microbatches=2,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        return len(reported)
+
+    assert run_threads(body, pp=2) == [0, 2]
+
+
 def test_a_config_that_says_nothing_of_sequence_parallel_has_whole_sequences() -> None:
     def body(mesh: ProcessMesh) -> int:
         reported = get_forward_backward_func(mesh=mesh, schedule="1f1b", config=SimpleNamespace(hidden_size=1))(
