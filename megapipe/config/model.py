@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 from tyro.conf import Suppress
 
+from megapipe.config.moe import MoEConfig
+
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(MoEConfig):
     """The architecture. Nothing about layout, data or training."""
 
     num_layers: int | None = None
@@ -91,8 +93,11 @@ class ModelConfig:
     """Keys and values under --context-parallel-size: ring (p2p, a2a+p2p), all_gather, heads for tokens (a2a)."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
-    recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm"], ...] = ("core_attn",)
-    """Of selective: attention without its projections, the MLP, the outputs of a layer's norms."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"], ...] = (
+        "core_attn",
+    )
+    """Of selective: attention without its projections, the MLP of dense layers, the outputs of a layer's norms, the
+    experts with their router (moe), the shared ones alone. Activations of experts (moe_act) are never kept."""
     recompute_activations: bool = False
     """The same as --recompute-granularity selective."""
     recompute_method: Literal["uniform", "block"] | None = None
@@ -142,6 +147,11 @@ class ModelConfig:
         return int(4 * self.hidden * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden
 
     @property
+    def expert_ffn(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
     def gated(self) -> bool:
         """Two widths of the MLP's first layer, gate and up."""
         return self.swiglu or self.quick_geglu
@@ -188,6 +198,14 @@ class ModelConfig:
     @property
     def recompute_mlp(self) -> bool:
         return self.recompute_selective and "mlp" in self.recompute_modules
+
+    @property
+    def recompute_moe(self) -> bool:
+        return self.recompute_selective and "moe" in self.recompute_modules
+
+    @property
+    def recompute_shared_experts(self) -> bool:
+        return self.recompute_selective and "shared_experts" in self.recompute_modules
 
     @property
     def recompute_norms(self) -> bool:

@@ -25,6 +25,7 @@ class Layout:
             further. Such a parameter's name ends in [k/n].
         fused: rows of each matrix in one group, where the rows of several matrices take turns in groups (query, key
             and value); empty for one matrix.
+        stacked: the first dimension of `full` counts so many weights, each of a layer of its own (experts).
     """
 
     full: tuple[int, ...]
@@ -35,6 +36,7 @@ class Layout:
     sum_over_tp: bool = False
     part: tuple[int, int] = (0, 1)
     fused: tuple[int, ...] = ()
+    stacked: int = 1
 
     def local(self, tp_size: int) -> tuple[int, ...]:
         """`full` with this layout's dimension divided over its parts and tp."""

@@ -11,6 +11,7 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.models.attention import SelfAttention
 from megapipe.models.mlp import MLP
+from megapipe.models.moe.layer import MoE
 from megapipe.models.overrides import layer_config
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, without_result
@@ -29,13 +30,16 @@ class TransformerLayer(nn.Module):
         config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
-        self.recompute_norms, self.recompute_mlp = config.recompute_norms, config.recompute_mlp
+        self.recompute_norms = config.recompute_norms
+        self.recompute_mlp = config.recompute_moe if config.has_experts else config.recompute_mlp
         sharded, norm = config.sequence_parallel, parts_of(config).norm
         self.shares_sequence = tp if sharded else None
         self.input_layernorm = None if config.no_attention else norm(config, config.hidden, sum_over_tp=sharded)
         self.self_attention = None if config.no_attention else SelfAttention(config, tp, layer)
         self.pre_mlp_layernorm = None if config.no_mlp else norm(config, config.hidden, sum_over_tp=sharded)
-        self.mlp = None if config.no_mlp else MLP(config, tp)
+        self.mlp: nn.Module | None = None
+        if not config.no_mlp:
+            self.mlp = MoE(config, tp, layer) if config.has_experts else MLP(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""

@@ -15,15 +15,18 @@ from megapipe.models.parts import parts_of
 
 
 class MLP(nn.Module):
-    """h -> ffn -> h. linear_fc1 of a gated MLP holds [gate; up], each split over tp on its own."""
+    """h -> ffn -> h. linear_fc1 of a gated MLP holds [gate; up], each split over tp on its own.
 
-    def __init__(self, config: ModelConfig, tp: Axis) -> None:
+    ffn: its width. Default: --ffn-hidden-size.
+    """
+
+    def __init__(self, config: ModelConfig, tp: Axis, ffn: int | None = None) -> None:
         super().__init__()
         self.config = config
-        parts, blocks = parts_of(config), 2 if config.gated else 1
+        parts, blocks, ffn = parts_of(config), 2 if config.gated else 1, ffn or config.ffn
         self.linear_fc1 = parts.column(
             config.hidden,
-            blocks * config.ffn,
+            blocks * ffn,
             tp=tp,
             bias=config.bias,
             sequence_parallel=config.sequence_parallel,
@@ -31,7 +34,7 @@ class MLP(nn.Module):
             init_std=config.linear_std,
         )
         self.linear_fc2 = parts.row(
-            config.ffn,
+            ffn,
             config.hidden,
             tp=tp,
             bias=config.bias,
@@ -41,12 +44,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
-        return self.linear_fc2(self._activate(self.linear_fc1(x)))  # type: ignore[no-any-return]
+        return self.linear_fc2(activate(self.linear_fc1(x), self.config))  # type: ignore[no-any-return]
 
-    def _activate(self, x: Tensor) -> Tensor:
-        if self.config.gated:
-            gate, up = x.chunk(2, dim=-1)
-            return (F.silu(gate) if self.config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
-        if self.config.squared_relu:
-            return F.relu(x).square()
-        return F.gelu(x) if self.config.erf_gelu else gelu(x)
+
+def activate(x: Tensor, config: ModelConfig) -> Tensor:
+    """linear_fc1's output [..., ffn], of a gated MLP [..., 2 ffn], -> [..., ffn]."""
+    if config.gated:
+        gate, up = x.chunk(2, dim=-1)
+        return (F.silu(gate) if config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
+    if config.squared_relu:
+        return F.relu(x).square()
+    return F.gelu(x) if config.erf_gelu else gelu(x)

@@ -55,6 +55,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
 
     Raises: ConfigError with every problem of the overrides.
     """
+    if model.has_experts and not model.has_experts_in(layer):
+        model = replace(model, num_experts=None)
     if model.per_layer_overrides is None:
         return model
     text = inline(model).per_layer_overrides

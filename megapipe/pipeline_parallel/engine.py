@@ -150,7 +150,7 @@ class ForwardBackward:
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
         self._agreed = self._agreed or messages_of(modules, self.mesh.pp, dtype)
-        stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh.cp)
+        stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
         if table.placement not in self._opened:
@@ -227,7 +227,7 @@ def _stages(
     chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
     config: Any,
     overlap: bool,
-    cp: Axis,
+    mesh: ProcessMesh,
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
@@ -244,7 +244,7 @@ def _stages(
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
-            stream=partial(_drawn, step.stream, cp, kept[number]),
+            stream=partial(_drawn, step, mesh, kept[number]),
             overlaps=overlap and number in paired,
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
@@ -256,9 +256,12 @@ def _stages(
     }
 
 
-def _drawn(stream: Callable[[int], Stream], cp: Axis, kept: frozenset[int], microbatch: int) -> Stream:
-    """A microbatch's randomness; `kept` are those whose activations are not computed again."""
-    return replace(stream(microbatch), cp=cp, recomputes=microbatch not in kept)
+def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], microbatch: int) -> Stream:
+    """What layers need of a microbatch; `kept` are those whose activations are not computed again."""
+    scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
+    weigh = lambda tokens: scale * tokens if per_token else scale / step.num_microbatches  # noqa: E731
+    stream, recomputes = step.stream(microbatch), microbatch not in kept
+    return replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

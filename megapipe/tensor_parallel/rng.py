@@ -7,11 +7,12 @@ and the place in it. Any tensor-parallel, pipeline or data-parallel layout and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b, shake_256
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ class Stream:
         documents: where its documents lie, if attention or positions heed them.
         recomputes: what the model computes again in backward it does for this microbatch.
         cp: the ranks that have its sequences among them; `cut` says which tokens are here.
+        dp: the ranks that have other microbatches under way at the same place of the same order.
+        weigh: number of tokens -> what the mean of something over so many tokens of this microbatch counts in the loss
+            that the step differentiates. For losses of layers.
+        kept: what layers remember of a forward for the one that recomputes it, by a name of theirs.
     """
 
     seed: int
@@ -42,6 +47,9 @@ class Stream:
     documents: Documents | None = None
     recomputes: bool = True
     cp: Axis = Axis()
+    dp: Axis = Axis()
+    weigh: Callable[[int], float] = field(default=lambda tokens: 1.0, compare=False)
+    kept: dict[object, Any] = field(default_factory=dict, compare=False)
 
     @property
     def cut(self) -> Cut:
@@ -169,7 +177,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
         whole = torch.empty(layout.full, dtype=torch.float32)
         if layout.std is None:
             inputs = layout.full[-1]
-            bound = math.sqrt(6 / (inputs + whole.numel() // inputs))
+            bound = math.sqrt(6 / (inputs + whole.numel() // (layout.stacked * inputs)))
             whole.uniform_(-bound, bound, generator=generator(whole.device, seed, name)).add_(layout.mean)
         elif layout.std:
             whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))

@@ -29,12 +29,15 @@ class Update(NamedTuple):
 
     Attributes:
         norm: of all ranks.
-        kept: main parameters and moments before the update, 12 bytes per owned parameter; None if there was none.
+        kept: main parameters, moments and routers' biases before the update, 12 bytes per owned parameter; None if
+            there was none.
+        biases: of the routers after it.
     """
 
     norm: Late[float]
     rates: Rates
     kept: list[Tensor] | None
+    biases: list[Tensor]
 
 
 class Ending(NamedTuple):
@@ -109,7 +112,7 @@ class PostValidation:
         """
         if self._ending is None:
             return False
-        ((norm_of, rates, kept), totals_of, leaving, batch), self._ending = self._ending, None
+        ((norm_of, rates, kept, biases), totals_of, leaving, batch), self._ending = self._ending, None
         run, optimizer = self.run, self.optimizer
         norm, totals, self._leaving = read_together(norm_of, totals_of, leaving)
         finite = totals.finite and math.isfinite(norm)
@@ -121,6 +124,7 @@ class PostValidation:
         if finite and (kept is None or wrong):
             optimizer.clip(norm)
             optimizer.update(rates.lr, rates.ends_lr)
+            run.pipeline.routers.move(biases)
         elif wrong:
             optimizer.spread()
         self.good = self.good + 1 if right else 0
@@ -135,6 +139,7 @@ class PostValidation:
             batch=batch,
             late=kept is not None,
             undone=wrong,
+            routed=run.pipeline.routers.read(totals.beside, run.config.with_batch(batch)),
         )
         progress = run.progress
         run.guard.judge(result, progress.iteration + 1, progress.loss_scale.scale, run.saving.last)
@@ -145,13 +150,14 @@ class PostValidation:
     def _update(self, *, late: bool) -> Update:
         """What a rank does when its gradients are complete."""
         optimizer, rates = self.optimizer, self.run.rates()
-        norm = optimizer.start_norm(1 / self.run.mesh.dp.size / self._scale())
-        optimizer.weight_decay = rates.weight_decay
+        norm, routers = optimizer.start_norm(1 / self.run.mesh.dp.size / self._scale()), self.run.pipeline.routers
+        optimizer.weight_decay, biases = rates.weight_decay, routers.moved()
         if not late:
-            return Update(norm, rates, None)
+            return Update(norm, rates, None, biases)
         kept = [x.clone() for x in self._state]
         optimizer.update(rates.lr, rates.ends_lr)
-        return Update(norm, rates, kept)
+        routers.move(biases)
+        return Update(norm, rates, kept, biases)
 
     def _waits(self, n: int) -> bool:
         """Is iteration n to end at once?"""
@@ -175,7 +181,7 @@ class PostValidation:
     @property
     def _state(self) -> list[Tensor]:
         moments = [x for flats in self.optimizer.moments.values() for x in flats]
-        return [*(b.main for b in self.optimizer.owned), *moments]
+        return [*(b.main for b in self.optimizer.owned), *moments, *self.run.pipeline.routers.biases]
 
     def _restore(self, kept: Sequence[Tensor]) -> None:
         for x, before in zip(self._state, kept, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
 from megapipe.distributed.late import Late, read_together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
-from megapipe.errors import ScheduleError
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.execute import StartOfStage
@@ -28,9 +27,9 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.transport import Transport
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
+from megapipe.training.overlap import with_overlap
+from megapipe.training.routers import Routed, Routers
 from megapipe.training.totals import Adder, Totals, counted_tokens
 
 Refuses = Callable[[Mapping[str, float]], bool]
@@ -51,6 +50,7 @@ class StepResult:
         spiked: skipped because a loss is above its limit.
         batch: sequences of the global batch.
         late: the update did not wait for the norm. undone: and was wrong.
+        routed: of the layers with experts.
     """
 
     losses: dict[str, float]
@@ -63,6 +63,12 @@ class StepResult:
     batch: int = 0
     late: bool = False
     undone: bool = False
+    routed: Routed = field(default_factory=Routed)
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """What logs say of the losses."""
+        return self.losses | self.routed.losses
 
 
 class Rates(NamedTuple):
@@ -85,6 +91,7 @@ class Pipeline:
         costs: what the stages take, by which messages are ordered.
     Attributes:
         stopwatch: of the last step of training whose passes are over.
+        routers: of the layers with experts here.
         on_layer_done: as in a Request, with a stage's number among this rank's.
     """
 
@@ -106,6 +113,7 @@ class Pipeline:
         self.on_layer_done: Callable[[int, int, int], None] | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
+        self.routers = Routers(modules, mesh, config.model, mirrored=schedule.placement.num_chains > 1)
         self._forward_backward = ForwardBackward(
             mesh,
             with_overlap(schedule, config),
@@ -164,6 +172,7 @@ class Pipeline:
         self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
         for module in self.modules:
             module.train(not evaluate)
+        self.routers.begin()
         losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
         batches = [self._batches(stage, microbatches) for stage in self._own]
@@ -188,7 +197,8 @@ class Pipeline:
         if not (evaluate or config.train.freeze_all_layers):
             self.stopwatch = watch
         self.mesh.position.enter("the sum of the losses")
-        finish = self._add_up.start(losses, consumed, evaluate=evaluate)
+        beside = None if evaluate else self.routers.table()
+        finish = self._add_up.start(losses, consumed, evaluate=evaluate, beside=beside)
         self.mesh.position.leave()
         return finish
 
@@ -224,29 +234,6 @@ class Pipeline:
         return Rewinding(batch, order)
 
 
-def with_overlap(schedule: Schedule, config: Config) -> Schedule:
-    """The table with the rest of the step: what a file has of G and A, or what flags ask for. With post-validation U
-    stands behind it and V before what writes gradients; without, the update is behind all, when the norm is known.
-
-    Raises: ScheduleError for a table with V without that flag.
-    """
-    par = config.parallel
-    late = par.enable_optimizer_post_validation
-    if Kind.V in schedule.kinds and not late:
-        raise ScheduleError(
-            f"{schedule.name} has V, the validation of an update that did not wait for all ranks. Add "
-            "--enable-optimizer-post-validation, or leave V out of the table."
-        )
-    rows = (tuple(step for step in row if step[0].kind not in (Kind.U, Kind.V)) for row in schedule.ranks)
-    schedule = replace(schedule, ranks=tuple(rows))
-    gathers = par.overlap_param_gather and config.weight_replicas > 1 and Kind.A not in schedule.kinds
-    if Kind.G not in schedule.kinds and (late or (config.weight_replicas > 1 and par.overlap_grad_reduce)):
-        schedule = with_reduction(schedule)
-    if late:
-        return with_optimizer(schedule, barrier=False, gather="ahead" if gathers else "none")
-    return with_gather(schedule) if gathers else schedule
-
-
 def of_chunk(optimizer: Optimizer) -> dict[Kind, StartOfStage]:
     """How the table's reductions and gathers begin, by a stage's number among the rank's."""
     return {Kind.G: optimizer.reduction.start, Kind.A: optimizer.start_gather}
@@ -279,12 +266,16 @@ def train_step(
     position.enter("the optimizer step")
     totals, norm = read_together(late, optimizer.start_norm(scale / loss_scale))
     position.leave()
+    result = StepResult(totals.means, math.nan, totals.tokens, skipped=True, batch=batch)
+    result = replace(result, routed=pipeline.routers.read(totals.beside, pipeline.config))
     if not totals.finite:
-        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, finite=False, batch=batch)
+        return replace(result, finite=False)
     if refuses(totals.means):
-        return StepResult(totals.means, math.nan, totals.tokens, skipped=True, spiked=True, batch=batch)
+        return replace(result, spiked=True)
     info = optimizer.update_by(norm, lr, count_zeros, ends_lr)
-    return StepResult(totals.means, info.grad_norm, totals.tokens, info.skipped, info.num_zeros, batch=batch)
+    if not (info.skipped or pipeline.config.train.freeze_all_layers):
+        pipeline.routers.move(pipeline.routers.moved())
+    return replace(result, grad_norm=info.grad_norm, skipped=info.skipped, num_zeros=info.num_zeros)
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.distributed.axis import Pending
@@ -32,11 +33,13 @@ class Totals:
         sums: name -> (sum, count) of what was reported; one number of a microbatch counts as 1.
         tokens: the number that loss_func returns beside its loss; 0 if it does not.
         finite: every loss that was differentiated.
+        beside: the sums of what was given beside the losses.
     """
 
     sums: dict[str, tuple[float, float]]
     tokens: float
     finite: bool
+    beside: tuple[float, ...] = ()
 
     @property
     def means(self) -> dict[str, float]:
@@ -57,18 +60,21 @@ class Adder:
         self.mesh = mesh
         self._names: dict[bool, list[str]] = {}
 
-    def start(self, losses: Sequence[Loss], consumed: int, *, evaluate: bool) -> Late[Totals]:
+    def start(
+        self, losses: Sequence[Loss], consumed: int, *, evaluate: bool, beside: Tensor | None = None
+    ) -> Late[Totals]:
         """Begin to add up. Collective over the world.
 
         Args:
             losses: of this rank's microbatches; none where the loss is not.
             consumed, evaluate: where this rank is in the data and what it does there.
+            beside: [n] in float64, as many on every rank, to be added up with them.
         Raises: RanksDiffer, when it is read, if ranks are at different places: they would add up different steps
             unnoticed.
         """
         mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
         reported = {name for loss in mine for name in loss.reported}
-        place = (2 * consumed + evaluate) % 2**_BITS
+        place, more = (2 * consumed + evaluate) % 2**_BITS, 0 if beside is None else beside.numel()
 
         def begin() -> tuple[list[str], Pending]:
             if evaluate not in self._names:
@@ -76,17 +82,22 @@ class Adder:
                 self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})
             names = self._names[evaluate]
             check = [(place, not reported <= set(names)), (place**2 % 2**_BITS, place**2 >> _BITS)]
-            return names, self.mesh.world.start_all_reduce(_rows(mine, names, check, self.mesh.device))
+            rows = _rows(mine, names, check, self.mesh.device)
+            if more:
+                rows = torch.cat((F.pad(beside, (0, more % 2)).view(-1, 2), rows))  # type: ignore[arg-type]
+            return names, self.mesh.world.start_all_reduce(rows)
 
         def read(values: Sequence[float]) -> Totals:
             names = begun[0]
             while True:
+                also, values = tuple(values[:more]), values[more + more % 2 :]
                 *pairs, (tokens, broken), (places, changed), (low, high) = zip(values[::2], values[1::2], strict=True)
                 # Cauchy-Schwarz: equal for equal numbers alone
                 if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
                     raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
                 if not changed:
-                    return Totals({name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}, tokens, not broken)
+                    sums = {name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}
+                    return Totals(sums, tokens, not broken, also)
                 del self._names[evaluate]
                 names, rows = begin()
                 values = rows.wait().flatten().tolist()

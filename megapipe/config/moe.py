@@ -1,0 +1,123 @@
+"""What a model's experts are: the mixture-of-experts layers among its layers, their router and its losses."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts in place of the MLP. Without --num-experts all layers are dense."""
+
+    num_experts: int | None = None
+    """Experts of each mixture-of-experts layer. Default, and with 0: none, every layer has an MLP."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts: N for layers 0, N, 2N, ..., or a list with a 1 for each, such as ([0]*3+[1]*58)."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of an expert; per half with --swiglu. Default: --ffn-hidden-size."""
+    moe_router_topk: int = 2
+    """Experts that each token is sent to."""
+    moe_router_load_balancing_type: tuple[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none", "sinkhorn", "quantile_balancing"], ...
+    ] = ("aux_loss",)
+    """What keeps the load even: losses over a microbatch, over each sequence, over the step so far; several at once."""
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the loss on large router logits, for example 1e-3. Default: none."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """From a router's logits to the scores of experts."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts, then the best, whose weights add up to less than 1; not over the best alone."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type that the router computes in. Default: that of the activations."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts of which a token may use --moe-router-group-topk."""
+    moe_router_group_topk: int | None = None
+    """Groups for each token, those with the best sum of their best scores."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias on each expert's score, for the choice alone, that moves each step towards an even load."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How far that bias moves in a step."""
+    moe_router_force_load_balancing: bool = False
+    """Random logits in place of the router's, for benchmarks: the model learns nothing."""
+    moe_input_jitter_eps: float | None = None
+    """The router sees its input times random factors in 1 - eps .. 1 + eps while it trains."""
+    moe_expert_capacity_factor: float | None = None
+    """An expert takes at most tokens x k / experts x this of a microbatch, the rest is dropped. Default, and below 0:
+    all."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert keeps: those of the largest weights, or the first."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Each expert computes as many rows as it may take, with rows that count nothing: all shapes are fixed."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of an MLP beside the experts that every token goes through, of all shared experts together."""
+    moe_shared_expert_gate: bool = False
+    """A sigmoid of the input weighs the shared expert's output."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Is any layer's MLP a mixture of experts? Of the configuration of one layer: is its own?"""
+        return bool(self.num_experts)
+
+    @property
+    def experts(self) -> int:
+        assert self.num_experts
+        return self.num_experts
+
+    def has_experts_in(self, layer: int) -> bool:
+        """Are there experts in this layer of the whole model? Raises: ValueError for a frequency that is none."""
+        if not self.has_experts:
+            return False
+        frequency = layer_frequency(self.moe_layer_freq)
+        return layer % frequency == 0 if isinstance(frequency, int) else frequency[layer] == 1
+
+    @property
+    def balancing(self) -> dict[str, float]:
+        """Weight of each loss that keeps the load even, by its name in --moe-router-load-balancing-type."""
+        kinds = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {kind: weight for kind, weight in kinds if weight and kind.endswith("aux_loss")}
+
+    @property
+    def capacity_factor(self) -> float | None:
+        factor = self.moe_expert_capacity_factor
+        return None if factor is None or factor < 0 else factor
+
+
+def layer_frequency(text: str) -> int | list[int]:
+    """What --moe-layer-freq says: an integer, or a Python expression of lists, sums and multiples, which is not run.
+
+    Raises: ValueError for anything else.
+    """
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(text) from None
+    if (isinstance(found, int) and found >= 1) or (isinstance(found, list) and set(found) <= {0, 1}):
+        return found
+    raise ValueError(text)
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int() as number) if number is not True and number is not False:
+            return number
+        case ast.List(elts=items):
+            values = [_value(item) for item in items]
+            if all(isinstance(value, int) for value in values):
+                return [value for value in values if isinstance(value, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            a, b = _value(left), _value(right)
+            if isinstance(a, list) and isinstance(b, list):
+                return a + b
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            a, b = _value(left), _value(right)
+            if isinstance(a, list) != isinstance(b, list):
+                times, items_of = (a, b) if isinstance(a, int) else (b, a)
+                if isinstance(times, int) and isinstance(items_of, list) and 0 <= times * len(items_of) <= 10_000:
+                    return items_of * times
+    raise ValueError(ast.unparse(node))

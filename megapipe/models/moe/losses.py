@@ -1,0 +1,52 @@
+"""Losses of a router: they keep the load of the experts even and its logits small.
+
+Each is a number of this rank's tokens; the sum over the ranks that have a microbatch's tokens among them is the loss.
+It reaches the gradient through `attach`, an identity, so that no loss has to travel down the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+"""Name of --moe-router-load-balancing-type -> Megatron-LM's name in logs."""
+
+
+def balance(scores: Tensor, counts: Tensor, tokens: int, k: int, num_experts: int, weight: float) -> Tensor:
+    """weight x E x sum_i f_i P_i (Fedus et al. 2021, section 2.2): 1 x weight where all is even.
+
+    Args:
+        scores: [T, ...] of this rank's tokens, which add up to 1 over the experts.
+        counts: [...] how often each expert was chosen among `tokens`, those of all ranks: f_i = n_i / (tokens k).
+    """
+    return (scores.sum(0) * counts).sum() * (num_experts * weight / (k * tokens * tokens))
+
+
+def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
+    """The mean over all tokens of the squared logsumexp (Zoph et al. 2022, section 3.3), this rank's part of it."""
+    return logits.logsumexp(dim=-1).square().mean() * (weight / ranks)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight, ctx.like = weight, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.full((), ctx.weight, dtype=dtype, device=device), None
+
+
+attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply
+"""(x, loss, weight) -> x, and where x has a gradient the loss has `weight`."""
