@@ -86,7 +86,41 @@ def mistral(draw: random.Random) -> Any:
     return transformers.MistralConfig(**rotary(draw), sliding_window=draw.choice([None, 4]))
 
 
-FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mistral": mistral}
+def mixtral(draw: random.Random) -> Any:
+    chosen = {"num_local_experts": 6, "num_experts_per_tok": draw.choice([2, 3])}
+    return transformers.MixtralConfig(**rotary(draw), sliding_window=None, **chosen)
+
+
+def sparse(draw: random.Random) -> dict[str, Any]:
+    """What the mixtures of experts of Qwen2 and Qwen3 say beside the rest; a layer may be dense."""
+    return {
+        "num_experts": 6,
+        "num_experts_per_tok": draw.choice([2, 3]),
+        "moe_intermediate_size": draw.choice([12, 16]),
+        "norm_topk_prob": draw.random() < 0.5,
+        "mlp_only_layers": draw.choice([[], [0]]),
+        "use_sliding_window": False,
+    }
+
+
+def qwen2_moe(draw: random.Random) -> Any:
+    return transformers.Qwen2MoeConfig(**rotary(draw), **sparse(draw), shared_expert_intermediate_size=20)
+
+
+def qwen3_moe(draw: random.Random) -> Any:
+    return transformers.Qwen3MoeConfig(**rotary(draw), **sparse(draw), head_dim=draw.choice([6, 12]))
+
+
+FAMILIES = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 def saved(family: str, seed: int, folder: Path, **kwargs: Any) -> Tensor:

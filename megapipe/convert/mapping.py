@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.convert import experts
 from megapipe.convert.tensors import our_shapes
 
 # Buffers that old files carry: causal masks, rotary frequencies.
@@ -61,6 +62,7 @@ _ENDS = {
     "": ("embed_tokens", "", "norm", "layers.{}."),
 }
 """Word embedding, positions, last norm, and what is before a layer's names."""
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PARAMETER = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
@@ -71,6 +73,7 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
         model: with padded_vocab_size.
         prefix: of GPT-2's names; empty in its oldest files.
     """
+    shapes, exactly = our_shapes(model), family
     family, prefix = ("gpt2", prefix) if family == "gpt2" else ("", "model.")
     words, positions, last, layer = _ENDS[family]
     ends = {
@@ -81,6 +84,12 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
     }
 
     def rule(ours: str) -> Rule:
+        if (sparse := _IN_LAYER.fullmatch(ours)) and (
+            of_experts := experts.names_of(sparse[2], exactly, model.num_experts or 0)
+        ):
+            theirs = tuple(prefix + layer.format(sparse[1]) + name for name in of_experts)
+            shape, number = shapes[ours], len(theirs)
+            return Rule(ours, theirs, lambda x: experts.joined(x, shape), lambda x: experts.parts(x, number))
         match = _PARAMETER.fullmatch(ours)
         assert match is not None
         n, module, kind = match.groups()
@@ -97,7 +106,7 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
             return Rule(ours, theirs, lambda x: x[0].t(), lambda x: (x.t(),))
         return Rule(ours, theirs, lambda x: x[0], lambda x: (x,))
 
-    return tuple(map(rule, our_shapes(model)))
+    return tuple(map(rule, shapes))
 
 
 def _qkv(ours: str, theirs: tuple[str, ...], model: ModelConfig) -> Rule:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of
+from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
 from megapipe.pipeline_parallel.partition import LayerSpan
@@ -141,9 +141,9 @@ class ShardWriter:
 
 @torch.no_grad()
 def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Axis) -> None:
-    """Fill each parameter with this rank's slice of the whole tensor of its name, in its saved shape."""
+    """Fill what is saved with this rank's slice of the whole tensor of its name, in its saved shape."""
     for stage in stages:
-        for name, param in stage.named_parameters():
+        for name, param in saved_tensors(stage):
             layout = layout_of(param)
             whole = read(layout.tied_to or name)
             assert tuple(whole.shape) == layout.full, f"{name} is {list(whole.shape)}, not {list(layout.full)}"
@@ -160,5 +160,5 @@ def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes in which we save a model's parameters, by name, without those that repeat another's weight."""
     with torch.device("meta"):
         module = whole_model(model)
-    layouts = {name: layout_of(param) for name, param in module.named_parameters()}
+    layouts = {name: layout_of(param) for name, param in saved_tensors(module)}
     return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,16 @@ def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
     return dim, max(prod(local[dim:]) // max(piece, 1), 1)
 
 
-def layout_of(param: nn.Parameter) -> Layout:
+def layout_of(param: Tensor) -> Layout:
     """How a parameter is split; one that says nothing is whole on every rank."""
     return getattr(param, "mesh_layout", Layout(tuple(param.shape)))
+
+
+SAVED_BUFFERS = ("expert_bias",)
+"""Buffers that training changes without a gradient: they are whole on every rank, and checkpoints have them."""
+
+
+def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A stage's parameters and those buffers, by name."""
+    yield from stage.named_parameters()
+    yield from ((name, x) for name, x in stage.named_buffers() if name.rpartition(".")[2] in SAVED_BUFFERS)

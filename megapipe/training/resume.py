@@ -20,8 +20,13 @@ _TABLE = {
         "num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent "
         "rotary_interleaved use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon "
         "apply_layernorm_1p swiglu quick_geglu squared_relu no_bias_gelu_fusion disable_bias_linear add_qkv_bias "
-        "qk_layernorm untie_embeddings_and_output_weights per_layer_overrides no_attention no_mlp",
-        _NAMED: "attention_dropout hidden_dropout",
+        "qk_layernorm untie_embeddings_and_output_weights per_layer_overrides no_attention no_mlp "
+        "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_score_function "
+        "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
+        "moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate",
+        _NAMED: "attention_dropout hidden_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+        "moe_router_bias_update_rate moe_router_dtype moe_router_force_load_balancing moe_input_jitter_eps "
+        "moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity",
         # How the model is computed or was begun; the embedding's shape and the parameters' names say the rest.
         _FREE: "attention_backend cp_comm_type cross_entropy_loss_fusion embedding_init_method_std init_method_std "
         "init_method_xavier_uniform make_vocab_size_divisible_by model_provider padded_vocab_size "
@@ -188,7 +193,7 @@ def resume_problems(
     problems = [
         f"--{key.replace('_', '-')} is {here[key]}, but {name} has {there[key]}"
         for key in here
-        if there.get(key) != here[key]
+        if key in there and there[key] != here[key]
     ]
     train = config.train
     if scheduler is None or train.override_opt_param_scheduler or train.use_checkpoint_opt_param_scheduler:
@@ -218,4 +223,15 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if model.hidden_size:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]
+    return _of_experts(model, fields) if model.num_layers and model.hidden_size else fields
+
+
+def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The same, where no setting of experts means anything in a model without them."""
+    if not model.has_experts:
+        return {name: x for name, x in fields.items() if not name.startswith("moe_")} | {"num_experts": 0}
+    layers = [model.has_experts_in(layer) for layer in range(model.layers)]
+    fields |= {"moe_ffn_hidden_size": model.expert_ffn, "moe_layer_freq": [int(sparse) for sparse in layers]}
+    if all(layers):
+        del fields["ffn_hidden_size"]
     return fields

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
-from megapipe.distributed.layout import Layout, layout_of, whole_name
+from megapipe.distributed.layout import Layout, layout_of, saved_tensors, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training import commit
@@ -62,7 +62,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
     """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
     hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
-    params = dict(pair for stage in stages for pair in stage.named_parameters())
+    params = dict(pair for stage in stages for pair in saved_tensors(stage))
     layouts = {name: layout_of(param) for name, param in params.items()}
     saved = {name: param for name, param in params.items() if not _of_twin(layouts[name], mesh)}
     own = {name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params}

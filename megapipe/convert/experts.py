@@ -1,0 +1,120 @@
+"""Experts in Hugging Face's words: what config.json says of them, and the tensors of each expert by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config import ModelConfig
+
+Json = Mapping[str, Any]
+
+_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "mixtral": {
+        "router.weight": ("block_sparse_moe.gate.weight",),
+        "experts.linear_fc1.weight": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+        "experts.linear_fc2.weight": ("block_sparse_moe.experts.{}.w2.weight",),
+    },
+    "": {
+        "router.weight": ("mlp.gate.weight",),
+        "router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+        "experts.linear_fc1.weight": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+        "experts.linear_fc2.weight": ("mlp.experts.{}.down_proj.weight",),
+        "shared_experts.linear_fc1.weight": ("mlp.{s}.gate_proj.weight", "mlp.{s}.up_proj.weight"),
+        "shared_experts.linear_fc2.weight": ("mlp.{s}.down_proj.weight",),
+        "shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
+    },
+}
+_SHARED = {"qwen2_moe": "shared_expert"}
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families whose models have experts."""
+
+
+def names_of(ours: str, family: str, num_experts: int) -> tuple[str, ...] | None:
+    """What a layer's tensor `mlp....` of ours is called in a family's layer, expert by expert; None for no part of the
+    experts."""
+    patterns = _NAMES["mixtral" if family == "mixtral" else ""].get(ours.removeprefix("mlp."))
+    if patterns is None:
+        return None
+    shared = _SHARED.get(family, "shared_experts")
+    patterns = tuple(pattern.replace("{s}", shared) for pattern in patterns)
+    each = range(num_experts) if ".experts." in f".{ours}" and "shared" not in ours else range(1)
+    return tuple(pattern.format(number) for number in each for pattern in patterns)
+
+
+def joined(tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Theirs in order -> ours."""
+    return torch.stack(list(tensors)).view(shape) if len(tensors) > 1 else tensors[0]
+
+
+def parts(tensor: Tensor, number: int) -> Sequence[Tensor]:
+    """Ours -> theirs in order."""
+    return tensor.flatten(0, -3).unbind(0) if number > 1 else (tensor,)
+
+
+def read_mixtral(content: Json) -> dict[str, Any]:
+    """The fields beside those of a Mistral."""
+    return {
+        "num_experts": content["num_local_experts"],
+        "moe_router_topk": content["num_experts_per_tok"],
+        "moe_ffn_hidden_size": content["intermediate_size"],
+        "moe_input_jitter_eps": content.get("router_jitter_noise") or None,
+    }
+
+
+def read_qwen(content: Json, problems: list[str]) -> dict[str, Any]:
+    """The fields beside those of a dense Qwen."""
+    layers, step = content["num_hidden_layers"], content.get("decoder_sparse_step", 1)
+    dense = content.get("mlp_only_layers") or ()
+    sparse = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    if content.get("use_sliding_window"):
+        problems.append("use_sliding_window is True; only False can be converted")
+    return {
+        "num_experts": content["num_experts"] if "num_experts" in content else content["num_local_experts"],
+        "moe_router_topk": content["num_experts_per_tok"],
+        "moe_ffn_hidden_size": content["moe_intermediate_size"],
+        "moe_router_pre_softmax": not content.get("norm_topk_prob", False),
+        "moe_layer_freq": "1" if all(sparse) else str(sparse),
+    }
+
+
+def read_shared(content: Json) -> dict[str, Any]:
+    """Qwen2's shared expert."""
+    return {
+        "moe_shared_expert_intermediate_size": content["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+
+
+def write_mixtral(model: ModelConfig) -> dict[str, Any]:
+    """Nothing for a model without experts, which is then another."""
+    if not model.has_experts:
+        return {}
+    return {
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn,
+        "router_jitter_noise": model.moe_input_jitter_eps or 0.0,
+        "output_router_logits": False,
+    }
+
+
+def write_qwen(model: ModelConfig) -> dict[str, Any]:
+    """The same for Qwen's."""
+    if not model.has_experts:
+        return {}
+    shared = model.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(model.layers) if not model.has_experts_in(layer)],
+        "output_router_logits": False,
+        "use_sliding_window": False,
+        **({"shared_expert_intermediate_size": shared} if shared else {}),
+    }
