@@ -38,7 +38,9 @@ _FIELDS = {
     "at least 1 and at most 100000": "world_size num_layers num_attention_heads num_query_groups "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
-    "at least 1": "loss_scale_window hysteresis hidden_size ffn_hidden_size kv_channels muon_num_ns_steps "
+    "at least 1": "moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk "
+    "moe_shared_expert_intermediate_size expert_model_parallel_size expert_tensor_parallel_size "
+    "loss_scale_window hysteresis hidden_size ffn_hidden_size kv_channels muon_num_ns_steps "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by "
     "check_weight_hash_across_dp_replicas_interval "
     "microbatch_group_size_per_virtual_pipeline_stage "
@@ -48,17 +50,19 @@ _FIELDS = {
     "eval_global_batch_size eval_micro_batch_size ddp_bucket_size ddp_num_buckets "
     "vocab_size eval_interval start_eval_at_iter save_interval log_interval recompute_num_layers "
     "tensorboard_log_interval tensorboard_queue_size num_microbatches_with_partial_activation_checkpoints",
-    "above 0": "loss_scale initial_loss_scale min_loss_scale "
+    "above 0": "moe_router_topk_scaling_factor loss_scale initial_loss_scale min_loss_scale "
     "norm_epsilon rotary_base rope_scaling_factor memory_limit_gib exit_duration_in_mins lr decoupled_lr adam_eps "
     "device_peak_tflops muon_extra_scale_factor",
     # What a clock of the system can count.
     "above 0 and at most 1e9": "distributed_timeout_minutes distributed_timeout_seconds_after_init",
-    "at least 0": "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
+    "at least 0": "num_experts moe_z_loss_coeff moe_router_bias_update_rate "
+    "init_method_std embedding_init_method_std min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples "
     "post_validation_after lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad "
     "num_workers ckpt_step profile_step_start error_injection_rate",
     "at least -1": "eval_iters",
     "at least 0 and below 2^32": "seed",  # numpy's RandomState, which Megatron shuffles with, takes no more
-    "at least 0 and below 1": "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 "
+    "at least 0 and below 1": "moe_input_jitter_eps "
+    "attention_dropout hidden_dropout lr_warmup_fraction adam_beta1 adam_beta2 "
     "sgd_momentum muon_momentum",
     "above 0 and at most 1": "rotary_percent",
 }

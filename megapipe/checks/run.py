@@ -12,6 +12,7 @@ from math import gcd
 
 from megapipe.checks.batch import batch_problems, sound_batch
 from megapipe.checks.context import context_problems
+from megapipe.checks.experts import expert_problems
 from megapipe.checks.inputs import (
     ask,
     checkpoint_problems,
@@ -59,6 +60,7 @@ def flag_problems(config: Config) -> list[str]:
     problems += _overrides(sound)
     problems += recompute_problems(sound.model)
     problems += _length(sound)
+    problems += expert_problems(sound)
     problems += context_problems(sound)
     problems += _layout(sound)
     problems += _learning_rate(sound)

@@ -163,6 +163,8 @@ class LogConfig:
     """Of one device, for the MFU. Default: of dense 16-bit products by its data sheet, where the device is known."""
     metrics_file: str | None = None
     """Append a JSON object of every step to this file; every step's passes are then collected."""
+    moe_per_layer_logging: bool = False
+    """Routers' losses of each layer in TensorBoard, and with --metrics-file the load of each expert."""
     log_params_norm: bool = False
     """Norm of the parameters in the line."""
     log_num_zeros_in_grad: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,41 @@ def parts(tensor: Tensor, number: int) -> Sequence[Tensor]:
     return tensor.flatten(0, -3).unbind(0) if number > 1 else (tensor,)
 
 
-def read_mixtral(content: Json) -> dict[str, Any]:
+Reader = Callable[[Json, list[str]], dict[str, Any]]
+Writer = Callable[[ModelConfig], dict[str, Any]]
+
+
+def sparse(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, tuple[Reader, Writer]]:
+    """The families with experts, by what they share with Llama: (reader, writer) of each.
+
+    write: of an architecture's name and the model.
+    """
+
+    def mixtral(content: Json, problems: list[str]) -> dict[str, Any]:
+        return read(content, problems) | _mixtral(content) | {"window_size": _window(content.get("sliding_window"))}
+
+    def qwen2(content: Json, problems: list[str]) -> dict[str, Any]:
+        if content.get("qkv_bias") is False:
+            problems.append("qkv_bias is False; only True can be converted")
+        return read(content, problems) | {"add_qkv_bias": True} | _qwen(content, problems) | _shared(content)
+
+    def qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
+        if content.get("attention_bias"):
+            problems.append("attention_bias is True; only False can be converted")
+        return read(content, problems) | {"qk_layernorm": True} | _qwen(content, problems)
+
+    return {
+        "mixtral": (mixtral, lambda model: write("MixtralForCausalLM", model) | _write_mixtral(model)),
+        "qwen2_moe": (qwen2, lambda model: write("Qwen2MoeForCausalLM", model) | _write_qwen(model)),
+        "qwen3_moe": (qwen3, lambda model: write("Qwen3MoeForCausalLM", model) | _write_qwen(model)),
+    }
+
+
+def _window(width: int | None) -> str | None:
+    return None if width is None else f"{width - 1},0"
+
+
+def _mixtral(content: Json) -> dict[str, Any]:
     """The fields beside those of a Mistral."""
     return {
         "num_experts": content["num_local_experts"],
@@ -65,7 +99,7 @@ def read_mixtral(content: Json) -> dict[str, Any]:
     }
 
 
-def read_qwen(content: Json, problems: list[str]) -> dict[str, Any]:
+def _qwen(content: Json, problems: list[str]) -> dict[str, Any]:
     """The fields beside those of a dense Qwen."""
     layers, step = content["num_hidden_layers"], content.get("decoder_sparse_step", 1)
     dense = content.get("mlp_only_layers") or ()
@@ -81,7 +115,7 @@ def read_qwen(content: Json, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def read_shared(content: Json) -> dict[str, Any]:
+def _shared(content: Json) -> dict[str, Any]:
     """Qwen2's shared expert."""
     return {
         "moe_shared_expert_intermediate_size": content["shared_expert_intermediate_size"],
@@ -89,7 +123,7 @@ def read_shared(content: Json) -> dict[str, Any]:
     }
 
 
-def write_mixtral(model: ModelConfig) -> dict[str, Any]:
+def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
     """Nothing for a model without experts, which is then another."""
     if not model.has_experts:
         return {}
@@ -97,12 +131,13 @@ def write_mixtral(model: ModelConfig) -> dict[str, Any]:
         "num_local_experts": model.experts,
         "num_experts_per_tok": model.moe_router_topk,
         "intermediate_size": model.expert_ffn,
+        "sliding_window": None if model.window is None else model.window + 1,
         "router_jitter_noise": model.moe_input_jitter_eps or 0.0,
         "output_router_logits": False,
     }
 
 
-def write_qwen(model: ModelConfig) -> dict[str, Any]:
+def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     """The same for Qwen's."""
     if not model.has_experts:
         return {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megapipe.config import Config, ModelConfig
 from megapipe.config.typed import fits, shown, words
-from megapipe.convert.experts import read_mixtral, read_qwen, read_shared, write_mixtral, write_qwen
+from megapipe.convert.experts import sparse
 from megapipe.errors import CheckpointError
 from megapipe.models.rope import HIGH, LOW, ORIGINAL
 from megapipe.training.resume import resume_problems
@@ -261,35 +261,6 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
     return _write_rotary("MistralForCausalLM", model) | {"sliding_window": width}
 
 
-def _mixtral(content: Json, problems: list[str]) -> dict[str, Any]:
-    return _mistral({"sliding_window": None} | dict(content), problems) | read_mixtral(content)
-
-
-def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    return _write_mistral(model) | {"architectures": ["MixtralForCausalLM"]} | write_mixtral(model)
-
-
-def _qwen2_moe(content: Json, problems: list[str]) -> dict[str, Any]:
-    _check(content, {"qkv_bias": (True,)}, problems)
-    fields = _rotary(content, problems) | {"add_qkv_bias": True}
-    return fields | read_qwen(content, problems) | read_shared(content)
-
-
-def _write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
-    return _write_rotary("Qwen2MoeForCausalLM", model) | write_qwen(model)
-
-
-def _qwen3_moe(content: Json, problems: list[str]) -> dict[str, Any]:
-    head = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
-    _check(content, {"attention_bias": (False,)}, problems)
-    fields = _rotary(content, problems) | {"qk_layernorm": True, "kv_channels": head}
-    return fields | read_qwen(content, problems)
-
-
-def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
-    return _write_rotary("Qwen3MoeForCausalLM", model) | write_qwen(model)
-
-
 def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:
@@ -317,7 +288,5 @@ FAMILIES: dict[str, tuple[Reader, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen2": (_qwen2, _write_qwen2),
     "qwen3": (_qwen3, _write_qwen3),
     "mistral": (_mistral, _write_mistral),
-    "mixtral": (_mixtral, _write_mixtral),
-    "qwen2_moe": (_qwen2_moe, _write_qwen2_moe),
-    "qwen3_moe": (_qwen3_moe, _write_qwen3_moe),
+    **sparse(_rotary, _write_rotary),
 }

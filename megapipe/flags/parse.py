@@ -33,10 +33,12 @@ OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     "--activations-checkpoint-method": {"--recompute-granularity": ["full"], "--recompute-method": _VALUE},
     "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
     "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
+    "--moe-layer-recompute": {"--recompute-granularity": ["selective"], "--recompute-modules": ["moe"]},
     "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
 }
 """A name -> the flags and values that it means; VALUE is its own. The first two are of 2023 and before. The fork for
-zero bubble computes norms, GELU and dropout again; the last is the vocabulary-parallel fork's."""
+zero bubble computes norms, GELU and dropout again; then one of Megatron-LM's own; the last is the vocabulary-parallel
+fork's."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
@@ -232,7 +234,7 @@ def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]])
             takes = "takes one value" if _VALUE in means.values() else "is a switch and takes no value"
             yield f"{old} {takes}, got {' '.join(said[-1]) or 'none'}"
             continue
-        if old == "--recompute-lgd" and (also := given.keys() & means):
+        if old in ("--recompute-lgd", "--moe-layer-recompute") and (also := given.keys() & means):
             yield f"{old} is {text_of(means)} here, but {' and '.join(sorted(also))} is given. Leave one out."
         # rotary positions as upstream, where they win over the other flag
         given |= {name: said[-1] if values is _VALUE else values for name, values in means.items()}

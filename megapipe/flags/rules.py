@@ -34,7 +34,15 @@ rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary posi
 glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or --quick-geglu
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
-moe-* num-experts expert-* ep-* gtp-* use-grouped-gemm-*: there are no mixture-of-experts layers
+moe-use-upcycling moe-upcycling-granularity: no experts are made of a dense checkpoint's MLPs
+moe-apply-probs-on-input: the weight of an expert is applied between its two layers
+moe-router-force-biased: use --moe-router-force-load-balancing
+moe-router-quantile-balancing-ema: use --moe-router-enable-expert-bias
+moe-router-padding-for-*: there is no fp8
+moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use --moe-expert-capacity-factor
+moe-routing-trace-*: use --moe-per-layer-logging with --metrics-file
+moe-latent-size: experts take the hidden states themselves
+moe-* expert-* gtp-* use-grouped-gemm-*: experts have one layout of their weights, whole on each rank of a stage
 rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method: megapipe pretrains; no reinforcement learning
 inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens: megapipe trains; it
     does not serve

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.execute import StartOfStage, execute

@@ -90,10 +90,10 @@ class Window:
         self.nan += not result.finite
         self.late += result.late
         self.undone += result.undone
-        for name, loss in result.losses.items() if not result.skipped else ():
+        for name, loss in result.shown.items() if not result.skipped else ():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + loss, count + 1
-        self._last = result.losses
+        self._last = result.shown
 
     def restart(self) -> None:
         """Leave the time of an evaluation or a save out of the iterations' time."""

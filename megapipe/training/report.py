@@ -164,13 +164,16 @@ class Reporter:
         scalars = {
             "learning-rate": lr,
             "batch-size": result.batch,
-            **result.losses,
+            **result.shown,
             "loss-scale": progress.loss_scale.scale,
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": norm,
             "world-size": config.world_size if log.log_world_size_to_tensorboard else None,
         }
+        if log.moe_per_layer_logging:
+            layers = result.routed.per_layer.items()
+            scalars |= {f"moe/{name}_layer_{n}": x for name, row in layers for n, x in enumerate(row)}
         if log.log_memory_to_tensorboard:
             scalars.update(memory_bytes(self.mesh.device))
         self._scalars(scalars, progress)
@@ -183,7 +186,8 @@ class Reporter:
             {
                 "iteration": progress.iteration,
                 "consumed_samples": progress.consumed_train_samples,
-                "losses": result.losses,
+                "losses": result.shown,
+                **({"tokens_per_expert": result.routed.tokens} if self.config.log.moe_per_layer_logging else {}),
                 "grad_norm": result.grad_norm,
                 "params_norm": norm,
                 "num_zeros": result.num_zeros,

@@ -1,0 +1,137 @@
+"""Settings of a model's experts that contradict each other, or that Megatron-LM has and megapipe does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.checks.numbers import division, near
+from megapipe.config import Config, ModelConfig
+from megapipe.config.moe import layer_frequency
+
+_OTHER = {
+    "sinkhorn": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    "quantile_balancing": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type none",
+}
+
+
+def expert_problems(config: Config) -> Iterator[str]:
+    """All that is wrong with the experts."""
+    model = config.model
+    if not model.has_experts:
+        return
+    yield from _layers(model)
+    yield from _choice(model)
+    yield from _balance(model)
+    yield from _limits(model)
+    yield from _split(config)
+
+
+def _layers(model: ModelConfig) -> Iterator[str]:
+    text, layers = model.moe_layer_freq, model.num_layers
+    try:
+        frequency = layer_frequency(text)
+    except ValueError:
+        yield (
+            f"--moe-layer-freq {text}: an integer of at least 1, or a list with a 0 or 1 for each layer, such as "
+            '"([0]*3+[1]*58)" (in quotes)'
+        )
+        return
+    if isinstance(frequency, list) and layers is not None:
+        if len(frequency) != layers:
+            yield f"--moe-layer-freq {text} says {len(frequency)} layers, and --num-layers {layers}. Make both agree."
+        elif not any(frequency):
+            yield f"--moe-layer-freq {text} leaves no layer for --num-experts {model.experts}. Leave one of them out."
+
+
+def _choice(model: ModelConfig) -> Iterator[str]:
+    k, experts = model.moe_router_topk, model.experts
+    if k > experts:
+        yield (
+            f"--moe-router-topk {k} is more than --num-experts {experts}. Use --moe-router-topk {experts}, or fewer."
+        )
+    softmax = model.moe_router_score_function == "softmax"
+    if k == 1 and softmax and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
+            "Add --moe-router-pre-softmax."
+        )
+    if not softmax and model.moe_router_pre_softmax:
+        yield (
+            f"--moe-router-pre-softmax has no effect with --moe-router-score-function "
+            f"{model.moe_router_score_function}. Leave it out."
+        )
+    if softmax and model.moe_router_enable_expert_bias:
+        yield (
+            "--moe-router-enable-expert-bias works on scores of sigmoid or sqrtsoftplus. "
+            "Add --moe-router-score-function sigmoid."
+        )
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if chosen is None:
+        return
+    if groups is None:
+        yield f"--moe-router-group-topk {chosen} of how many? Give --moe-router-num-groups."
+        return
+    if experts % groups:
+        yield (
+            f"--num-experts {experts} does not divide into --moe-router-num-groups {groups}: "
+            f"{division(experts, groups)}. Use --num-experts {near(experts, groups)}."
+        )
+    elif chosen > groups or k < chosen or k > chosen * (experts // groups):
+        yield (
+            f"--moe-router-group-topk {chosen}: at most --moe-router-num-groups {groups} and --moe-router-topk {k}, "
+            f"and together the groups must have {k} experts, each has {experts // groups}."
+        )
+
+
+def _balance(model: ModelConfig) -> Iterator[str]:
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    for kind in kinds:
+        if kind in _OTHER:
+            yield f"--moe-router-load-balancing-type {kind} is not implemented. Use {_OTHER[kind]}."
+    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and "none" in kinds):
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: each loss once, and none alone."
+    if len(kinds) != len(weights):
+        one_each = f"{len(kinds)} number{'s' * (len(kinds) > 1)}"
+        said = " ".join(f"{weight:g}" for weight in weights)
+        yield f"--moe-aux-loss-coeff {said}: give {one_each}, one for each of {' '.join(kinds)}."
+    if not all(0 <= weight < float("inf") for weight in weights):
+        yield f"--moe-aux-loss-coeff {' '.join(map(str, weights))} must be at least 0 and finite"
+
+
+def _limits(model: ModelConfig) -> Iterator[str]:
+    factor = model.moe_expert_capacity_factor
+    if factor is not None and not abs(factor) < float("inf"):
+        yield f"--moe-expert-capacity-factor {factor} must be finite"
+    if factor == 0:
+        yield "--moe-expert-capacity-factor 0 drops every token. Use 1.0, or leave it out to drop none."
+    if model.moe_pad_expert_input_to_capacity and model.capacity_factor is None:
+        yield (
+            "--moe-pad-expert-input-to-capacity pads to the rows that --moe-expert-capacity-factor allows. "
+            "Add it, for example --moe-expert-capacity-factor 1.0."
+        )
+
+
+def _split(config: Config) -> Iterator[str]:
+    model, par = config.model, config.parallel
+    tp, ep, etp = par.tensor_model_parallel_size, par.expert_model_parallel_size, par.expert_tensor_parallel_size
+    if ep > 1:
+        yield (
+            f"--expert-model-parallel-size {ep} is not implemented yet: each rank has all experts of its layers. Leave "
+            "it out, and share them with --pipeline-model-parallel-size or --tensor-model-parallel-size."
+        )
+    if etp not in (None, tp):
+        yield (
+            f"--expert-tensor-parallel-size {etp} is not implemented beside --tensor-model-parallel-size {tp}: experts "
+            "are split as all other layers. Leave it out."
+        )
+    widths = {
+        "--moe-ffn-hidden-size": model.expert_ffn if model.moe_ffn_hidden_size else None,
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
+    }
+    for name, width in widths.items():
+        if width is not None and width % tp:
+            yield (
+                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
+                f"Use {name} {near(width, tp)}."
+            )
