@@ -47,12 +47,15 @@ class Outcome(NamedTuple):
     Attributes:
         losses: of each step, and of validation after the last.
         gradients: of the first step, reduced, scaled and clipped.
+        routers: their losses in each step; tokens: of each expert.
     """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Part]
     weights: dict[str, Part]
+    routers: list[float]
+    tokens: list[dict[int, tuple[int, ...]]]
 
 
 class Training:
@@ -96,8 +99,10 @@ class Training:
         return {name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own}
 
     def weights(self) -> dict[str, Part]:
-        """Of all stages here."""
-        return {name: self._part(name, param) for name, param in self.optimizer.params.items()}
+        """Of all stages here, routers' biases too."""
+        biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
+        whole = {name: Part(x.double(), None, (0, 1)) for name, x in biases.items() if x is not None}
+        return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
 
     def _at(self, consumed: int) -> list[Tensor]:
         dp, b = self.mesh.dp, self.case.batch
@@ -118,14 +123,17 @@ def train(mesh: ProcessMesh, case: Case) -> Outcome:
     results += [training.step(n) for n in range(1, case.steps)]
     losses = [*(_loss(result.losses) for result in results), training.validation_loss()]
     norms = [result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results]
-    return Outcome(losses, norms, gradients, training.weights())
+    routers = [x for result in results for row in result.routed.per_layer.values() for x in row]
+    return Outcome(losses, norms, gradients, training.weights(), routers, [r.routed.tokens for r in results])
 
 
 def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     """What is not as in one process, given every rank's outcome in rank order."""
     whole, found = alone(case.whole), []
     for rank, mine in enumerate(ranks):
-        for kind in ("losses", "norms"):
+        if mine.tokens != whole.tokens:
+            found.append(f"rank {rank}: experts have {mine.tokens}, not {whole.tokens}")
+        for kind in ("losses", "norms", "routers"):
             if not _numbers_agree(case, kind, mine, whole):
                 found.append(f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}")
         for kind in ("gradients", "weights"):

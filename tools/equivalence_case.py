@@ -37,7 +37,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "uniform-2": {"recompute_granularity": "full", "recompute_num_layers": 2},
     "block-1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
-    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm", "moe")},
     "partial": {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1},
 }
 # Of layers 0, 1, ... in turn.
@@ -49,6 +49,17 @@ OVERRIDES: dict[str, list[dict[str, Any]]] = {
         {"normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 24},
         {"qk_layernorm": True, "hidden_dropout": 0.0},
     ],
+}
+_SOFTMAX: dict[str, Any] = {"num_experts": 6, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": (0.1,)}
+_SIGMOID = _SOFTMAX | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "softmax": _SOFTMAX | {"moe_z_loss_coeff": 0.1},
+    "bias": _SIGMOID | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_router_bias_update_rate": 0.02},
+    "groups": _SIGMOID | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_topk": 3},
+    "shared": _SOFTMAX | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+    "some": _SOFTMAX | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
+    "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
 }
 # What else loss_func reports, given whether it trains. No number may depend on it.
 METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {
@@ -80,6 +91,7 @@ class Case:
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
         vocabulary: the ranks of the pipeline share it.
+        experts: what the layers have in place of an MLP.
         documents: none, "attention", "positions" or "both" restart at an end of document.
     """
 
@@ -117,6 +129,7 @@ class Case:
     vocabulary: bool = False
     drawn: int | None = None
     buckets: int = 1
+    experts: str = "none"
 
     @property
     def whole(self) -> Case:
@@ -173,6 +186,7 @@ class Case:
                 per_layer_overrides=json.dumps(overrides) if overrides else None,
                 **STYLES[self.style],
                 **RECOMPUTE[self.recompute],
+                **EXPERTS[self.experts],
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,

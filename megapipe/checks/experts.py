@@ -113,18 +113,7 @@ def _limits(model: ModelConfig) -> Iterator[str]:
 
 
 def _split(config: Config) -> Iterator[str]:
-    model, par = config.model, config.parallel
-    tp, ep, etp = par.tensor_model_parallel_size, par.expert_model_parallel_size, par.expert_tensor_parallel_size
-    if ep > 1:
-        yield (
-            f"--expert-model-parallel-size {ep} is not implemented yet: each rank has all experts of its layers. Leave "
-            "it out, and share them with --pipeline-model-parallel-size or --tensor-model-parallel-size."
-        )
-    if etp not in (None, tp):
-        yield (
-            f"--expert-tensor-parallel-size {etp} is not implemented beside --tensor-model-parallel-size {tp}: experts "
-            "are split as all other layers. Leave it out."
-        )
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
     widths = {
         "--moe-ffn-hidden-size": model.expert_ffn if model.moe_ffn_hidden_size else None,
         "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,

@@ -39,7 +39,7 @@ _FIELDS = {
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     "at least 1": "moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk "
-    "moe_shared_expert_intermediate_size expert_model_parallel_size expert_tensor_parallel_size "
+    "moe_shared_expert_intermediate_size "
     "loss_scale_window hysteresis hidden_size ffn_hidden_size kv_channels muon_num_ns_steps "
     "max_position_embeddings padded_vocab_size make_vocab_size_divisible_by "
     "check_weight_hash_across_dp_replicas_interval "

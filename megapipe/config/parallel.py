@@ -16,10 +16,6 @@ class ParallelConfig:
     """Ranks that share the layers among them."""
     context_parallel_size: int = 1
     """Ranks that share each sequence: of 2c pieces rank r has the r-th and the r-th from the end."""
-    expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer. Only 1 is implemented: each has all of them."""
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert. Default, and all that is implemented: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None

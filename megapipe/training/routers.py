@@ -12,6 +12,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.moe.losses import LOGGED
 from megapipe.models.moe.router import Router
+from megapipe.models.overrides import layer_config
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,16 @@ class Routers:
                     table[router.layer] += torch.cat((torch.stack(losses), seen.tokens)) if losses else seen.tokens
         return table.flatten()
 
-    def read(self, values: Sequence[float], config: Config) -> Routed:
+    def read(self, values: Sequence[float], run: Config) -> Routed:
         """What the sums of all ranks' tables mean."""
         if not values:
             return Routed()
         model, n = self.model, len(self._kinds)
         rows = [values[i : i + n + model.experts] for i in range(0, len(values), n + model.experts)]
-        times = config.num_microbatches * config.data_parallel_size
+        times = run.num_microbatches * run.data_parallel_size
         per_layer = {LOGGED[kind]: tuple(row[i] / times for row in rows) for i, kind in enumerate(self._kinds)}
-        layers = [layer for layer in range(model.layers) if model.has_experts_in(layer)]
+        own = ((layer, layer_config(model, layer)) for layer in range(model.layers))
+        layers = [layer for layer, config in own if config.has_experts and not config.no_mlp]
         losses = {name: sum(of_layers) / len(layers) for name, of_layers in per_layer.items()}
         return Routed(losses, per_layer, {layer: tuple(map(int, rows[layer][n:])) for layer in layers})
 

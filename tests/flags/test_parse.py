@@ -52,7 +52,8 @@ def _other(kind, default):
     if choices := get_args(kind):
         if get_origin(kind) is tuple and get_origin(choices[0]) is Literal:
             return get_args(choices[0])[:2]
-        return (3, 5) if choices[0] is int else ("a b", "c") if choices[0] is str else choices[-1]
+        several = {int: (3, 5), str: ("a b", "c"), float: (0.5, 2.0)}
+        return several.get(choices[0], choices[-1])
     return {int: 7, float: -2.5e-05, str: "--dir/with space=x_y"}[kind]
 
 

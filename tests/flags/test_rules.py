@@ -39,9 +39,13 @@ def test_an_accepted_flag_with_another_value_is_refused():
 
 def test_a_known_flag_we_lack_says_so():
     assert problem("--use-mup") == "--use-mup is a Megatron-LM flag that megapipe does not implement yet"
-    assert problem("--moe-grouped-gemm") == (
-        "--moe-grouped-gemm is a Megatron-LM flag that megapipe does not implement yet "
-        "(there are no mixture-of-experts layers)"
+    assert problem("--moe-latent-size", "8") == (
+        "--moe-latent-size is a Megatron-LM flag that megapipe does not implement yet "
+        "(experts take the hidden states themselves)"
+    )
+    assert problem("--expert-model-parallel-size", "8") == (
+        "--expert-model-parallel-size 8: only 1 is implemented (each rank has all experts of its layers; "
+        "--pipeline-model-parallel-size shares layers)"
     )
     assert problem("--batch-size", "4").endswith("(an old name; use --micro-batch-size)")
 

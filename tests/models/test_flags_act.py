@@ -20,6 +20,8 @@ from megapipe.pipeline_parallel.partition import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
 TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))
+MOE = replace(LLAMA, num_experts=6, moe_ffn_hidden_size=16)
+BIASED = replace(MOE, moe_router_score_function="sigmoid")
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -53,6 +55,22 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"embedding_init_method_std": 0.1}),
     (GPT2, {"attention_dropout": 0.5}),
     (GPT2, {"hidden_dropout": 0.5}),
+    (LLAMA, {"num_experts": 6}),
+    (MOE, {"moe_layer_freq": "[0,1,1,0]"}),
+    (MOE, {"moe_ffn_hidden_size": 24}),
+    (MOE, {"moe_router_topk": 3}),
+    (MOE, {"moe_router_score_function": "sigmoid"}),
+    (MOE, {"moe_router_score_function": "sqrtsoftplus"}),
+    (MOE, {"moe_router_pre_softmax": True}),
+    (replace(MOE, moe_router_num_groups=3), {"moe_router_group_topk": 1}),
+    (replace(MOE, moe_router_group_topk=1), {"moe_router_num_groups": 2}),
+    (MOE, {"moe_router_topk_scaling_factor": 2.5}),
+    (MOE, {"moe_router_force_load_balancing": True}),
+    (MOE, {"moe_input_jitter_eps": 0.5}),
+    (MOE, {"moe_expert_capacity_factor": 0.5}),
+    (replace(MOE, moe_expert_capacity_factor=0.5), {"moe_token_drop_policy": "position"}),
+    (MOE, {"moe_shared_expert_intermediate_size": 12}),
+    (replace(MOE, moe_shared_expert_intermediate_size=12), {"moe_shared_expert_gate": True}),
 ]
 EQUAL: list[dict[str, Any]] = [
     {"attention_backend": "unfused"},

@@ -73,14 +73,15 @@ def rows_of(experts: Tensor, num_experts: int, kept: Tensor | None = None, each:
     return Rows(choices, choices // k, owners, real, (owners.new_ones(num_experts) * each).cumsum(0), of_token)
 
 
-def _grouped(x: Tensor) -> bool:
-    """Does the device multiply all groups in one call?"""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+def _grouped(x: Tensor, width: int) -> bool:
+    """Does the device multiply all groups in one call, rows x [R, in] to ones of this width or with them?"""
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    return fits and x.shape[1] % 8 == width % 8 == 0  # strides of 16 bytes
 
 
 def products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """rows [R, in], those of each expert times its matrix of weight [E, out, in] -> [R, out]."""
-    if _grouped(rows):
+    if _grouped(rows, weight.shape[1]):
         return F.grouped_mm(rows, weight.mT, offs=ends.int())
     out, start = rows.new_empty(len(rows), weight.shape[1]), 0
     for number, end in enumerate(ends.tolist()):
@@ -92,7 +93,7 @@ def products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
     """main_grad [E, out, in] += dy^T x of each expert's rows, dy [R, out] and x [R, in]; 0 for one without rows."""
-    if _grouped(dy):
+    if _grouped(dy, x.shape[1]):
         main_grad.add_(F.grouped_mm(dy.t(), x, offs=ends.int()))
         return
     start = 0
