@@ -97,12 +97,12 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
+        shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
+        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
         routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:
             parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
             case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
-        shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
-        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
         try:
             chain = table(case).placement.chain
         except ScheduleError:

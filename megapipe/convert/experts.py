@@ -59,33 +59,46 @@ Reader = Callable[[Json, list[str]], dict[str, Any]]
 Writer = Callable[[ModelConfig], dict[str, Any]]
 
 
-def sparse(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, tuple[Reader, Writer]]:
-    """The families with experts, by what they share with Llama: (reader, writer) of each.
+def sparse(
+    read: Reader,
+    write: Callable[[str, ModelConfig], dict[str, Any]],
+    window: Callable[[Json, list[str]], str | None],
+    write_window: Writer,
+) -> dict[str, tuple[Reader, Writer]]:
+    """The families with experts, by what they share with Llama and Qwen2: (reader, writer) of each.
 
-    write: of an architecture's name and the model.
+    write: of an architecture's name and the model. window, write_window: of Qwen2's sliding window.
     """
 
     def mixtral(content: Json, problems: list[str]) -> dict[str, Any]:
-        return read(content, problems) | _mixtral(content) | {"window_size": _window(content.get("sliding_window"))}
+        return read(content, problems) | _mixtral(content) | {"window_size": _all(content.get("sliding_window"))}
 
     def qwen2(content: Json, problems: list[str]) -> dict[str, Any]:
         if content.get("qkv_bias") is False:
             problems.append("qkv_bias is False; only True can be converted")
-        return read(content, problems) | {"add_qkv_bias": True} | _qwen(content, problems) | _shared(content)
+        if content.get("use_sliding_window") and not content.get("layer_types"):
+            problems.append("use_sliding_window is True without layer_types to say in which layers")
+        more = {"add_qkv_bias": True, "window_size": window(content, problems)}
+        return read(content, problems) | more | _qwen(content, problems) | _shared(content)
 
     def qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
         if content.get("attention_bias"):
             problems.append("attention_bias is True; only False can be converted")
-        return read(content, problems) | {"qk_layernorm": True} | _qwen(content, problems)
+        width = content.get("sliding_window") if content.get("use_sliding_window") else None
+        more = {"qk_layernorm": True, "window_size": _all(width)}
+        return read(content, problems) | more | _qwen(content, problems)
+
+    def write_qwen(name: str, model: ModelConfig) -> dict[str, Any]:
+        return write(name, model) | _write_qwen(model) | write_window(model)
 
     return {
         "mixtral": (mixtral, lambda model: write("MixtralForCausalLM", model) | _write_mixtral(model)),
-        "qwen2_moe": (qwen2, lambda model: write("Qwen2MoeForCausalLM", model) | _write_qwen(model)),
-        "qwen3_moe": (qwen3, lambda model: write("Qwen3MoeForCausalLM", model) | _write_qwen(model)),
+        "qwen2_moe": (qwen2, lambda model: write_qwen("Qwen2MoeForCausalLM", model)),
+        "qwen3_moe": (qwen3, lambda model: write_qwen("Qwen3MoeForCausalLM", model)),
     }
 
 
-def _window(width: int | None) -> str | None:
+def _all(width: int | None) -> str | None:
     return None if width is None else f"{width - 1},0"
 
 
@@ -102,10 +115,10 @@ def _mixtral(content: Json) -> dict[str, Any]:
 def _qwen(content: Json, problems: list[str]) -> dict[str, Any]:
     """The fields beside those of a dense Qwen."""
     layers, step = content["num_hidden_layers"], content.get("decoder_sparse_step", 1)
-    dense = content.get("mlp_only_layers") or ()
+    dense = content.get("mlp_only_layers") or []
+    if not all(type(layer) is int for layer in dense):
+        problems.append(f"mlp_only_layers is a list of integers, got {dense}")
     sparse = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
-    if content.get("use_sliding_window"):
-        problems.append("use_sliding_window is True; only False can be converted")
     return {
         "num_experts": content["num_experts"] if "num_experts" in content else content["num_local_experts"],
         "moe_router_topk": content["num_experts_per_tok"],
@@ -150,6 +163,5 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(model.layers) if not model.has_experts_in(layer)],
         "output_router_logits": False,
-        "use_sliding_window": False,
         **({"shared_expert_intermediate_size": shared} if shared else {}),
     }

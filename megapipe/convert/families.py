@@ -19,13 +19,15 @@ from megapipe.training.resume import resume_problems
 Json = Mapping[str, Any]
 _KINDS: dict[Any, str] = {
     int: "vocab_size n_layer n_embd n_head n_positions num_hidden_layers hidden_size num_attention_heads "
-    "intermediate_size max_position_embeddings",
+    "intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
+    "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
     int | None: "n_inner num_key_value_heads head_dim sliding_window max_window_layers",
-    float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor",
-    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window",
+    float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor "
+    "router_jitter_noise",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias",
     float | None: "rope_theta",
     dict | None: "rope_parameters rope_scaling",
-    list | None: "layer_types",
+    list | None: "layer_types mlp_only_layers",
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _LENGTHS = ("vocab_size", "n_positions", "max_position_embeddings", "sliding_window", "max_window_layers")
@@ -274,7 +276,8 @@ def _unfit(content: Json) -> Iterator[str]:
     for key, value in {**content, **inside}.items():
         name = key.rpartition(".")[2]
         kind = _KIND_OF.get(name)
-        least, most = int(name != "max_window_layers"), _LONGEST if name in _LENGTHS else _WIDEST
+        unused = name == "sliding_window" and content.get("use_sliding_window") is False  # Qwen2-MoE writes 0 then
+        least, most = int(name != "max_window_layers" and not unused), _LONGEST if name in _LENGTHS else _WIDEST
         if kind is not None and not fits(value, kind):
             yield f"{key} is {words(kind)}, got {shown(value)}"
         elif kind in (int, int | None) and value is not None and not least <= value <= most:
@@ -288,5 +291,5 @@ FAMILIES: dict[str, tuple[Reader, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen2": (_qwen2, _write_qwen2),
     "qwen3": (_qwen3, _write_qwen3),
     "mistral": (_mistral, _write_mistral),
-    **sparse(_rotary, _write_rotary),
+    **sparse(_rotary, _write_rotary, _window, _write_window),
 }

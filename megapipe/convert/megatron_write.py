@@ -114,6 +114,9 @@ def export_megatron(
     model, saved = config.model, SavedTensors(folder)
     if model.per_layer_overrides is not None:
         raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
+    if model.has_experts:
+        many = f"--num-experts {model.experts}"
+        raise CheckpointError(f"{folder.name}: {many}: no checkpoint with experts is exported to Megatron-LM yet")
     check_ours(saved, model, folder.name)
     content = json.loads((folder / STATE).read_text())
     steps: int | None = content["optimizer_steps"] if optimizer else None

@@ -21,7 +21,7 @@ from megapipe.convert import SavedTensors, export_megatron, import_megatron
 from megapipe.convert.convert import write_checkpoint
 from megapipe.convert.megatron_args import args_of, config_of
 from megapipe.convert.plain import Named, read_pickle, read_torch
-from megapipe.convert.tensors import whole_model
+from megapipe.convert.tensors import our_shapes, whole_model
 from megapipe.distributed.layout import layout_of
 from megapipe.training import commit
 from megapipe.training.resume import RULES, resume_problems
@@ -40,6 +40,7 @@ MODEL = ModelConfig(
 TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 KINDS = ("", "exp_avg", "exp_avg_sq", "master")
 MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp"}
+EXPERTS_STAY_HERE = {name for name in RULES["model"] if name.startswith("moe_")} | {"num_experts"}
 STATE_COMES_IN_AS_FLOAT32 = {
     "use_precision_aware_optimizer",
     "main_grads_dtype",
@@ -257,7 +258,7 @@ CARRIED = {
     (section, name)
     for section, rules in RULES.items()
     for name, rule in rules.items()
-    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32
+    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32 | EXPERTS_STAY_HERE
 }
 
 
@@ -299,6 +300,16 @@ def test_a_choice_of_training_that_is_not_here_is_left_out_with_a_note(tmp_path)
     left = {"--dataloader-type external", "--tokenizer-type MegaTokenizer"}
     assert {f"{name} is not here; the flags leave it out" for name in left} <= {*done.notes}
     assert (done.config.data.dataloader_type, done.config.data.tokenizer_type) == ("single", None)
+
+
+def test_experts_are_refused_both_ways(tmp_path):
+    args = args_of(Config(model=MODEL, train=TRAIN)) | {"num_experts": 8}
+    assert refused(lambda: config_of(args, "it")) == ("it: --num-experts 8 is not supported",)
+    config = Config(model=replace(MODEL, num_experts=2), train=TRAIN)
+    tensors = ((name, torch.zeros(shape)) for name, shape in our_shapes(config.model).items())
+    folder = write_checkpoint(tmp_path / "ours", config, tensors)
+    line = f"{folder.name}: --num-experts 2: no checkpoint with experts is exported to Megatron-LM yet"
+    assert refused(lambda: export_megatron(folder, tmp_path / "theirs")) == (line,)
 
 
 def test_arguments_of_another_type_are_named():

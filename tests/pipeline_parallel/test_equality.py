@@ -161,6 +161,25 @@ def test_context_parallel_ranks_have_the_losses_of_one_process_in_float32_for_tw
     assert ranks[0].losses == pytest.approx(alone(case.whole).losses, rel=1e-6)
 
 
+EXPERT_CASES = [
+    ("zb-v", {}, {"experts": "bias", "dtype": "float32", "recompute": "full"}),
+    ("dualpipe", {}, {"experts": "groups", "style": "llama"}),
+    ("zb-h1", {"tp": 2}, {"experts": "softmax", "sequence_parallel": True}),
+    ("interleaved", {"dp": 2}, {"experts": "shared", "distributed": True, "overlap": True, "recompute": "modules"}),
+    ("1f1b", {"cp": 2}, {"experts": "bias", "style": "llama", "per_token_loss": True}),
+    ("hanayo", {"dp": 2}, {"experts": "dropping", "vocabulary": True}),
+    ("dualpipe-v", {"tp": 2}, {"experts": "some", "overrides": "halves"}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "sizes", "settings"), EXPERT_CASES)
+def test_experts_train_what_they_train_in_one_process(schedule, sizes, settings):
+    """Router losses and tokens of each expert too. The fuzzer draws all schedules and kinds."""
+    case = case_of(schedule, 2, 4, steps=2, **sizes, **settings)
+    ranks = run_threads(lambda mesh: train(mesh, case), pp=2, **sizes, timeout_s=60)
+    assert differences(case, ranks) == []
+
+
 def test_a_rank_without_layers_takes_part():
     case = Case("1f1b", 3, 4, (1, 0, 1), dp=2, steps=1)
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=3, dp=2, timeout_s=60)) == []
