@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megapipe.config import Config
+from megapipe.flags.idle_experts import EXPERT_ROWS
 from megapipe.flags.idle_rows import ROWS
 from megapipe.flags.parse import Flag, flags_of
 
 _FLAGS = {flag.field: flag for flag in flags_of(Config).values()}
-IDLE = tuple((_FLAGS[field], where, text) for fields, where, text in ROWS for field in fields.split())
+IDLE = tuple((_FLAGS[field], where, text) for fields, where, text in (*ROWS, *EXPERT_ROWS) for field in fields.split())
 """A flag, in which run it has nothing to act on, and what happens instead."""
 
 

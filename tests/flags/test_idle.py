@@ -36,7 +36,7 @@ max_bad_iterations_in_a_row
 tokenizer_type data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split
 data_cache_path mock_data num_workers dataloader_type eod_mask_loss reset_position_ids reset_attention_mask skip_train
 save load trigger_path log_interval log_format timing_log_level log_straggler device_peak_tflops metrics_file
-tensorboard_dir wandb_project check
+tensorboard_dir wandb_project check num_experts
 """
 ALWAYS = set(_ALWAYS.split())
 """Fields that act in every run."""
@@ -74,6 +74,9 @@ RUNS = [
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a",
     "--timing-log-level 1",
+    "--num-experts 8",
+    "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "
+    "--moe-router-enable-expert-bias --metrics-file a",
 ]
 
 
