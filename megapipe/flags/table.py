@@ -75,7 +75,7 @@ def _default(flag: Flag) -> str:
 
 
 def _different(flag: Flag, row: Different) -> tuple[str, ...]:
-    default = " ".join(flag.default) if isinstance(flag.default, tuple) else str(flag.default)
+    default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
     here = {"default": default, "choices": flag.allowed, "values": flag.count}[row.what]
     return flag.name, row.what, row.there, here, row.why
 
