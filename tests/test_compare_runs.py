@@ -34,5 +34,10 @@ def test_rows_of_real_runs_count_what_is_predicted(monkeypatch):
         messages = sum(simulate(build(row.schedule, 2, 4)).sent)
         assert row.sent_mib * 2**20 == messages * 16 * 32 * 4
         assert 0 < row.bubble < 1
+        assert row.most == pytest.approx(row.table + row.stages + row.messages + row.host)
+        assert 0 <= row.table < 1
     assert "| 2 | gpipe |" in compare_runs.to_markdown(rows)
+    head, _, *shown = compare_runs.to_markdown(rows, compare_runs.COLUMNS | compare_runs.WHY).splitlines()
+    assert head.endswith("| MiB sent | waits most | table | stages | messages | host |")
+    assert {line.count("|") for line in (head, *shown)} == {16}
     assert len(list(ElementTree.fromstring(compare_runs.to_svg(rows)).iter("{http://www.w3.org/2000/svg}rect"))) == 5

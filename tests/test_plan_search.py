@@ -10,12 +10,12 @@ import pytest
 
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
-from megapipe.errors import UserError
+from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
-from tools.links import Device
+from tools.links import Device, load_device
 from tools.plan import flags_of, main, report
 from tools.plan_search import search, table, timed
 
@@ -113,3 +113,12 @@ def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all
         main()
     assert f"{flags[:5]}" in (said := capsys.readouterr().err)
     assert "is called --world-size, as in pretrain_gpt.py --check and rehearse.py" in said
+
+
+@pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])
+def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_path):
+    (tmp_path / "device.json").write_text(f'{{"flops": {given}}}')
+    with pytest.raises(
+        ConfigError, match=r"--device .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
+    ):
+        load_device(str(tmp_path / "device.json"))

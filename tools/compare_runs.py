@@ -36,7 +36,8 @@ from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.pipeline_parallel.transport import Op
 from megapipe.plan import Plan, make_plan
 from megapipe.schedule import SCHEDULES, entry_of, simulate
-from megapipe.schedule.measured import spent
+from megapipe.schedule.measured import Ran, measured_costs, spent
+from megapipe.training.counters import measured
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
 from tools.ranks import run_ranks
@@ -54,6 +55,8 @@ COLUMNS = {
     "mib": "counted",
     "sent_mib": "MiB sent",
 }
+WHY = {"most": "waits most", "table": "table", "stages": "stages", "messages": "messages", "host": "host"}
+"""Columns of --why."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Row:
         bubble: mean share of the passes' time in which a rank runs none; predicted from the plan's FLOPs.
         mib: most activation that a rank's graphs hold at once, from F to B, in distinct storages.
         sent_mib: by all ranks in one step.
+        most: the most that a rank is idle, the sum of: what the table leaves open where stages are alike, what unequal
+            stages add, waiting for messages (below 0: less than these come to), and the time between two passes.
     """
 
     pp: int
@@ -76,6 +81,11 @@ class Row:
     mib_predicted: float
     mib: float
     sent_mib: float
+    most: float
+    table: float
+    stages: float
+    messages: float
+    host: float
 
 
 class Held:
@@ -122,7 +132,7 @@ def main() -> int:
     except UserError as error:
         print(f"compare_runs.py: error: {error}", file=sys.stderr)
         return 2
-    text = to_markdown(rows)
+    text = to_markdown(rows, COLUMNS | WHY if args.why else COLUMNS)
     print(text)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -144,6 +154,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="measured ones; one before them warms up")
+    parser.add_argument(
+        "--why", action="store_true", help="also what the bubble of the rank that waits most is made of"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write runs.md, runs.csv and runs.svg there")
     return parser.parse_args()
 
@@ -177,15 +190,13 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
     run = Run(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
     run.step()
-    sent, took, bubbles, loss = _count_sent(run), [], [], 0.0
+    sent, took, ran, loss = _count_sent(run), list[float](), list[list[list[Ran]]](), 0.0
     for _ in range(steps):
         mesh.world.barrier()
         began = time.perf_counter()
         loss = run.step().losses["lm loss"]
         took.append(time.perf_counter() - began)
-        (ranks,) = ran_by_all([run.pipeline.stopwatch], mesh.pp)
-        span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
-        bubbles.append(1 - sum(spent(row).busy for row in ranks) / span / len(ranks))
+        ran += ran_by_all([run.pipeline.stopwatch], mesh.pp)
     sent_bytes, held = sent[0] / steps, Held(run)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
         run.step()
@@ -193,6 +204,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
     until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0))
+    why = measured(ran, measured_costs(ran, plan.schedule.placement, plan.costs), plan.schedule, plan)
     return Row(
         mesh.pp.size,
         plan.schedule.name,
@@ -200,11 +212,17 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
         step_s * 1e3,
         config.global_batch_size * config.train.sequence / step_s,
         sum(until_b.idle) / len(until_b.idle) / until_b.makespan,
-        statistics.median(bubbles),
+        statistics.median(map(_bubble, ran)),
         max(until_b.peak) / 2**20,
         peak / 2**20,
         all_sent / 2**20,
+        *(why.bubble, why.of_table, why.of_stages, why.of_messages, why.of_host),
     )
+
+
+def _bubble(ranks: list[list[Ran]]) -> float:
+    span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
+    return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
 
 
 def _count_sent(run: Run) -> list[int]:
@@ -220,13 +238,14 @@ def _count_sent(run: Run) -> list[int]:
     return total
 
 
-def to_markdown(rows: list[Row]) -> str:
+def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     """A table, numbers of one kind below each other."""
-    lines = [f"| {' | '.join(COLUMNS.values())} |", "|---:|---|" + "---:|" * (len(COLUMNS) - 2)]
+    lines = [f"| {' | '.join(columns.values())} |", "|---:|---|" + "---:|" * (len(columns) - 2)]
     for r in rows:
         cells = [str(r.pp), r.schedule, f"{r.loss:.9f}", f"{r.step_ms:.0f}", f"{r.tokens_per_s:.0f}"]
         cells += [f"{r.bubble_predicted:.1%}", f"{r.bubble:.1%}"]
         cells += [f"{x:.2f}" for x in (r.mib_predicted, r.mib, r.sent_mib)]
+        cells += [f"{getattr(r, name):z.1%}" for name in WHY if name in columns]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -62,13 +62,10 @@ def load_device(path: str) -> Device:
     if not isinstance(given, dict) or given.keys() - set(names):
         raise ConfigError(f"--device {path} must be an object of {', '.join(names)}.")
     for name, value in given.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or value < 0
-            or (value == 0 and name not in ("latency", "overhead"))
-        ):
-            raise ConfigError(f"--device {path}: {name} must be a number above 0, got {json.dumps(value)}.")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (1e-30 <= value <= 1e30 or (value == 0 and name in ("latency", "overhead"))):
+            said = f"{name} must be a number above 0, from 1e-30 to 1e30, got {json.dumps(value)[:100]}."
+            raise ConfigError(f"--device {path}: {said}")
     return Device(**given)
 
 

@@ -11,6 +11,8 @@ from megapipe.config.train import TrainConfig
 from megapipe.errors import ConfigError
 
 RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+MOST_SIZES = 10_000
+"""Of a ramp-up; each is looked at before anything starts."""
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -93,6 +95,8 @@ def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]
             f"{text} does not reach --global-batch-size {final}: {final} is not {start} and a multiple of {increment} "
             f"more. Use {RAMP} {near} {increment} {samples}."
         )
+    if count > MOST_SIZES:
+        raise ConfigError(f"{text} has {count:,} sizes up to --global-batch-size {final}. Use a larger INCREMENT.")
     # the first consumed >= k x samples / count has k increments
     at = {-(-k * samples // count) if count else 0: start + k * increment for k in range(count + 1)}
     yield from at.items()

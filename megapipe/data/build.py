@@ -204,9 +204,15 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
         "num_samples": wanted,
         "seed": seed,
     }
-    arrays = cached(
-        config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
-    )
+    try:
+        arrays = cached(
+            config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
+        )
+    except (MemoryError, OverflowError):
+        raise DataError(
+            f"--data-path {source.prefix}: an index of {wanted:,} samples does not fit in memory. The number follows "
+            "from --train-iters or --train-samples; give a smaller one."
+        ) from None
     return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size, sequences)
 
 

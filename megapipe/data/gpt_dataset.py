@@ -120,10 +120,10 @@ class GPTDataset:
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         documents, samples, shuffle = self.indices
+        at = int(shuffle[sample])  # beyond the last an IndexError, which ends an iteration
         out = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         try:
-            at = int(shuffle[sample])
             (first, begin), (last, end) = samples[at : at + 2].tolist()
             for position in range(first, last + 1):
                 sequence = int(documents[position])

@@ -49,6 +49,7 @@ from megapipe.training.reading import Reading
 from megapipe.training.replicas import check_replicas
 from megapipe.training.report import Reporter
 from megapipe.training.reschedule import with_rescheduling
+from megapipe.training.room import room
 from megapipe.training.same import contents, facts
 from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.saving import Saving
@@ -105,9 +106,9 @@ def pretrain(
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
-            exit_code = Run(
-                config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams
-            ).train()
+            with room(mesh, plan):
+                run = Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
+            exit_code = run.train()
     finally:
         mesh.close()
         gc.collect()  # the parts of a run know each other; with them end the threads and files of its data

@@ -84,6 +84,7 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("draw",), "invalid choice: 'draw'"),
         (("show", "zb-h1"), "needs --pp and --microbatches, such as --pp 4 --microbatches 8"),
         (("show", "zbv", *SIZE), "did you mean zb-v?"),
+        (("site", "x", "--pp", "65", "--microbatches", "4"), "a page has every table, of at most --pp 64"),
         (("show", "1f1b", "--pp", "0", "--microbatches", "8"), "--pp: a whole number of at least 1 is needed, got '0'"),
         (("show", "1f1b", *SIZE, "--costs", "1,2"), "such as 10,11,8 or 1,1,1,0.1, got '1,2'"),
         (("show", "1f1b", *SIZE, "--costs", "1,1,nan"), "got '1,1,nan'"),

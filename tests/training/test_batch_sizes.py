@@ -79,6 +79,7 @@ def test_iterations_and_samples_are_those_of_a_walk():
     ("flags", "text"),
     [
         ({"rampup_batch_size": (4, 5, 10)}, "16 is not 4 and a multiple of 5 more. Use --rampup-batch-size 6 5 10."),
+        ({"rampup_batch_size": (1, 1, 9), "global_batch_size": 10**9}, "has 999,999,999 sizes up to"),
         ({"rampup_batch_size": (4, 4)}, "expected START INCREMENT SAMPLES"),
         ({"step_batch_size_schedule": "0:8 1K:x"}, "1K:x is not TOKENS:SIZE"),
         ({"step_batch_size_schedule": "0:8 100:32"}, "ends at a batch of 32, but --global-batch-size is 16"),
@@ -91,7 +92,7 @@ def test_iterations_and_samples_are_those_of_a_walk():
 )
 def test_flags_that_say_no_size_are_refused(flags, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
-        BatchSizes.of(TrainConfig(global_batch_size=16, **flags), 1)
+        BatchSizes.of(TrainConfig(**{"global_batch_size": 16} | flags), 1)
 
 
 def config(schedule: str = "1f1b", pp: int = 1, **train) -> Config:

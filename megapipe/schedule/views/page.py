@@ -26,6 +26,8 @@ from megapipe.schedule.views.draw import chunks
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
+MOST_RANKS, MOST_MICROBATCHES = 64, 256
+"""Of one; a page of them takes a browser's patience."""
 CHUNKS = (2, 3, 4)
 
 _FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
@@ -48,6 +50,9 @@ class Case(NamedTuple):
 def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> list[Case]:
     """Every schedule that is not searched, in so many chunks where it leaves a choice."""
     sizes = [(p, m) for p in ranks for m in microbatches]
+    if any(p > MOST_RANKS or m > MOST_MICROBATCHES for p, m in sizes):
+        most = f"--pp {MOST_RANKS} and --microbatches {MOST_MICROBATCHES}"
+        raise ScheduleError(f"a page has every table, of at most {most}; `compare` and `show` take more.")
     return [
         Case(name, v, p, m)
         for name, entry in SCHEDULES.items()
