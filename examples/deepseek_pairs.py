@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.pairs import paired_step
+from megapipe.pipeline_parallel.contracts.deepseek import paired_step
 from megapipe.schedule import build
 
 BLOCKS, MICROBATCHES, WIDTH = 8, 10, 6

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
+from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 
 WIDTH, LENGTH, MICROBATCHES = 4, 3, 4
 

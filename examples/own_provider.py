@@ -10,7 +10,7 @@ from megapipe.distributed.layout import Layout, set_layout
 from megapipe.models.gpt import GPTModel
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.rng import dropout
 

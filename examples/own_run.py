@@ -14,7 +14,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.optim.rule import Group, usual_groups
 from megapipe.training.pretrain import Run, pretrain
 from megapipe.training.seams import Callback, Seams
-from megapipe.training.step import StepResult
+from megapipe.training.steps.step import StepResult
 from pretrain_gpt import forward_step
 
 

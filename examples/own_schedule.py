@@ -2,7 +2,7 @@
 
     python tools/schedules.py show examples/own_schedule.py:eager --pp 4 --microbatches 8 --costs 1,1,1,0.5
     python tools/schedules.py compare examples/own_schedule.py:eager --pp 4 --microbatches 8 --only zb-h1
-    python tools/fuzz_equivalence.py --seconds 60 --schedules examples/own_schedule.py:eager
+    python tools/proofs/fuzz_equivalence.py --seconds 60 --schedules examples/own_schedule.py:eager
     torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-schedule examples/own_schedule.py:eager ...
 
 Whatever order it writes down is verified before anything else happens, and trains to the same bits as 1F1B.

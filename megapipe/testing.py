@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.config import Config, ModelConfig
 from megapipe.data.loader import Batch, make_batch
 from megapipe.distributed.layout import Layout, layout_of
@@ -25,12 +26,11 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.models.build import build_stage
 from megapipe.models.provider import Provider, stage_provider
+from megapipe.partition.spans import nearly_even, spans
 from megapipe.pipeline_parallel.engine import ForwardBackward
-from megapipe.pipeline_parallel.partition import nearly_even, spans
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Schedule, build
-from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 
 RANKS, MICROBATCHES, BATCH = 2, 4, 2
 TOLERANCE = 1e-9

@@ -7,15 +7,15 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh
 install_megapipe "[dev]"
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
-WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/schedule/test_auto.py tests/pipeline_parallel/test_equality.py \
-  tests/pipeline_parallel/test_p2p.py tests/optim/test_distributed.py tests/training/test_same_numbers.py \
-  tests/training/test_two_hosts.py tests/tensor_parallel/test_rng.py tests/tensor_parallel/test_sequence_parallel.py \
-  tests/test_scripts.py tests/models/test_transformer_engine.py tests/training/test_commit.py tests/training/test_precision.py
-python tools/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
-python tools/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
-python tools/check_zero.py
-python tools/check_zero.py --overlap --buckets 2
-python tools/check_zero.py --dp 4 --within 2e-6 --precision float32
+WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/schedule/search/test_auto.py tests/pipeline_parallel/test_equality.py \
+  tests/pipeline_parallel/contracts/test_p2p.py tests/optim/test_distributed.py tests/training/test_same_numbers.py \
+  tests/training/guards/test_two_hosts.py tests/tensor_parallel/test_rng.py tests/tensor_parallel/test_sequence_parallel.py \
+  tests/test_scripts.py tests/models/test_transformer_engine.py tests/checkpoint/test_commit.py tests/training/test_precision.py
+python tools/proofs/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
+python tools/proofs/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
+python tools/proofs/check_zero.py
+python tools/proofs/check_zero.py --overlap --buckets 2
+python tools/proofs/check_zero.py --dp 4 --within 2e-6 --precision float32
 TINY="--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
   --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --lr 1e-3
   --eval-iters 0 --save-interval 20 --save-keep-last 3 --save-remove-earlier --distributed-timeout-seconds-after-init 20"
@@ -25,6 +25,6 @@ for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--
   python tools/chaos.py --minutes 20 -- torchrun --standalone --nproc-per-node 2 pretrain_gpt.py $layout $TINY
 done
 python tools/gpu_check.py --device cpu
-python tools/fuzz_inputs.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
-python tools/drawn_starts.py --seed "${SEED:-$(date +%j)}"
-python tools/soak.py
+python tools/proofs/inputs/fuzz.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
+python tools/proofs/drawn_starts.py --seed "${SEED:-$(date +%j)}"
+python tools/proofs/soak.py

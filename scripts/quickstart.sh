@@ -14,7 +14,7 @@ VOCAB_SIZE="${VOCAB_SIZE:-4096}"
 mkdir -p "$RUN"
 
 echo "== 1/5 Corpus: the source text of the Python standard library"
-python tools/make_stdlib_corpus.py --output "$RUN/stdlib.jsonl" --reuse
+python -m megapipe.commands.corpus --output "$RUN/stdlib.jsonl" --reuse
 
 echo "== 2/5 Tokenizer: a SentencePiece model of $VOCAB_SIZE ids"
 python tools/train_tokenizer.py --input "$RUN/stdlib.jsonl" --output "$RUN/tokenizer.model" --vocab-size "$VOCAB_SIZE" --reuse
@@ -37,7 +37,7 @@ torchrun --nproc-per-node 2 pretrain_gpt.py \
   2>&1 | tee -a "$RUN/log.txt"
 
 echo "== 5/5 What it learned"
-python tools/unigram_entropy.py --data-path "$RUN/stdlib_text_document" --split "$SPLIT"
+python -m megapipe.commands.entropy --data-path "$RUN/stdlib_text_document" --split "$SPLIT"
 grep "on validation set" "$RUN/log.txt" | tail -n 1
 python tools/generate_text.py --load "$RUN/checkpoints" --prompt "def main(" --num-tokens 80
 

@@ -12,6 +12,7 @@ import torch
 
 from examples import deepseek_pairs, megatron_shaped, own_run
 from examples.deepseek_pairs import Stage
+from megapipe.commands import schedules
 from megapipe.config import TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -23,8 +24,8 @@ from megapipe.schedule import build, simulate
 from megapipe.training.pretrain import Run
 from megapipe.training.seams import Callback
 from pretrain_gpt import forward_step
-from tools import fuzz_equivalence, schedules
-from tools.equivalence_case import Case
+from tools.proofs import fuzz_equivalence
+from tools.proofs.equivalence_case import Case
 
 ROOT = Path(__file__).parent.parent
 OWN = [f"{ROOT}/examples/own_schedule.py:{name}" for name in ("eager", "split")]

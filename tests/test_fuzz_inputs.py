@@ -7,9 +7,9 @@ from random import Random
 import pytest
 from programs import run
 
-from tools.fuzz_damage import damage_bytes, damage_json, damage_words
-from tools.fuzz_inputs import judge
-from tools.fuzz_scenes import read_scenes
+from tools.proofs.inputs.damage import damage_bytes, damage_json, damage_words
+from tools.proofs.inputs.fuzz import judge
+from tools.proofs.inputs.scenes import read_scenes
 
 CHEAP = [
     "flags of a run",
@@ -23,7 +23,7 @@ CHEAP = [
 
 
 def test_drawn_inputs_are_taken_or_refused_by_name():
-    drawn = run(["tools/fuzz_inputs.py", "--draws", "90", "--seed", "5", "--kinds", *CHEAP])
+    drawn = run(["tools/proofs/inputs/fuzz.py", "--draws", "90", "--seed", "5", "--kinds", *CHEAP])
     assert drawn.returncode == 0, drawn.stdout + drawn.stderr
     *_, whole = drawn.stdout.strip().splitlines()
     taken, refused, *rest = (int(x) for x in whole.split("|")[2:8])

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tools import mutants
+from tools.proofs import mutants
 
 SOURCE = '''\
 """A docstring of 1 word."""

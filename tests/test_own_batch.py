@@ -12,7 +12,7 @@ from tiny import STYLES
 from examples.own_batch import SEAMS, More, forward_step, provider
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.pretrain import Run
 

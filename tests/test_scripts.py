@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, forked_python, run_ranks
 
-from megapipe.schedule.views.traces import order_of, read
+from megapipe.schedule.measured.traces import order_of, read
 
 SMALL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "

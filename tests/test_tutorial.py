@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from programs import ROOT, run_ranks
 
-from tools import plan, schedules
+from megapipe.commands import schedules
+from megapipe.commands.plan import main as plan
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^`(\w+\.py)`\n```python\n(.*?)```", PAGE, re.M | re.S))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config import Config
+from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError
-from megapipe.models.overrides import layer_config
 
 WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 

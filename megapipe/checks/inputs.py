@@ -11,7 +11,7 @@ from megapipe.config import Config
 from megapipe.data.blend import split_ranges
 from megapipe.data.indexed import glance
 from megapipe.data.sources import blends, choice_problems, in_a_file
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
 

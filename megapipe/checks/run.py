@@ -26,9 +26,9 @@ from megapipe.checks.numbers import check_numbers, division, flag, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, TrainConfig
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.config.layers import layer_config
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError
-from megapipe.models.overrides import layer_config
 from megapipe.optim.lr import LRSchedule
 
 Problems = Iterator[str]

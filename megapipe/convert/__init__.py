@@ -1,9 +1,9 @@
 """Hugging Face models and checkpoints of Megatron-LM to ours and back, of any size."""
 
-from megapipe.convert.checks import compare_logits
-from megapipe.convert.convert import Converted, export_checkpoint, import_checkpoint
-from megapipe.convert.megatron import import_megatron
-from megapipe.convert.megatron_write import export_megatron
+from megapipe.convert.checkpoints import Converted, export_checkpoint, import_checkpoint
+from megapipe.convert.huggingface.checks import compare_logits
+from megapipe.convert.megatron.run import import_megatron
+from megapipe.convert.megatron.write import export_megatron
 from megapipe.convert.tensors import SavedTensors, load_full
 
 __all__ = [

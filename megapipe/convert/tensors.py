@@ -19,7 +19,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30

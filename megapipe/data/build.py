@@ -28,7 +28,7 @@ from megapipe.data.gpt_dataset import (
 from megapipe.data.index_cache import cached
 from megapipe.data.indexed import IndexedDataset
 from megapipe.data.sources import Blend, blends, said
-from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer
 from megapipe.errors import DataError
 
 SURPLUS = 1.005

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megapipe.data.files import complete_file
-from megapipe.data.tokenizer import NullTokenizer, Tokenizer
+from megapipe.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 _PROBE = (
     "The quick brown fox, it's 3.14159 o'clock on 2026-11-21!  Two  spaces\tand a tab.\n\n"

@@ -19,7 +19,7 @@ from megapipe.config import TokenizerConfig
 from megapipe.data.fingerprint import write_fingerprint
 from megapipe.data.indexed import IndexedWriter, token_dtype
 from megapipe.data.text import RawDocument, raw_documents, texts
-from megapipe.data.tokenizer import Tokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import DataError
 
 _CHUNK_BYTES = 1 << 19  # large enough to hide the way to a worker, small enough that the last ones end together

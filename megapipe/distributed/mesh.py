@@ -20,12 +20,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config import ParallelConfig
-from megapipe.distributed.agreement import agree, agree_in
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of
 from megapipe.distributed.links import num_links
-from megapipe.distributed.meeting import meet
-from megapipe.distributed.position import Position
+from megapipe.distributed.meeting.agreement import agree, agree_in
+from megapipe.distributed.meeting.meeting import meet
+from megapipe.distributed.meeting.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.distributed.world import check_backend, check_sizes
 from megapipe.errors import ConfigError

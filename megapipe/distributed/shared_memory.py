@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from megapipe.distributed.position import Position
+from megapipe.distributed.meeting.position import Position
 
 T = TypeVar("T")
 

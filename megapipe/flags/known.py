@@ -1,6 +1,6 @@
 """Names of Megatron-LM's flags, to tell a flag we do not implement from a typo.
 
-All 876 spellings that the parser of Megatron-LM d98e8a64 (2026-08-22) accepts, see tools/megatron_parser.py.
+All 876 spellings that the parser of Megatron-LM d98e8a64 (2026-08-22) accepts, see tools/proofs/megatron_parser.py.
 What becomes of each is in `rules`.
 """
 

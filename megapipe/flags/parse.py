@@ -19,12 +19,12 @@ import tyro
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.flags.fork import PADDING, SWITCHES, chosen, uneven
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.stop import program
 from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
-from megapipe.flags.zero_bubble import PADDING, SWITCHES, chosen, uneven
 
 T = TypeVar("T")
 _VALUE = ["VALUE"]

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from megapipe.flags.fork import SWITCHES
 from megapipe.flags.holds import HOLDS, MANY, OLD_FLAGS, rows_of
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.zero_bubble import SWITCHES
 
 # The first pattern that fits gives the reason; a name that none fits is refused without one.
 _REASONS = tuple(

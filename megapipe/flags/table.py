@@ -11,12 +11,12 @@ from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.flags.different import DIFFERENT, Different
+from megapipe.flags.fork import SWITCHES
 from megapipe.flags.holds import HOLDS, MANY
 from megapipe.flags.idle import IDLE
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.parse import OLD_NAMES, Flag, flags_of, text_of
 from megapipe.flags.rules import reason
-from megapipe.flags.zero_bubble import SWITCHES
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 BEGIN, END = "<!-- flags: begin -->\n", "<!-- flags: end -->\n"

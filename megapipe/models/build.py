@@ -20,7 +20,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import StageProvider
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize, stream_key
 
 

@@ -19,7 +19,7 @@ from megapipe.distributed.tokens import positions
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.collectives import across, closing
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding

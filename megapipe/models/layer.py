@@ -8,11 +8,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
+from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
-from megapipe.models.attention import SelfAttention
+from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
-from megapipe.models.overrides import layer_config
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, without_result
 from megapipe.tensor_parallel.eager import eager

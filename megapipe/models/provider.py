@@ -15,7 +15,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.named import find_named
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 
 StageProvider = Callable[[ModelConfig, LayerSpan, Axis], nn.Module]
 """(architecture, the stage's share of it, tensor-parallel axis) -> the stage, its parameters not yet initialised."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megapipe.pipeline_parallel.messenger import receive_ahead
-from megapipe.pipeline_parallel.transport import Ahead
+from megapipe.pipeline_parallel.messages.messenger import receive_ahead
+from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Exchange, Pass, Placement, Program
 from megapipe.schedule.kinds import Lane, Where
 

@@ -15,12 +15,12 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.execute import StartOfStage, execute
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.messages import Messages, messages_of, size_of
-from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.share import VocabularyShare, check_shares, data_of_shares, shape_of
+from megapipe.pipeline_parallel.messages.agreed import Messages, messages_of, size_of
+from megapipe.pipeline_parallel.messages.messenger import Messenger
+from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
+from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.transport import P2PMode, Transport
 from megapipe.schedule import (
     Costs,
     Kind,

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from megapipe.distributed.position import Position
+from megapipe.distributed.meeting.position import Position
 from megapipe.pipeline_parallel.calls import Call, looked_up
-from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.messages.messenger import Messenger
+from megapipe.pipeline_parallel.messages.transport import InFlight
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.transport import InFlight
 from megapipe.schedule import Exchange, Kind, Pass, Placement, Program
 from megapipe.schedule.kinds import Lane
 

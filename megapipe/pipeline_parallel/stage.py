@@ -17,7 +17,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
-from megapipe.pipeline_parallel.share import VocabularyShare
+from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.meanwhile import meanwhile

@@ -12,7 +12,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import Clock
 from megapipe.schedule import Pass, Schedule
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.measured import Ran
+from megapipe.schedule.measured.costs import Ran
 
 
 class Stopwatch:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import inf
 
-from megapipe.pipeline_parallel.partition import nearly_even
+from megapipe.partition.spans import nearly_even
 from megapipe.plan.work import Pieces
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.simulate import memory_steps, run_clock

@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache
 
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.pipeline_parallel.layout_string import AUTO
-from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
-from megapipe.pipeline_parallel.partition import LayerSpan, nearly_even, spans
+from megapipe.partition.layout import AUTO
+from megapipe.partition.layout import FLAG as LAYOUT
+from megapipe.partition.spans import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.plan.split import SEARCHED, counts_of, given_costs, placements, schedule_name, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces

@@ -12,9 +12,9 @@ from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.layout_string import AUTO, parse_layout
-from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
-from megapipe.pipeline_parallel.partition import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
+from megapipe.partition.layout import AUTO, parse_layout
+from megapipe.partition.layout import FLAG as LAYOUT
+from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
 from megapipe.schedule import (
     SCHEDULES,
     Costs,

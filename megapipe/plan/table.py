@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.config import Config
-from megapipe.pipeline_parallel.layout_string import FLAG as LAYOUT
-from megapipe.pipeline_parallel.layout_string import layout_string
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.layout import FLAG as LAYOUT
+from megapipe.partition.layout import layout_string
+from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line
 from megapipe.plan.make import GIB, Plan
 from megapipe.plan.saving import checkpoint_line

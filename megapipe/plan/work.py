@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 from operator import add
 
 from megapipe.config import ModelConfig
-from megapipe.models.overrides import layer_config
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.config.layers import layer_config
+from megapipe.partition.spans import LayerSpan
 from megapipe.schedule import Costs
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
 

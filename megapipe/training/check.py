@@ -7,24 +7,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.checkpoint.commit import refuse_without_room
+from megapipe.checkpoint.lock import refuse_living
+from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
+from megapipe.checkpoint.saved_config import with_checkpoint_args
 from megapipe.checks.inputs import ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config
+from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, build_datasets, open_parts
-from megapipe.data.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
-from megapipe.models.overrides import inline
 from megapipe.models.provider import find_provider
 from megapipe.plan import Plan, changes, make_plan, summary
-from megapipe.training.checkpoint import find_checkpoint, refuse_load, refuse_save
-from megapipe.training.commit import refuse_without_room
-from megapipe.training.lock import refuse_living
-from megapipe.training.same import contents
-from megapipe.training.saved_config import with_checkpoint_args
+from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 

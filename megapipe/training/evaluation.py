@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megapipe.data.build import Datasets
 from megapipe.data.sources import refuse_cut_off
 from megapipe.training.reading import BatchesAt
-from megapipe.training.step import Pipeline, evaluate
+from megapipe.training.steps.step import Pipeline, evaluate
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run

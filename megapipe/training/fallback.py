@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.save_load import LoadedState, find_checkpoint, load_checkpoint
 from megapipe.config import CheckpointConfig
+from megapipe.distributed.meeting.together import on_first, share_of, together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.training import commit
-from megapipe.training.checkpoint import LoadedState, find_checkpoint, load_checkpoint
-from megapipe.training.log import banner
 from megapipe.training.progress import Progress
-from megapipe.training.together import on_first, share_of, together
+from megapipe.training.report.lines import banner
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run

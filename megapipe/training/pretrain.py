@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
+from megapipe.checkpoint.lock import one_run
+from megapipe.checkpoint.save_load import check_save, find_checkpoint, refuse_save
+from megapipe.checkpoint.saved_config import with_checkpoint_args
 from megapipe.checks.run import validate
 from megapipe.config import Config
+from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, build_datasets, reads
 from megapipe.data.loader import Microbatch
 from megapipe.data.sources import mapped_files, refuse_cut_off
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
     device_name,
@@ -25,39 +29,35 @@ from megapipe.distributed.device import (
     pick_device,
     versions,
 )
+from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import stage_module
-from megapipe.models.overrides import inline
 from megapipe.models.provider import Provider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_decay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.stage import ForwardStep
-from megapipe.pipeline_parallel.watch import Watch
+from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary, with_batch
 from megapipe.training.check import DatasetsProvider, as_here, check, start_block
-from megapipe.training.checkpoint import check_save, find_checkpoint, refuse_save
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
-from megapipe.training.guard import Guard
-from megapipe.training.lock import one_run
-from megapipe.training.log import arguments
-from megapipe.training.ownership import check_ownership
-from megapipe.training.post_validation import PostValidation
-from megapipe.training.profile import Profiler
+from megapipe.training.guards.model import check_ownership
+from megapipe.training.guards.numbers import Guard
+from megapipe.training.guards.process import Stopping, triggered
+from megapipe.training.guards.ranks import contents, facts
+from megapipe.training.guards.replicas import check_replicas
+from megapipe.training.guards.room import room
 from megapipe.training.reading import Reading
-from megapipe.training.replicas import check_replicas
-from megapipe.training.report import Reporter
+from megapipe.training.report.lines import arguments
+from megapipe.training.report.profile import Profiler
+from megapipe.training.report.reporter import Reporter
+from megapipe.training.report.stdout import stdout_may_break
 from megapipe.training.reschedule import with_rescheduling
-from megapipe.training.room import room
-from megapipe.training.same import contents, facts
-from megapipe.training.saved_config import with_checkpoint_args
 from megapipe.training.saving import Saving
 from megapipe.training.seams import NONE, Seams
-from megapipe.training.signals import Stopping, triggered
-from megapipe.training.stdout import stdout_may_break
-from megapipe.training.step import Pipeline, Rates, StepResult, train_step
-from megapipe.training.together import on_first
+from megapipe.training.steps.late import PostValidation
+from megapipe.training.steps.step import Pipeline, Rates, StepResult, train_step
 
 
 @stdout_may_break()

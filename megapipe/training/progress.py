@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from megapipe.checkpoint.save_load import LoadedState
 from megapipe.config import Config, TrainConfig
 from megapipe.optim.loss_scale import LossScale
-from megapipe.training.checkpoint import LoadedState
-from megapipe.training.step import StepResult
+from megapipe.training.steps.step import StepResult
 
 
 @dataclass

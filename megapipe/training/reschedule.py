@@ -19,10 +19,10 @@ from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
-from megapipe.schedule.measured import Ran, StepsRan, measured_costs
+from megapipe.schedule.measured.costs import Ran, StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
 from megapipe.training.seams import Callback, Seams
-from megapipe.training.step import StepResult
+from megapipe.training.steps.step import StepResult
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run

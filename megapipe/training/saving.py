@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.checkpoint import commit, retention
+from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.save_load import save_checkpoint
 from megapipe.config import CheckpointConfig
+from megapipe.distributed.meeting.together import on_first
 from megapipe.errors import CheckpointError
-from megapipe.training import commit, retention
-from megapipe.training.background import Background
-from megapipe.training.checkpoint import save_checkpoint
-from megapipe.training.job_log import JobLog
-from megapipe.training.log import banner
-from megapipe.training.together import on_first
+from megapipe.training.report.job_log import JobLog
+from megapipe.training.report.lines import banner
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run

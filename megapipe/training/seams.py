@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megapipe.config import Config
 from megapipe.optim.rule import Groups, usual_groups
-from megapipe.pipeline_parallel.partition import LayerSpan
-from megapipe.training.step import StepResult
+from megapipe.partition.spans import LayerSpan
+from megapipe.training.steps.step import StepResult
 
 if TYPE_CHECKING:
     from megapipe.training.pretrain import Run

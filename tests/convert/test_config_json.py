@@ -10,7 +10,7 @@ import pytest
 from random_models import refused, saved, transformers
 
 from megapipe.convert import import_checkpoint
-from megapipe.convert.families import FAMILIES, from_huggingface
+from megapipe.convert.huggingface.families import FAMILIES, from_huggingface
 from megapipe.errors import CheckpointError
 
 _NO_MODEL = (

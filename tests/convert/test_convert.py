@@ -17,18 +17,18 @@ from random_models import FAMILIES, TOKENS, saved, theirs, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megapipe.checkpoint import commit
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint, load_full
 from megapipe.data.build import Datasets, build_datasets
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, to_flags
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
-from megapipe.pipeline_parallel.partition import partition
+from megapipe.partition.spans import partition
+from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
-from megapipe.training import commit
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
 

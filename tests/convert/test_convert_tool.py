@@ -14,15 +14,15 @@ from programs import run, run_ranks
 from random_models import refused, saved, theirs, transformers
 from safetensors.torch import load_file, save_file
 
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.resume import resume_problems
+from megapipe.commands import generate
 from megapipe.config import Config, ModelConfig
 from megapipe.convert import export_checkpoint, import_checkpoint
-from megapipe.convert.families import FAMILIES, to_huggingface
+from megapipe.convert.huggingface.families import FAMILIES, to_huggingface
 from megapipe.data.build import build_datasets
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
-from megapipe.training import commit
-from megapipe.training.resume import resume_problems
-from tools import generate_text
 
 
 def test_a_missing_and_a_left_over_tensor_are_named_and_nothing_is_written(tmp_path):
@@ -167,7 +167,7 @@ def test_an_import_takes_the_tokenizer_of_its_folder(tmp_path, files, capsys):
     assert any(note.startswith("no tokenizer is made of tokenizer.model: ") for note in done.notes)
     done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=300)
     assert build_tokenizer(done.config.data).encode("hello") == library.encode("hello").ids
-    generate_text.main(["--load", str(tmp_path / "ours"), "--prompt", "hello", "--num-tokens", "2"])
+    generate.main(["--load", str(tmp_path / "ours"), "--prompt", "hello", "--num-tokens", "2"])
     assert "\nhello" in capsys.readouterr().out
 
 

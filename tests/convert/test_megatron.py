@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.resume import RULES, resume_problems
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.convert import SavedTensors, export_megatron, import_megatron
-from megapipe.convert.convert import write_checkpoint
-from megapipe.convert.megatron_args import args_of, config_of
-from megapipe.convert.plain import Named, read_pickle, read_torch
+from megapipe.convert.checkpoints import write_checkpoint
+from megapipe.convert.megatron.args import args_of, config_of
+from megapipe.convert.megatron.pickles import Named, read_pickle, read_torch
 from megapipe.convert.tensors import our_shapes, whole_model
 from megapipe.distributed.layout import layout_of
-from megapipe.training import commit
-from megapipe.training.resume import RULES, resume_problems
 
 MODEL = ModelConfig(
     num_layers=3,

@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megapipe.config import Config, DataConfig, ModelConfig
 from megapipe.convert import export_checkpoint, import_checkpoint
-from megapipe.convert.vocabulary import token_ids, write_tokenizer
-from megapipe.data.tokenizer import build_tokenizer
+from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 
 MODEL = ModelConfig(max_position_embeddings=64)
 CORPUS = (

@@ -16,7 +16,7 @@ from megapipe.data.blend import blend_indices, parse_data_path, split_ranges
 from megapipe.data.build import build_datasets, reads, samples_wanted
 from megapipe.data.gpt_dataset import MockTokens, build_indices
 from megapipe.data.indexed import IndexedWriter
-from megapipe.data.tokenizer import NullTokenizer
+from megapipe.data.tokenizers.tokenizer import NullTokenizer
 from megapipe.errors import DataError
 
 TOKENIZER = NullTokenizer(64)

@@ -18,7 +18,7 @@ from tokenizers import processors
 
 from megapipe.config import DataConfig
 from megapipe.data.fingerprint import fingerprint, foreign, write_fingerprint
-from megapipe.data.tokenizer import NullTokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import NullTokenizer, build_tokenizer
 from megapipe.errors import DataError
 
 TEXTS = {

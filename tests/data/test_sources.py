@@ -13,7 +13,7 @@ from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.data.build import build_datasets
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.sources import blends
-from megapipe.data.tokenizer import NullTokenizer
+from megapipe.data.tokenizers.tokenizer import NullTokenizer
 from megapipe.errors import DataError
 from megapipe.flags.parse import parse
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megapipe.config import DataConfig
-from megapipe.data.tokenizer import NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import NullTokenizer, SentencePieceTokenizer, build_tokenizer
 from megapipe.errors import DataError
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import programs
 import pytest
 
+from megapipe.commands import tokenizer
 from megapipe.config import DataConfig
 from megapipe.data.indexed import IndexedDataset
 from megapipe.data.preprocess import Encoding, preprocess
-from megapipe.data.tokenizer import SentencePieceTokenizer
+from megapipe.data.tokenizers.tokenizer import SentencePieceTokenizer
 from megapipe.errors import DataError, UserError
-from tools import train_tokenizer
 
 TOOLS = programs.ROOT / "tools"
 NUMBERS = Encoding(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100), append_eod=True)
@@ -116,19 +116,19 @@ def test_wrong_flags_are_one_message_each_and_status_2(tmp_path: Path) -> None:
 
 def test_the_standard_library_becomes_a_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "stdlib.jsonl"
-    done = run("make_stdlib_corpus.py", "--output", corpus)
+    done = run("../megapipe/commands/corpus.py", "--output", corpus)
     assert done.returncode == 0, done.stderr
     records = {r["path"]: r["text"] for r in map(json.loads, corpus.open(encoding="utf-8"))}
     assert records["json/__init__.py"] == Path(json.__file__).read_text("utf-8")
     assert corpus.stat().st_size > 10e6
     assert not any("site-packages" in path for path in records)
-    assert "up to date" in run("make_stdlib_corpus.py", "--output", corpus, "--reuse").stdout
+    assert "up to date" in run("../megapipe/commands/corpus.py", "--output", corpus, "--reuse").stdout
 
 
 def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path: Path) -> None:
     corpus = json_lines(tmp_path / "c.jsonl", {"text": "9"}, {"text": "1 2 3 4 5 6 7 8"})
     preprocess([corpus], f"{tmp_path}/out", Encoding(NUMBERS.tokenizer), workers=1)
-    done = run("unigram_entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0")
+    done = run("../megapipe/commands/entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0")
     assert done.stdout == f"Unigram entropy of 8 validation tokens: {np.log(8):.4f} nats\n"
 
 
@@ -166,8 +166,8 @@ def test_a_tokenizer_is_trained_on_as_much_as_was_asked_for_whatever_the_documen
     content = "".join(documents) if name == "one.txt" else "".join(json.dumps({"text": d}) + "\n" for d in documents)
     packed = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
     (tmp_path / name).write_bytes(packed)
-    flags = train_tokenizer.Flags(input=(str(tmp_path / name),), sample_mb=sample_kb / 1000)
-    size = sum(len(line) for line in train_tokenizer.lines(flags))
+    flags = tokenizer.Flags(input=(str(tmp_path / name),), sample_mb=sample_kb / 1000)
+    size = sum(len(line) for line in tokenizer.lines(flags))
     expected = min(sample_kb * 1000, sum(map(len, lines)))
     assert 0.6 * expected < size < 1.4 * expected
 
@@ -177,7 +177,7 @@ def test_a_tokenizer_that_is_there_is_made_anew_for_other_flags(tmp_path, capsys
     flags = ["--input", corpus, "--output", str(tmp_path / "m.model"), "--reuse", "--vocab-size"]
     said = []
     for size in ("400", "400", "410"):
-        train_tokenizer.main([*flags, size])
+        tokenizer.main([*flags, size])
         said.append(capsys.readouterr().out.splitlines()[-1])
     assert ["up to date" in line for line in said] == [False, True, False]
     assert SentencePieceTokenizer(str(tmp_path / "m.model")).vocab_size == 410
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_is_there_is_made_anew_for_other_flags(tmp_path, capsys
 def test_what_a_tokenizer_cannot_be_is_told_before_the_text_is_read(tmp_path) -> None:
     def refused(*flags: object) -> str:
         with pytest.raises(UserError) as caught:  # and not that the input is missing
-            train_tokenizer.main(["--input", "nowhere.txt", *map(str, flags)])
+            tokenizer.main(["--input", "nowhere.txt", *map(str, flags)])
         return str(caught.value)
 
     assert refused("--output", tmp_path / "m", "--vocab-size", 0) == (

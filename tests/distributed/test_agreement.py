@@ -12,9 +12,9 @@ from programs import ROOT, Program
 from torch.distributed import HashStore
 
 from megapipe.data.indexed import IndexedWriter
-from megapipe.distributed.agreement import agree
+from megapipe.distributed.meeting.agreement import agree
 from megapipe.errors import ConfigError
-from tools.drawn_starts import starts
+from tools.proofs.drawn_starts import starts
 
 
 class Counting(HashStore):
@@ -83,7 +83,7 @@ def test_a_rank_asks_a_handful_of_times_however_many_there_are():
 
 
 def test_of_twenty_drawn_starts_none_trains_with_a_difference_and_each_is_named():
-    """Flags, layouts, files, versions; 1,000 by `python tools/drawn_starts.py`."""
+    """Flags, layouts, files, versions; 1,000 by `python tools/proofs/drawn_starts.py`."""
     kinds, wrong, _ = starts(20, seed=3)
     assert wrong == []
     assert kinds.total() == 20

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.meeting import call_the_roll
+from megapipe.distributed.meeting.meeting import call_the_roll
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 

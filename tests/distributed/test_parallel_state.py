@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_order import answers, refusal
 from rank_pool import WORLD, Pool
 
 from megapipe.config import ParallelConfig
@@ -15,6 +14,8 @@ from megapipe.distributed import parallel_state as ps
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+
+from .megatron_order import answers, refusal
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from megapipe.distributed.agreement import agree
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.meeting import call_the_roll
+from megapipe.distributed.meeting.agreement import agree
+from megapipe.distributed.meeting.meeting import call_the_roll
 from megapipe.distributed.mesh import build_mesh, rank_grid
 
 

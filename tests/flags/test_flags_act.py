@@ -24,7 +24,7 @@ from megapipe.flags.parse import flags_of, parse
 from megapipe.optim.lr import LRSchedule, learning_rate
 from megapipe.optim.rule import Part
 from megapipe.optim.rules import find_rule
-from megapipe.training.profile import Profiler, trace_path
+from megapipe.training.report.profile import Profiler, trace_path
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--micro-batch-size 2 --global-batch-size 4 --seq-length 8"
@@ -80,11 +80,11 @@ HERE = {
     "--pytorch-profiler-collect-callstack",
 }
 ELSEWHERE = {
-    "--post-validation-after": "training/test_post_validation.py::test_it_waits_after_a_wrong_guess",
+    "--post-validation-after": "training/steps/test_post_validation.py::test_it_waits_after_a_wrong_guess",
     "--vocab-parallel-pipeline": "pipeline_parallel/test_vocabulary.py::test_a_shared_vocabulary_trains_what",
-    "--check-weight-hash-across-dp-replicas-interval": "training/test_replicas.py::test_one_changed_bit_on_one",
+    "--check-weight-hash-across-dp-replicas-interval": "training/guards/test_replicas.py::test_one_changed_bit_on_one",
     "--deterministic-mode": "checks/test_training.py::test_deterministic_mode_refuses_a_kernel_that_does_not_repeat",
-    "--exit-signal": "training/test_signals.py::test_no_signal_of_a_launcher_disturbs_a_run_that_was_told_to_stop",
+    "--exit-signal": "training/guards/test_signals.py::test_no_signal_of_a_launcher",
     "--dataloader-type": "data/test_loader.py::test_cyclic_shuffles_each_epoch_as_megatron_does",
     "--no-data-sharding": "data/test_loader.py::test_an_epoch_of_cyclic_reads_every_sample_once",
     "--tiktoken-pattern": "data/test_bpe.py::test_tiktoken_gives_the_ids_of_its_ranks",
@@ -103,7 +103,9 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     shown = {}
     switches = "log_throughput log_params_norm log_world_size_to_tensorboard log_memory_to_tensorboard"
     memory = {"mem-reserved-bytes": 5}
-    monkeypatch.setattr("megapipe.training.report.memory_bytes", lambda device: memory)  # a CPU has none to report
+    monkeypatch.setattr(
+        "megapipe.training.report.reporter.memory_bytes", lambda device: memory
+    )  # a CPU has none to report
     for flags in ({}, dict.fromkeys(switches.split(), True)):
         folder = tmp_path / str(len(flags))
         log = LogConfig(tensorboard_dir=str(folder), tensorboard_log_interval=2, log_interval=1, **flags)

@@ -1,4 +1,4 @@
-"""Our flags beside Megatron-LM's own parser, as tools/megatron_parser.py wrote down what it accepts."""
+"""Our flags beside Megatron-LM's own parser, as tools/proofs/megatron_parser.py wrote down what it accepts."""
 
 from __future__ import annotations
 

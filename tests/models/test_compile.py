@@ -14,7 +14,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 

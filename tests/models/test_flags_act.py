@@ -16,7 +16,7 @@ from megapipe.flags.holds import HOLDS
 from megapipe.flags.parse import flags_of
 from megapipe.flags.rules import reason
 from megapipe.models.gpt import GPTModel
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
 TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))

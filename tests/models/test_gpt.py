@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from tiny import GPT2, LLAMA, SEQ, VOCAB
 
 from megapipe.distributed.axis import Axis
-from megapipe.models.attention import SelfAttention
+from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.gpt import GPTModel
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
 from megapipe.models.rope import Rotary, rotate
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
 

@@ -16,7 +16,7 @@ from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.testing import check_provider
 
 PAGE = (ROOT / "docs" / "model_provider.md").read_text()

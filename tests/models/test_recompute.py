@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.recompute import recompute, units
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
 from megapipe.schedule import build, share_of_window

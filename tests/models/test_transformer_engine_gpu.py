@@ -11,7 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.models.transformer_engine import load
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 

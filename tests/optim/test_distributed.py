@@ -17,7 +17,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Kind, ScheduleError, build
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.training.overlap import with_overlap
+from megapipe.training.steps.overlap import with_overlap
 
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from toy_run import SINGLE
 
+from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config, TrainConfig
 from megapipe.errors import UserError
@@ -14,7 +15,6 @@ from megapipe.flags.parse import parse
 from megapipe.optim import rules
 from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.make import bytes_of_state
-from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 
 TRAIN = TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-2, clip_grad=0.0, bf16=True)
 ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")

@@ -8,11 +8,11 @@ from tiny import STYLES
 from torch import nn
 
 from megapipe.config import TrainConfig
+from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
-from megapipe.models.attention import SelfAttention
-from megapipe.models.overrides import layer_config
+from megapipe.models.attention.layer import SelfAttention
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rule import Group, usual_groups
 from megapipe.optim.rules import NEWTON_SCHULZ, find_rule, newton_schulz

@@ -15,8 +15,8 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.links import link
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
-from megapipe.pipeline_parallel.messenger import Messenger
-from megapipe.pipeline_parallel.transport import Ahead, Op, P2PMode, Transport
+from megapipe.pipeline_parallel.messages.messenger import Messenger
+from megapipe.pipeline_parallel.messages.transport import Ahead, Op, P2PMode, Transport
 from megapipe.schedule import Kind, Placement, Program, Schedule
 
 

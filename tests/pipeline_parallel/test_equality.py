@@ -1,6 +1,6 @@
 """A pipeline trains what one process trains: every loss, gradient, gradient norm and weight, under every schedule.
 
-Cases, their training and the comparison are those of the fuzzer (tools/equivalence.py).
+Cases, their training and the comparison are those of the fuzzer (tools/proofs/equivalence.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rank_pool import Pool
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES
 from megapipe.tensor_parallel.weight_grad import WeightGrads
-from tools.equivalence import alone, differences, train
-from tools.equivalence_case import Case, table
-from tools.fuzz_equivalence import command, draw, fuzz, read
+from tools.proofs.equivalence import alone, differences, train
+from tools.proofs.equivalence_case import Case, table
+from tools.proofs.fuzz_equivalence import command, draw, fuzz, read
 
 
 @pytest.fixture(scope="module", autouse=True)

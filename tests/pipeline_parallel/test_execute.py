@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.position import Position
+from megapipe.distributed.meeting.position import Position
+from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.engine import SLACK
 from megapipe.pipeline_parallel.execute import execute
-from megapipe.pipeline_parallel.forward_backward import get_forward_backward_func
-from megapipe.pipeline_parallel.messenger import Messenger
+from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads

@@ -10,7 +10,7 @@ from tiny import GPT2, forward_step, tokens
 from megapipe.distributed.axis import Axis, Pending
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.tensor_parallel.rng import Stream, initialize
 

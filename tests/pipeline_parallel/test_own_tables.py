@@ -14,10 +14,10 @@ from megapipe.schedule.passes import Last
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from tools import fuzz_equivalence
-from tools.drawn_tables import drawn_table
-from tools.equivalence_case import Case
-from tools.synchronised import WAYS, too_early
+from tools.proofs import fuzz_equivalence
+from tools.proofs.drawn_tables import drawn_table
+from tools.proofs.equivalence_case import Case
+from tools.proofs.synchronised import WAYS, too_early
 
 
 def test_the_last_of_a_stage_is_what_its_row_has_last() -> None:

@@ -18,8 +18,8 @@ from megapipe.tensor_parallel.vocabulary import (
     size_of_loss,
     size_of_share,
 )
-from tools.equivalence import differences, train
-from tools.equivalence_case import Case, table
+from tools.proofs.equivalence import differences, train
+from tools.proofs.equivalence_case import Case, table
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 384
 

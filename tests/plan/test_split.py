@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.pipeline_parallel.partition import nearly_even
+from megapipe.partition.spans import nearly_even
 from megapipe.plan import Pieces, Work
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.schedule import build, simulate

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.plan import pieces
 
 WHOLE = LayerSpan(0, LAYERS, True, True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel import (
     ColumnParallelLinear,

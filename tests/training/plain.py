@@ -14,11 +14,11 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import build_stage
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.partition import LayerSpan, partition
+from megapipe.partition.spans import LayerSpan, partition
 from megapipe.schedule import build
-from megapipe.training.ownership import check_ownership
-from megapipe.training.replicas import check_replicas
-from megapipe.training.step import Pipeline, train_step
+from megapipe.training.guards.model import check_ownership
+from megapipe.training.guards.replicas import check_replicas
+from megapipe.training.steps.step import Pipeline, train_step
 from pretrain_gpt import forward_step
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8

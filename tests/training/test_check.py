@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
+from megapipe.checkpoint.lock import Lock
 from megapipe.checks.machine import on_cpus
 from megapipe.config import Config
 from megapipe.data.indexed import IndexedWriter
 from megapipe.flags.parse import parse
-from megapipe.training.lock import Lock
 
 RUN = (
     "--check --check-paths no --world-size 16 --num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 "

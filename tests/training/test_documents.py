@@ -12,11 +12,11 @@ from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.data.loader import make_batch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.partition import partition
+from megapipe.partition.spans import partition
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
-from megapipe.training.step import Pipeline
+from megapipe.training.steps.step import Pipeline
 from pretrain_gpt import forward_step
 
 EOD, SEQ = 0, 12

@@ -7,11 +7,11 @@ import os
 import pytest
 from killed_saves import Toy, load_newest
 
+from megapipe.checkpoint import commit
 from megapipe.config import CheckpointConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training import commit
 from megapipe.training.fallback import newest_sound
 
 

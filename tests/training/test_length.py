@@ -16,6 +16,7 @@ import short_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
+from megapipe.checkpoint.commit import iterations_in
 from megapipe.config import CheckpointConfig, Config, LogConfig
 from megapipe.data.build import Datasets, samples_wanted
 from megapipe.data.gpt_dataset import TokenDataset
@@ -24,7 +25,6 @@ from megapipe.errors import CheckpointError, DataError
 from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.commit import iterations_in
 from megapipe.training.pretrain import Run, pretrain
 from pretrain_gpt import forward_step
 
@@ -187,7 +187,7 @@ def test_data_sets_that_nothing_is_evaluated_on_are_not_asked_for(tmp_path: Path
 
     from megapipe.data.build import build_datasets
     from megapipe.data.indexed import IndexedWriter
-    from megapipe.data.tokenizer import NullTokenizer
+    from megapipe.data.tokenizers.tokenizer import NullTokenizer
 
     with IndexedWriter(tmp_path / "ten", np.uint16) as writer:
         for _ in range(10):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.config import CheckpointConfig, Config, ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
@@ -16,11 +17,10 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.models.build import build_stage
 from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.partition import LayerSpan
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.testing import check_provider
-from megapipe.training.checkpoint import load_checkpoint, save_checkpoint
 
 from .plain import (
     ALL,

@@ -12,16 +12,7 @@ from itertools import accumulate
 from math import inf
 
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.orders import (
-    Orders,
-    Problem,
-    backward_sooner,
-    clock,
-    decode,
-    encode,
-    length,
-    problem,
-)
+from megapipe.schedule.generators.orders import Orders, Problem, backward_sooner, clock, decode, encode, length, problem
 from megapipe.schedule.passes import Schedule
 
 PATIENCE = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)

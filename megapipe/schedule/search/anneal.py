@@ -16,7 +16,7 @@ from random import Random
 from time import process_time
 
 from megapipe.schedule.generators.fit import fill_weights
-from megapipe.schedule.orders import (
+from megapipe.schedule.generators.orders import (
     Orders,
     Problem,
     backward_sooner,

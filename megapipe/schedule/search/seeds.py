@@ -16,7 +16,7 @@ from time import process_time
 
 from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.generators.fit import refilled
-from megapipe.schedule.orders import Orders, Problem, clock, encode, fits, length, one_by_one
+from megapipe.schedule.generators.orders import Orders, Problem, clock, encode, fits, length, one_by_one
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.anneal import PATIENCE, Found
 

@@ -1,7 +1,7 @@
 """All schedules as one HTML page, which simulates and verifies in the reader's browser, without a server or network.
 
 The page has the orders of passes that the generators make for a grid of ranks and microbatches, and a port of the
-clock, of where costs put W, and of what `verify` finds in a pasted table. tests/schedule/test_page.py holds the port to
+clock, of where costs put W, and of what `verify` finds in a pasted table. test_page.py holds the port to
 this library in a real browser.
 """
 

@@ -1,0 +1,298 @@
+"""A checkpoint folder that is either complete or not there.
+
+    iter_0000020.tmp-1f3a/   files written and fsynced, then manifest.json with their sizes and SHA-256
+    iter_0000020/            one rename
+    latest_checkpointed_iteration.txt    replaced last; names the newest
+
+Killed at any point, the pointer names the previous checkpoint or the new one. What the manifest does not vouch for is
+never read, so damage, a mixture of two checkpoints and a file from elsewhere are found before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+from megapipe.errors import CheckpointError
+
+POINTER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"iter_(\d{7,})")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Digest(TypedDict):
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class Damaged(CheckpointError):
+    """Files that are not what was saved."""
+
+
+def folder_of(root: Path, iteration: int) -> Path:
+    """Where a checkpoint of this iteration lies, as in Megatron-LM."""
+    return root / f"iter_{iteration:07d}"
+
+
+def iteration_of(folder: Path) -> int:
+    """The number in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("iter_"))
+
+
+def iterations_in(root: Path) -> list[int]:
+    """Iterations that have a folder, ascending."""
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def newest(root: Path) -> int | None:
+    """The iteration to resume from, None if there is no checkpoint.
+
+    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there, or if `root` is a
+        checkpoint itself.
+    """
+    if (root / MANIFEST).exists():
+        raise CheckpointError(
+            f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
+            f"--load {root.parent} --ckpt-step {iteration_of(root)}"
+            if _NAME.fullmatch(root.name)
+            else f"{root} is one checkpoint, and its folder was renamed; it was called iter_ and seven digits"
+        )
+    there = iterations_in(root)
+    try:
+        text = (root / POINTER).read_bytes()
+    except FileNotFoundError:
+        # A folder has its name only when it is complete: the first save was cut off just before its pointer.
+        return there[-1] if there else None
+    if text.strip() == b"release" and (root / "release").is_dir():
+        raise CheckpointError(_megatrons(root / "release"))
+    if not re.fullmatch(rb"[0-9]{1,18}\s*", text):
+        raise CheckpointError(f"{root / POINTER} holds {text[:40]!r}, not an iteration. {_choices(there)}")
+    if int(text) not in there:
+        raise CheckpointError(
+            f"{root / POINTER} names iteration {int(text)}, but there is no {folder_of(root, int(text)).name}. "
+            f"{_choices(there)}"
+        )
+    return int(text)
+
+
+def require(root: Path, iteration: int) -> None:
+    """Raises: CheckpointError unless --ckpt-step names a checkpoint that is there."""
+    there = iterations_in(root)
+    if iteration not in there:
+        raise CheckpointError(f"--ckpt-step {iteration}: {root} has no such checkpoint. {_choices(there)}")
+
+
+def refuse_to_overwrite(root: Path, after: int) -> None:
+    """Raises: CheckpointError if a run that saves iterations beyond `after` would meet checkpoints of another run."""
+    announced = newest(root)
+    others = [n for n in iterations_in(root) if after < n <= (announced or 0)]
+    if others:
+        raise CheckpointError(
+            f"--save {root} has checkpoints of iterations {', '.join(map(str, others))} already, and this run starts "
+            f"at {after}; a checkpoint is never overwritten. Continue with --load {root} without --ckpt-step, or use "
+            f"another folder: --save {root}-from-{after}"
+        )
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """A fresh folder to write into. A complete checkpoint of the same iteration is set aside, never removed: a save
+    that was cut off before its pointer left it, or the pointer was moved back by hand.
+    """
+    from megapipe.checkpoint import lock  # it loads torch, which a writer's process has no use for
+
+    root.mkdir(parents=True, exist_ok=True)
+    lock.refuse_others(root)
+    refuse_to_overwrite(root, iteration - 1)
+    refuse_without_room(root)
+    final = folder_of(root, iteration)
+    if final.exists():
+        os.rename(final, aside(final, "old"))
+    folder = aside(final, "tmp")
+    folder.mkdir()
+    return folder
+
+
+def refuse_without_room(root: Path, needed: int = 0) -> None:
+    """Raises: CheckpointError if a checkpoint as large as the newest there, or of so many bytes, does not fit."""
+    there = iterations_in(root)
+    if there:
+        folder = folder_of(root, there[-1])
+        needed = max(needed, sum(path.stat().st_size for path in folder.iterdir()))
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(
+            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. Make room, or keep fewer: "
+            "--save-keep-last 2"
+        )
+
+
+def clear(root: Path) -> list[str]:
+    """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there.
+
+    Returns: the names of what is gone.
+    """
+    found = sorted(root.glob("iter_*.tmp-*"))
+    for left in found:
+        shutil.rmtree(left, ignore_errors=True)
+        if left.suffix == ".failed":
+            left.unlink(missing_ok=True)
+    return [left.name for left in found if not left.exists()]
+
+
+def aside(final: Path, why: str) -> Path:
+    """A name for a checkpoint's folder that no run reads."""
+    return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
+
+
+def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
+    """Size and SHA-256 of files that were just written, once they are on the disk.
+
+    torch's writer syncs before it has flushed: what is smaller than a block of the file system was never synced.
+    """
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+        found[name] = _digest(folder / name)
+    return found
+
+
+def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
+    """Make a written folder the newest checkpoint; returns its final path."""
+    root, final = folder.parent, folder_of(folder.parent, iteration)
+    write_durably(folder / MANIFEST, _manifest_text(iteration, files))
+    _sync_folder(folder)
+    os.rename(folder, final)
+    _sync_folder(root)
+    point_to(root, iteration)
+    return final
+
+
+def point_to(root: Path, iteration: int) -> None:
+    """Name the checkpoint to resume from."""
+    write_durably(root / f"{POINTER}.tmp", f"{iteration}\n")
+    os.replace(root / f"{POINTER}.tmp", root / POINTER)
+    _sync_folder(root)
+
+
+def read_manifest(folder: Path) -> dict[str, Digest]:
+    """The files of a checkpoint.
+
+    Raises: Damaged if the manifest itself cannot be believed, CheckpointError if this version cannot read it.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        if is_megatrons(folder):
+            raise CheckpointError(_megatrons(folder)) from None
+        raise Damaged(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
+    except UnicodeDecodeError:
+        raise Damaged(f"{path} is damaged. {_OTHER}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    try:
+        content = json.loads(text)
+        if content["format"] > FORMAT:
+            raise CheckpointError(f"{folder} has format {content['format']}, newer than {FORMAT}; update megapipe")
+        iteration, files = content["iteration"], content["files"]
+        # Written again it must be the same text, so no bit of it can change unseen.
+        if not isinstance(iteration, int) or text != _manifest_text(iteration, files):
+            raise ValueError
+        if any(entry.keys() != Digest.__annotations__.keys() for entry in files.values()):
+            raise ValueError
+        problems = [f"{path}: {name!r} is not the name of a file in it" for name in files if not _FILE.fullmatch(name)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{path} is damaged. {_OTHER}") from None
+    if folder.name != folder_of(folder, iteration).name:
+        problems.append(f"{path} belongs to iteration {iteration}; the folder was renamed or its files were mixed")
+    problems += [
+        f"{folder / name} is not in {MANIFEST}; it does not belong to the checkpoint"
+        for name in sorted(os.listdir(folder))
+        if name.endswith(".safetensors") and name not in files
+    ]
+    if problems:
+        raise Damaged(problems)
+    return files  # type: ignore[no-any-return]
+
+
+def is_megatrons(folder: Path) -> bool:
+    """Is this the folder of a checkpoint that Megatron-LM has written, in any of its formats?"""
+    return any((folder / name).exists() for name in ("common.pt", "metadata.json", ".metadata")) or any(
+        folder.glob("mp_rank_*")
+    )
+
+
+def _megatrons(folder: Path) -> str:
+    return (
+        f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it: "
+        f"python tools/convert_checkpoint.py --from-megatron {folder.parent} --save {folder.parent}-megapipe"
+    )
+
+
+def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None:
+    """Raises: Damaged, naming every file among `names` that is not what the manifest says."""
+    problems = []
+    for name in names:
+        path = folder / name
+        try:
+            regular = stat.S_ISREG(path.lstat().st_mode)
+            found = _digest(path) if regular else None
+        except FileNotFoundError:
+            problems.append(f"{path} is missing. {_OTHER}")
+            continue
+        if found is None:
+            problems.append(f"{path} is not a plain file; links are not followed")
+        elif found["bytes"] != files[name]["bytes"]:
+            problems.append(f"{path} has {found['bytes']} bytes, not {files[name]['bytes']}. {_OTHER}")
+        elif found != files[name]:
+            problems.append(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}. {_OTHER}")
+    if problems:
+        raise Damaged(problems)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_OTHER = "Load another iteration with --ckpt-step"
+
+
+def _choices(there: list[int]) -> str:
+    if not there:
+        return "There is no checkpoint in that folder"
+    return f"Choose one with --ckpt-step: {', '.join(map(str, there))}"
+
+
+def _manifest_text(iteration: int, files: dict[str, Digest]) -> str:
+    return json.dumps({"format": FORMAT, "iteration": iteration, "files": files}, indent=1, sort_keys=True) + "\n"
+
+
+def _digest(path: Path) -> Digest:
+    with path.open("rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,273 @@
+"""Trains the same small GPT under every schedule and tabulates what each took: markdown, CSV and a chart.
+
+Ranks are processes of this machine with real messages. All schedules of one number of ranks take turns in one pool of
+processes. Where ranks share cores, a step takes the work of all of them, and what a rank waits for is also its core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, fields, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checks.run import validate
+from megapipe.commands.ranks import run_ranks
+from megapipe.config import Config
+from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.messages.transport import Op
+from megapipe.pipeline_parallel.stopwatch import ran_by_all
+from megapipe.plan import Plan, make_plan
+from megapipe.schedule import SCHEDULES, entry_of, simulate
+from megapipe.schedule.measured.costs import Ran, measured_costs, spent
+from megapipe.training.pretrain import Run
+from megapipe.training.report.counters import measured
+from pretrain_gpt import forward_step
+
+VOCAB = 511
+COLUMNS = {
+    "pp": "pp",
+    "schedule": "schedule",
+    "loss": "loss",
+    "step_ms": "step ms",
+    "tokens_per_s": "tokens/s",
+    "bubble_predicted": "bubble predicted",
+    "bubble": "measured",
+    "mib_predicted": "MiB held predicted",
+    "mib": "counted",
+    "sent_mib": "MiB sent",
+}
+WHY = {"most": "waits most", "table": "table", "stages": "stages", "messages": "messages", "host": "host"}
+"""Columns of --why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule. Medians over the steps; loss of the last one.
+
+    Attributes:
+        bubble: mean share of the passes' time in which a rank runs none; predicted from the plan's FLOPs.
+        mib: most activation that a rank's graphs hold at once, from F to B, in distinct storages.
+        sent_mib: by all ranks in one step.
+        most: the most that a rank is idle, the sum of: what the table leaves open where stages are alike, what unequal
+            stages add, waiting for messages (below 0: less than these come to), and the time between two passes.
+    """
+
+    pp: int
+    schedule: str
+    loss: float
+    step_ms: float
+    tokens_per_s: float
+    bubble_predicted: float
+    bubble: float
+    mib_predicted: float
+    mib: float
+    sent_mib: float
+    most: float
+    table: float
+    stages: float
+    messages: float
+    host: float
+
+
+class Held:
+    """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them."""
+
+    def __init__(self, run: Run) -> None:
+        self.parameters = {p.untyped_storage().data_ptr() for module in run.modules for p in module.parameters()}
+        self.uses: Counter[int] = Counter()
+        self.bytes = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | Kept:
+        storage = tensor.untyped_storage()
+        return tensor if storage.data_ptr() in self.parameters else Kept(self, tensor, storage.data_ptr())
+
+    def add(self, key: int, size: int, uses: int) -> None:
+        """One use more or less."""
+        before = self.uses[key] > 0
+        self.uses[key] += uses
+        self.bytes += size * ((self.uses[key] > 0) - before)
+        self.peak = max(self.peak, self.bytes)
+
+
+class Kept:
+    """A saved tensor, counted as long as the graph has it."""
+
+    def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
+        self.held, self.tensor, self.key, self.size = held, tensor, key, tensor.untyped_storage().nbytes()
+        held.add(key, self.size, 1)
+
+    def __del__(self) -> None:
+        self.held.add(self.key, self.size, -1)
+
+
+def main() -> int:
+    """Train, print, write. Returns the exit status."""
+    args = _arguments()
+    rows: list[Row] = []
+    try:
+        for pp in args.pp:
+            configs = [_config(name, pp, args) for name in args.schedules]
+            plans = [make_plan(config) for config in configs]
+            runs = list(zip(configs, plans, strict=True))
+            rows += run_ranks(pp, _rank, runs, args.steps, preload=("megapipe.training.pretrain",))[0]
+    except UserError as error:
+        print(f"compare_runs.py: error: {error}", file=sys.stderr)
+        return 2
+    text = to_markdown(rows, COLUMNS | WHY if args.why else COLUMNS)
+    print(text)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "runs.md").write_text(text + "\n", encoding="utf-8")
+        (args.out / "runs.svg").write_text(to_svg(rows), encoding="utf-8")
+        with (args.out / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline ranks, each a process")
+    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], help="names, files, FILE.py:NAME")
+    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence each")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=5, help="measured ones; one before them warms up")
+    parser.add_argument(
+        "--why", action="store_true", help="also what the bubble of the rank that waits most is made of"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write runs.md, runs.csv and runs.svg there")
+    return parser.parse_args()
+
+
+def _config(name: str, pp: int, args: argparse.Namespace) -> Config:
+    """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
+    free = name in SCHEDULES and name != "zb-auto" and entry_of(name).chunks is None
+    flags = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 4 --seq-length {args.seq} "
+        f"--max-position-embeddings {args.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
+        f"--padded-vocab-size {VOCAB + 1} --num-workers 0 --eval-iters 0 --split 1,0,0 --micro-batch-size 1 "
+        f"--global-batch-size {args.microbatches} --train-iters 100 --lr 1e-3 --distributed-backend gloo "
+        f"--pipeline-model-parallel-size {pp} {'--num-virtual-stages-per-pipeline-rank 2' if free else ''}"
+    )
+    config = parse(Config, [*flags.split(), "--pipeline-schedule", name])
+    config = replace(config, world_size=pp)
+    validate(config, has_cuda=False)
+    return config
+
+
+def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
+    """All runs in turn, on one of their ranks."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the runs' own lines
+    mesh = ProcessMesh.create(runs[0][0].parallel, CPU)
+    data = build_datasets(runs[0][0], build_tokenizer(runs[0][0].data))
+    rows = [_train(mesh, config, plan, data, steps) for config, plan in runs]
+    mesh.close()
+    return rows
+
+
+def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
+    run = Run(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
+    run.step()
+    sent, took, ran, loss = _count_sent(run), list[float](), list[list[list[Ran]]](), 0.0
+    for _ in range(steps):
+        mesh.world.barrier()
+        began = time.perf_counter()
+        loss = run.step().losses["lm loss"]
+        took.append(time.perf_counter() - began)
+        ran += ran_by_all([run.pipeline.stopwatch], mesh.pp)
+    sent_bytes, held = sent[0] / steps, Held(run)
+    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
+        run.step()
+    most = torch.tensor([statistics.median(took), float(held.peak), loss], dtype=torch.float64)
+    step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
+    all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
+    until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0))
+    why = measured(ran, measured_costs(ran, plan.schedule.placement, plan.costs), plan.schedule, plan)
+    return Row(
+        mesh.pp.size,
+        plan.schedule.name,
+        loss,
+        step_s * 1e3,
+        config.global_batch_size * config.train.sequence / step_s,
+        sum(until_b.idle) / len(until_b.idle) / until_b.makespan,
+        statistics.median(map(_bubble, ran)),
+        max(until_b.peak) / 2**20,
+        peak / 2**20,
+        all_sent / 2**20,
+        *(why.bubble, why.of_table, why.of_stages, why.of_messages, why.of_host),
+    )
+
+
+def _bubble(ranks: list[list[Ran]]) -> float:
+    span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
+    return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
+
+
+def _count_sent(run: Run) -> list[int]:
+    """Bytes that this rank sends from here on, as they are posted."""
+    transport, total = run.pipeline.transport, [0]
+    post = transport.post
+
+    def counted(ops: list[Op]) -> Any:
+        total[0] += sum(op.tensor.nbytes for op in ops if op.sends)
+        return post(ops)
+
+    transport.post = counted  # type: ignore[method-assign]
+    return total
+
+
+def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
+    """A table, numbers of one kind below each other."""
+    lines = [f"| {' | '.join(columns.values())} |", "|---:|---|" + "---:|" * (len(columns) - 2)]
+    for r in rows:
+        cells = [str(r.pp), r.schedule, f"{r.loss:.9f}", f"{r.step_ms:.0f}", f"{r.tokens_per_s:.0f}"]
+        cells += [f"{r.bubble_predicted:.1%}", f"{r.bubble:.1%}"]
+        cells += [f"{x:.2f}" for x in (r.mib_predicted, r.mib, r.sent_mib)]
+        cells += [f"{getattr(r, name):z.1%}" for name in WHY if name in columns]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def to_svg(rows: list[Row]) -> str:
+    """A bar for each step, what the ranks wait of it lighter; one block for each number of ranks."""
+    longest, y, parts = max(r.step_ms for r in rows), 0, []
+    for i, r in enumerate(rows):
+        if not i or rows[i - 1].pp != r.pp:
+            y += 30
+            parts.append(f'<text x="8" y="{y}" font-weight="bold">{r.pp} ranks</text>')
+        y += 18
+        whole = 460 * r.step_ms / longest
+        parts += [
+            f'<text x="150" y="{y}" text-anchor="end">{escape(r.schedule)}</text>',
+            f'<rect x="158" y="{y - 11}" width="{whole:.1f}" height="14" fill="#c9d8ea"/>',
+            f'<rect x="158" y="{y - 11}" width="{whole * (1 - r.bubble):.1f}" height="14" fill="#4573a7"/>',
+            f'<text x="{164 + whole:.1f}" y="{y}">{r.step_ms:.0f} ms, {r.bubble:.0%} waiting</text>',
+        ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="780" height="{y + 16}" viewBox="0 0 780 {y + 16}">'
+    style = "<style>text{font:12px sans-serif;fill:#222}</style>"
+    return f'{head}{style}<rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Hugging Face models and checkpoints of Megatron-LM to ours and back, one tensor at a time.
+
+python tools/convert_checkpoint.py --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
+python tools/convert_checkpoint.py --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
+python tools/convert_checkpoint.py --from-megatron /data/run --save checkpoints/run
+python tools/convert_checkpoint.py --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megapipe.checkpoint.save_load import find_checkpoint
+from megapipe.config import CheckpointConfig
+from megapipe.convert import (
+    Converted,
+    compare_logits,
+    export_checkpoint,
+    export_megatron,
+    import_checkpoint,
+    import_megatron,
+)
+from megapipe.errors import CheckpointError, ConfigError, UserError
+from megapipe.flags.parse import parse, stop, to_flags
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit in float32, as a part of the largest logit; a wrong mapping differs by about all."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool: a pair for each direction."""
+
+    from_huggingface: str | None = None
+    """Folder of a Hugging Face model to import: config.json and safetensors."""
+    from_megatron: str | None = None
+    """Folder of checkpoints of Megatron-LM to import, of --ckpt-format torch_dist or torch."""
+    save: str | None = None
+    """New folder of checkpoints to import into, for pretrain_gpt.py --load."""
+    load: str | None = None
+    """Folder of checkpoints to export from."""
+    ckpt_step: int | None = None
+    """Iteration to export, or to import from Megatron-LM. Default: the newest."""
+    to_huggingface: str | None = None
+    """New folder to export to, for AutoModelForCausalLM.from_pretrained."""
+    to_megatron: str | None = None
+    """New folder to export to, for Megatron-LM's --load."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of an export to Megatron-LM."""
+    megatron_adam: Literal["auto", "fused", "torch"] = "auto"
+    """Whose Adam reads the state there: fused is Transformer Engine's or Apex's, torch stands in where neither is
+    installed. auto: fused with 16-bit weights."""
+    no_load_optim: bool = False
+    """Leave the optimizer's state of a checkpoint of or for Megatron-LM."""
+    huggingface_config: str | None = None
+    """Folder whose config.json and tokenizer go with an export. Default: what the import has left beside --load."""
+    vocab_size: int | None = None
+    """Ids without padding, for an export. Default: from that config.json, or the training's tokenizer."""
+    make_vocab_size_divisible_by: int = 128
+    """Rounding of the embedding's rows in an import; a tensor-parallel size must divide it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights. auto: as they are, with float16 as float32."""
+    no_check: bool = False
+    """Leave out the comparison of logits, which holds both models in memory."""
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    if problems := list(_problems(flags)):
+        raise ConfigError(problems)
+    dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
+    keep = not flags.no_load_optim
+    if flags.from_megatron and flags.save:
+        theirs = Path(flags.from_megatron)
+        done = import_megatron(theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=bar)
+    elif flags.from_huggingface and flags.save:
+        theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
+        done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=bar)
+    elif flags.to_megatron:
+        theirs = Path(flags.to_megatron)
+        fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
+        done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=bar)
+    else:
+        assert flags.to_huggingface
+        theirs = Path(flags.to_huggingface)
+        done = export_checkpoint(
+            _found(flags),
+            theirs,
+            vocab_size=flags.vocab_size,
+            beside=Path(flags.huggingface_config) if flags.huggingface_config else None,
+            dtype=dtype,
+            progress=bar,
+        )
+    print(f"wrote {done.folder}")
+    for note in done.notes:
+        print(f"  note: {note}")
+    if flags.save:
+        checkpoint = CheckpointConfig(load=flags.save, finetune=done.steps is None)
+        print(f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}")
+    if not flags.no_check and (flags.from_huggingface or flags.to_huggingface):
+        check(theirs, done.folder if flags.save else _found(flags), done)
+
+
+def _found(flags: Flags) -> Path:
+    """The checkpoint to export."""
+    found = find_checkpoint(CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step))
+    if found is None:
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint")
+    return found
+
+
+def check(theirs: Path, ours: Path, done: Converted) -> None:
+    """Raises: CheckpointError if the two models do not say the same."""
+    found = compare_logits(theirs, ours, done.config.model, done.vocab_size)
+    if found is None:
+        print("logits not compared: the transformers library is not installed (pip install transformers)")
+        return
+    difference, largest = found
+    text = f"logits of both models differ by at most {difference:.2g}, the largest is {largest:.3g}"
+    if not difference <= TOLERANCE * max(largest, 1.0):
+        raise CheckpointError(f"{text}: they are not the same model. {done.folder} is left as it is, to look at")
+    print(text)
+
+
+def bar(done: int, total: int) -> None:
+    """A line that fills up; on a file or pipe only its end."""
+    if sys.stderr.isatty() or done == total:
+        filled = 40 * done // total
+        stamp = time.strftime("%H:%M:%S")
+        end = "\n" if done == total else "\r"
+        print(f"{stamp} [{'#' * filled}{'.' * (40 - filled)}] {done}/{total} tensors", end=end, file=sys.stderr)
+
+
+def _problems(flags: Flags) -> Iterator[str]:
+    inward = {"--from-huggingface": flags.from_huggingface, "--from-megatron": flags.from_megatron}
+    outward = {"--to-huggingface": flags.to_huggingface, "--to-megatron": flags.to_megatron}
+    given = [name for name, value in (inward | outward).items() if value]
+    if len(given) != 1:
+        yield (
+            "give one of --from-huggingface DIR --save DIR, --from-megatron DIR --save DIR, "
+            "--load DIR --to-huggingface DIR and --load DIR --to-megatron DIR"
+            + f", not {' and '.join(given)}"
+            * bool(given)
+        )
+    else:
+        into = given[0] in inward
+        needed, other = ("--save", "--load") if into else ("--load", "--save")
+        values = {"--save": flags.save, "--load": flags.load}
+        if not values[needed]:
+            yield f"{needed} is missing: {given[0]} needs it"
+        if values[other]:
+            yield f"{other} has no meaning with {given[0]}"
+    folders = inward | {"--load": flags.load}
+    yield from (
+        f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
+    )
+    if flags.make_vocab_size_divisible_by < 1:
+        yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
+    except OSError as error:  # a full disk, a folder without permission
+        stop(CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}"))

@@ -1,0 +1,78 @@
+"""The pool of processes in which bench_schedules.py runs schedules on emulated devices, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megapipe.commands.emulate.device import sharpen_sleep
+from megapipe.commands.emulate.runs import Ours, Runner, Torchs
+from megapipe.commands.ranks import run_ranks
+from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.measured.costs import Ran
+
+
+@dataclass(frozen=True)
+class Job:
+    """One schedule under one runtime (megapipe or torch). costs: of its stages, where they are not all alike."""
+
+    runtime: str
+    schedule: Schedule
+    costs: Costs | None = None
+
+
+def run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
+
+    timed: the passes of the first job instead, [repeat][rank].
+    """
+    given = (jobs, costs, args, timed)
+    return run_ranks(args.pp * args.dp, _rank, *given, preload=("torch", "megapipe.commands.emulate.runs"))[0]
+
+
+def _rank(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool) -> Any:
+    shape, repeats = (args.message_kib * 256, 1, 1), args.repeats  # float32
+    sharpen_sleep()
+    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=args.pp), CPU)
+    kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
+    runners = [kinds[job.runtime](mesh, job.schedule, job.costs or costs, shape) for job in jobs]
+    for runner in runners:
+        runner.steps = args.steps if getattr(args, "post_validation", False) else 1
+        runner.reduced_bytes = int(getattr(args, "reduction_mib", 0.0) * 2**20)
+    gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
+    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
+    ran = [_passes(runners[0]) for _ in range(repeats * timed)]
+    mesh.close()
+    return ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)]
+
+
+def _step(runner: Runner) -> list[list[float]]:
+    """What every rank measured in one step, which all start at the same moment."""
+    world, device = runner.mesh.world, runner.device
+    device.busy = device.peak = device.held = 0.0
+    start = world.broadcast(torch.tensor([time.perf_counter() + 0.02], dtype=torch.float64)).item()
+    device.epoch = start
+    time.sleep(max(0.0, start - time.perf_counter()))
+    cpu = time.thread_time()
+    runner.step()
+    cpu, took = time.thread_time() - cpu, time.perf_counter() - start
+    assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
+    sent = -1 if runner.sent_bytes is None else runner.sent_bytes
+    mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
+    return world.all_gather(mine).tolist()
+
+
+def _passes(runner: Runner) -> list[list[Ran]]:
+    """Those of every rank in one step."""
+    runner.watch = watch = Stopwatch(CPU, runner.schedule)
+    _step(runner)
+    return ran_by_all([watch], runner.mesh.pp)[0]

@@ -1,0 +1,221 @@
+"""One step of a rank of emulated devices: under our executor, or under torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as peers
+from torch import Tensor
+
+from megapipe.commands.emulate.device import Device, Layers, Share, Shared
+from megapipe.distributed.axis import Pending
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.messages.messenger import Messenger
+from megapipe.pipeline_parallel.messages.transport import Op, Transport
+from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
+from megapipe.tensor_parallel.rng import Stream
+
+PEERS = {
+    "gpipe": peers.ScheduleGPipe,
+    "1f1b": peers.Schedule1F1B,
+    "interleaved": peers.ScheduleInterleaved1F1B,
+    "interleaved-zb": peers.ScheduleInterleavedZeroBubble,
+    "zb-v": peers.ScheduleZBVZeroBubble,
+    "dualpipe-v": peers.ScheduleDualPipeV,
+}
+"""torch's schedule of the same order."""
+
+
+class Runner(ABC):
+    """One rank of one schedule under one runtime. `step` runs it; `device`, `sent_bytes` and a `watch` (of ours) say
+    what it did.
+
+    Args:
+        costs: times in seconds.
+        shape: of every message.
+    Attributes:
+        steps: how many follow each other in one call of `step`.
+        reduced_bytes: G is an all-reduce over data parallel of so much for a device share; 0: it takes costs.g of a
+            link that does nothing else and waits for no other rank.
+    """
+
+    sent_bytes: int | None = None
+    steps = 1
+    reduced_bytes = 0
+    watch: Stopwatch | None = None
+
+    def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
+        self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
+        assert not isinstance(costs.comm, tuple), "the emulated links are all alike"
+        self.device = Device(link=costs.comm)
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """What is done once, before the first step."""
+
+    def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
+        """This rank's stages."""
+        place = self.schedule.placement
+        time_of, rank_of = self.costs.durations(place), place.rank_of
+
+        def remote(stage: int, other: int | None) -> bool:
+            return other is not None and rank_of[other] != rank_of[stage]
+
+        def share(stage: int) -> Share:
+            f, b, w = (time_of[kind][stage] for kind in (Kind.F, Kind.B, Kind.W))
+            before, after = (remote(stage, other) for other in (place.prev(stage), place.next(stage)))
+            return Share(f, b, w, place.num_ranks / place.chain, before, after)
+
+        own = place.stages_on(self.mesh.pp.rank)
+        return {s: Layers(self.device, share(s), split_by_autograd=split_by_autograd) for s in own}
+
+    @abstractmethod
+    def step(self) -> None:
+        """All passes of one step."""
+
+
+class _EmulatedLinks(Transport):
+    """Real messages, stamped and counted as they leave."""
+
+    def __init__(self, mesh: ProcessMesh, device: Device) -> None:
+        super().__init__(mesh.pp)
+        self.device, self.sent_bytes = device, 0
+
+    def post(self, ops: list[Op]) -> Any:
+        for op in ops:
+            if op.sends:
+                self.device.stamp(op.tensor)
+                self.sent_bytes += op.tensor.nbytes
+        return super().post(ops)
+
+
+class _StampingStage(peers.PipelineStage):
+    """torch's stage, its messages stamped as they leave."""
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._stamped(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _stamped(self, ops: Any) -> Any:
+        layers: Any = self.submod
+        for op in ops:
+            layers.device.stamp(op.tensor)
+        return ops
+
+
+class Ours(Runner):
+    """The executor, the communicator and PipelineStage."""
+
+    def prepare(self) -> None:
+        self.transport = _EmulatedLinks(self.mesh, self.device)
+        self.comm = Messenger(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
+        self.program = lower(unpaired(self.schedule), self.costs)[self.mesh.pp.rank]
+        self.modules = self.layers(split_by_autograd=False)
+        self.x = torch.zeros(self.shape)
+        self._pending: Pending | None = None
+        self._link_free = 0.0
+
+    def forward(self, _: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+        """Megatron's forward step."""
+        return model(self.x if model.given[0] is None else None), lambda out: (out.mean(), {})
+
+    def step(self) -> None:
+        self.transport.sent_bytes = 0
+        for _ in range(self.steps):
+            self._step()
+        self._norm()
+        self.sent_bytes = self.transport.sent_bytes
+
+    def _step(self) -> None:
+        place = self.schedule.placement
+        stages: Any = (
+            self._shared()
+            if place.vocabulary
+            else {
+                number: PipelineStage(
+                    module,
+                    self.forward,
+                    None,
+                    holds_loss=place.is_last(number),
+                    loss_divisor=self.schedule.num_microbatches,
+                    per_token=False,
+                    collect_non_loss_data=False,
+                    stream=lambda microbatch: Stream(0, microbatch),
+                )
+                for number, module in self.modules.items()
+            }
+        )
+        beside = {Kind.G: self._reduce, Kind.U: self._update, Kind.V: lambda _: self._norm}
+        execute(self.program, place, stages, self.comm, of_stage=beside, watch=self.watch)
+
+    def _reduce(self, stage: int) -> Callable[[], None]:
+        place = self.schedule.placement
+        if self.reduced_bytes:
+            gradients = torch.zeros(self.reduced_bytes // 4 * place.num_ranks // place.chain)
+            work: Any = dist.all_reduce(gradients, group=self.mesh.dp.group, async_op=True)
+            return lambda: work.wait() and None
+        took = self.costs.durations(place)[Kind.G][stage]
+        self._link_free = free = max(self._link_free, time.perf_counter()) + took
+        return lambda: time.sleep(max(0.0, free - time.perf_counter()))
+
+    def _shared(self) -> dict[int, Shared]:
+        place, length = self.schedule.placement, self.costs.durations(self.schedule.placement)
+        size = place.num_ranks / place.chain
+        own = {s: {kind: stages[s] for kind, stages in length.items()} for s in place.stages_on(self.mesh.pp.rank)}
+        return {s: Shared(self.device, of, size, self.x) for s, of in own.items()}
+
+    def _update(self, stage: int) -> Callable[[], None]:
+        """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""
+        if stage == max(self.modules):
+            self._pending = self.mesh.world.start_all_reduce(torch.zeros(1))
+        return self._norm if Kind.V not in self.schedule.kinds else lambda: None
+
+    def _norm(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+
+
+class Torchs(Runner):
+    """torch.distributed.pipelining with its own PipelineStage and automatic split of the graph."""
+
+    def prepare(self) -> None:
+        place, pp, m = self.schedule.placement, self.mesh.pp, self.schedule.num_microbatches
+        make: Any = PEERS[self.schedule.name]
+        modules = self.layers(split_by_autograd=any(kind.is_split for kind in self.schedule.kinds))
+        hidden = torch.zeros(self.shape, requires_grad=True)
+        data = gradient = hidden.detach()
+        # Told everything about its tensors, torch need not find out by a forward and backward of its own.
+        stages = [
+            _StampingStage(
+                module,
+                s,
+                place.num_stages,
+                pp.device,
+                input_args=data if place.is_first(s) else hidden,
+                output_args=hidden,
+                output_grads=None if place.is_last(s) else gradient,
+                input_grads=None if place.is_first(s) else gradient,
+                group=pp.group,
+            )
+            for s, module in modules.items()
+        ]
+        whole_rank = stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
+        self.run = make(whole_rank, m, loss_fn=lambda out, _: out.mean())
+        whole = torch.zeros(m * self.shape[0], *self.shape[1:])
+        self.args = (whole,) if any(map(place.is_first, modules)) else ()
+        self.kwargs = {"target": whole, "losses": []} if any(map(place.is_last, modules)) else {}
+
+    def step(self) -> None:
+        self.run.step(*self.args, **self.kwargs, return_outputs=False)

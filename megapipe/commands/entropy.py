@@ -1,0 +1,50 @@
+"""Unigram entropy of the validation tokens: the loss of a model that knows how frequent each token is, no more.
+
+python megapipe/commands/entropy.py --data-path data/stdlib_text_document --split 969,30,1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.data.blend import split_ranges
+from megapipe.data.indexed import IndexedDataset
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse, run
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool, as given to the training run."""
+
+    data_path: str | None = None
+    """Prefix of a .bin/.idx pair."""
+    split: str = "969,30,1"
+    """Proportions of train, validation and test."""
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    if flags.data_path is None:
+        raise ConfigError("--data-path is missing: --data-path data/stdlib_text_document")
+    dataset = IndexedDataset(flags.data_path)
+    begin, end = split_ranges(flags.split, len(dataset))[1] or (0, 0)
+    if not dataset.lengths[begin:end].any():
+        raise DataError(f"--split {flags.split} leaves no validation tokens in {flags.data_path}")
+    first = dataset.start(begin)
+    tokens = dataset.tokens[first : first + int(dataset.lengths[begin:end].sum(dtype=np.int64))]
+    print(f"Unigram entropy of {tokens.size} validation tokens: {entropy(np.bincount(tokens)):.4f} nats")
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """-sum p ln p in nats, p = counts / sum(counts)."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+if __name__ == "__main__":
+    run(main)

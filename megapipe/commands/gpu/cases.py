@@ -1,0 +1,122 @@
+"""What tools/gpu_check.py runs, as data: small trainings and what each must equal, and single operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHAPE = (
+    "--pipeline-schedule 1f1b --group-query-attention --num-query-groups 2 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --lr-decay-style constant --mock-data "
+    "--tokenizer-type NullTokenizer --eval-iters 0 --distributed-timeout-minutes 2 "
+)
+SIZES = {
+    "cuda": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+    "--vocab-size 4095",
+    "cpu": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--vocab-size 127 --split 1,0,99",  # few documents to index
+}
+GPT2_124M = (
+    "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 --seq-length 1024 "
+    "--max-position-embeddings 1024 --vocab-size 50303 --micro-batch-size 8 --global-batch-size 32 --train-iters 10"
+)
+LARGE = (
+    "--bf16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50303 --cross-entropy-loss-fusion "
+    "--global-batch-size 32 --train-iters 10"
+)
+LARGE_LAYER = (
+    "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --seq-length 2048 --vocab-size 50303 "
+    "--max-position-embeddings 2048"
+)
+GPT3_350M = (
+    f"{LARGE} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 8"
+)
+GPT3_1_3B = (
+    f"{LARGE} --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 4"
+)
+KERNEL, MEASURE = (f"megapipe/commands/gpu/{name}.py --device {{device}} --only" for name in ("kernels", "measures"))
+NANOGPT = "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 --nanogpt {nanogpt}"
+TE = "--transformer-impl transformer_engine"
+EXACT = "--deterministic-mode"
+V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
+SAVED = "{folder}/saved"
+PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training that must end well with a falling loss, or an operation.
+
+    Attributes:
+        flags: behind SHAPE and SIZES, of which the last counts; {folder} is where the case may write.
+        like: the case with the same losses, in the steps that both have.
+        within: relative difference of a loss from that; 0: the bits of all losses and gradient norms.
+        memory: relative difference of the peak from the plan's prediction.
+        mfu: the least share of the device's bf16 peak, where that is known.
+        script: arguments of Python in place of a training; passes with exit status 0, and its last line is the figure.
+        needs: a package or a flag of tools/gpu_check.py without which the case is left out.
+        devices: what it makes sense on.
+        seconds: its time limit.
+    """
+
+    name: str
+    flags: str = ""
+    like: str | None = None
+    within: float = 0.0
+    memory: float | None = None
+    mfu: float = 0.0
+    script: str | None = None
+    needs: str | None = None
+    ranks: int = 1
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    seconds: float = 90.0
+
+
+GPU = ("cuda",)
+# The tolerances of 1e-4 and the memory's are expectations: no GPU has been asked yet.
+CASES = (
+    Case("kernel: weight gradient put off to W", script=f"{KERNEL} weight_grad"),
+    Case("kernel: fused loss", script=f"{KERNEL} fused_loss"),
+    Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
+    Case("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", devices=GPU, seconds=240),
+    Case("ceilings", script=f"{MEASURE} ceilings"),
+    Case("B and W apart: time", script=f"{MEASURE} split"),
+    Case("every schedule of one rank", script=f"{MEASURE} schedules"),
+    Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
+    Case("float32"),
+    Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
+    Case("bf16", "--bf16", "float32", 2e-2),
+    Case("bf16, fused loss", "--bf16 --cross-entropy-loss-fusion", "bf16", 1e-2),
+    Case("fp16, loss scaling", "--fp16 --initial-loss-scale 1024", "float32", 2e-2),
+    Case("deterministic", EXACT, "float32", 1e-4),
+    Case("deterministic, again", EXACT, "deterministic"),
+    Case("zb-h1: B and W apart", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
+    Case("dualpipe-v, full recompute, saves", f"{V} --save {SAVED} --save-interval 3", "deterministic"),
+    Case("dualpipe-v, resumed at step 3", f"{V} --load {SAVED} --ckpt-step 3", "dualpipe-v, full recompute, saves"),
+    Case("dropout", f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1", "float32", 0.1),
+    Case(
+        "dropout, zb-h1, full recompute",
+        f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-schedule zb-h1 --recompute-granularity full",
+        "dropout",
+    ),
+    Case("window", "--window-size 7,0"),
+    Case("window on the CPU", "--window-size 7,0 --distributed-backend gloo", "window", 1e-4, devices=GPU),
+    Case("compiled layers", "--compile", "float32", 1e-4, devices=GPU, seconds=240),
+    Case("124M bf16: memory", GPT2_124M, memory=0.25, devices=GPU),
+    Case("124M bf16, fused loss: memory", f"{GPT2_124M} --cross-entropy-loss-fusion", memory=0.25, devices=GPU),
+    Case("124M bf16, zb-h1", f"{GPT2_124M} --pipeline-schedule zb-h1", "124M bf16: memory", 1e-2, devices=GPU),
+    Case("350M bf16", GPT3_350M, memory=0.25, devices=GPU),
+    Case("350M bf16, compiled layers", f"{GPT3_350M} --compile", "350M bf16", 1e-2, devices=GPU, seconds=240),
+    Case("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5, devices=GPU),
+    Case("1.3B bf16, compiled layers", f"{GPT3_1_3B} --compile", "1.3B bf16", 1e-2, devices=GPU, seconds=240),
+    Case("124M beside nanoGPT", script=f"{NANOGPT} --size 124m", needs="nanogpt", devices=GPU, seconds=240),
+    Case("350M beside nanoGPT", script=f"{NANOGPT} --size 350m", needs="nanogpt", devices=GPU, seconds=240),
+    Case("Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU),
+    Case("1.3B, Transformer Engine", f"{GPT3_1_3B} {TE}", "1.3B bf16", 1e-2, needs="transformer_engine", devices=GPU),
+    Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
+    Case("pp 2: batched messages", f"{PP2} --no-overlap-p2p-communication", "deterministic", ranks=2),
+    Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
+    Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
+    Case("tp 2, sequence parallel", "--tensor-model-parallel-size 2 --sequence-parallel", "float32", 1e-4, ranks=2),
+    Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),
+)

@@ -1,0 +1,142 @@
+"""Single operations on a device against float64 and plain torch: each gives the largest error of its kind.
+
+PYTHONPATH=. python megapipe/commands/gpu/kernels.py --device cuda --only weight_grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.flags.parse import parse, run
+from megapipe.models.attention.blocks import Rule
+from megapipe.models.attention.context import context_attention
+from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.weight_grad import WeightGrads
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check of this tool or of measures.py found, in words, and whether it is good enough."""
+
+    figure: str
+    passed: bool = True
+
+
+def within(error: float, allowed: float) -> Found:
+    """error: the largest, as a part of the largest number of its tensor. A nan does not pass."""
+    return Found(f"error {error:.1e}, at most {allowed:.1e}", error <= allowed)
+
+
+def weight_grad(device: torch.device) -> Found:
+    """The weight gradient of a bf16 layer, put off to W and added into float32, over two microbatches.
+
+    A GPU computes and adds it in float32 (`addmm(out_dtype)`); a CPU rounds each microbatch's product to bf16.
+    """
+    draw = torch.Generator().manual_seed(1)
+    layer = ColumnParallelLinear(96, 64, tp=Axis(), bias=False)
+    layer.weight.data = torch.randn(64, 96, generator=draw).bfloat16().to(device)
+    main_grad = torch.zeros(64, 96, device=device)
+    setattr(layer.weight, "main_grad", main_grad)  # noqa: B010
+    owner, want = WeightGrads(), torch.zeros(64, 96, dtype=torch.float64)
+    for microbatch in range(2):
+        x, dy = (torch.randn(40, 3, n, generator=draw).bfloat16() for n in (96, 64))
+        with owner.capturing():
+            out = layer(x.to(device).requires_grad_())
+        with owner.deferring(microbatch):
+            torch.autograd.backward(out, dy.to(device))
+        weight = torch.zeros(64, 96, dtype=torch.float64, requires_grad=True)
+        (grad,) = torch.autograd.grad(F.linear(x.double(), weight), weight, dy.double())
+        want += grad
+    for microbatch in owner.owed:
+        owner.run(microbatch)
+    return within(_error(main_grad, want), 2**-8 if device.type == "cpu" else 1e-5)
+
+
+def fused_loss(device: torch.device) -> Found:
+    """The fused output head and loss in float32: losses and both gradients; one label has no loss."""
+    draw = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(300, 32, generator=draw), torch.randn(9001, 32, generator=draw)
+    target, grad = torch.randint(0, 9001, (300,), generator=draw), torch.randn(300, generator=draw)
+    target[7] = -100
+    got = _results(
+        lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target.to(device), Axis()),
+        (x.to(device), weight.to(device)),
+        grad.to(device),
+    )
+    want = _results(
+        lambda x, w: F.cross_entropy(x @ w.t(), target, reduction="none"), (x.double(), weight.double()), grad.double()
+    )
+    return within(max(map(_error, got, want)), 1e-5)
+
+
+def dropout_attention(device: torch.device) -> Found:
+    """Attention with dropout in float32: output and three gradients, under the mask that a first call shows.
+
+    The first call's values are unit vectors, so its output is the matrix of probabilities itself.
+    """
+    s, p, draw = 64, 0.25, torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(2, 4, s, s, generator=draw) for _ in range(4))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_attention(q, k, v, Rule(s, Stream(1, 5), p=p, site=("layer",)))
+
+    on_device = q.to(device), k.to(device), v.to(device)
+    unit = torch.eye(s, device=device).expand(2, 4, s, s).contiguous()
+    kept = (attend(on_device[0], on_device[1], unit) != 0).cpu()
+    seen = torch.ones(s, s, dtype=torch.bool).tril()
+    share = kept.sum().item() / (8 * seen.sum().item())
+    assert abs(share - (1 - p)) < 0.02, f"{share:.3f} of the probabilities were kept, not {1 - p}"
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * s**-0.5).masked_fill(~seen, float("-inf"))
+        return torch.matmul(scores.softmax(-1) * kept / (1 - p), v)
+
+    got = _results(attend, on_device, grad.to(device))
+    want = _results(plain, [x.double() for x in (q, k, v)], grad.double())
+    return within(max(map(_error, got, want)), 1e-5)
+
+
+KERNELS: dict[str, Callable[[torch.device], Found]] = {
+    f.__name__: f for f in (weight_grad, fused_loss, dropout_attention)
+}
+
+
+def _results(f: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output and the gradient of each input."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = f(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double().cpu() - want).abs().max() / want.abs().max())
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool."""
+
+    device: str = "cuda"
+    """cuda, cpu."""
+    only: str = ""
+    """One of them; default: all."""
+
+
+def main(argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS) -> None:
+    flags = parse(Flags, argv)
+    found = [check(torch.device(flags.device)) for name, check in checks.items() if flags.only in ("", name)]
+    for one in found:
+        print(one.figure)
+    raise SystemExit(not all(one.passed for one in found))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,59 @@
+"""What a rank's memory consists of at the most of a step: counted, and on a GPU as the allocator has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megapipe.commands.compare import Held, Kept
+from megapipe.distributed.device import memory_bytes
+from megapipe.training.pretrain import Run
+
+
+def parts_of(run: Run) -> dict[str, float]:
+    """Bytes at the peak of one more step: counted, and on a GPU as allocated."""
+    device, optimizer = run.mesh.device, run.optimizer
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        run.step()
+    allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
+    held = _Parts(run, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
+    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
+        run.step()
+    parts = {
+        "weights": float(sum(size for _, size in _storages(p for m in run.modules for p in m.parameters()))),
+        "gradients": float(sum(b.grads.nbytes for b in optimizer.buffers)),
+        "optimizer": float(sum(x.nbytes for flats in optimizer._kinds().values() for x in flats)),
+        "activations": float(held.peak - held.of_head),
+        "head": float(held.of_head),
+    }
+    return parts | ({"other": max(0.0, allocated - sum(parts.values()))} if allocated else {})
+
+
+def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
+    """Each storage once."""
+    return {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors}
+
+
+class _Parts(Held):
+    """Bytes that graphs hold, those of the logits apart. wide: their last dimension."""
+
+    def __init__(self, run: Run, wide: int) -> None:
+        super().__init__(run)
+        self.wide, self.sizes, self.of_head = wide, dict[int, int](), 0
+
+    def pack(self, tensor: Tensor) -> Tensor | Kept:
+        kept = super().pack(tensor)
+        if isinstance(kept, Kept) and self.wide in tensor.shape[-1:]:
+            self.sizes[kept.key] = kept.size
+        return kept
+
+    def add(self, key: int, size: int, uses: int) -> None:
+        before = self.peak
+        super().add(key, size, uses)
+        if not self.uses[key]:
+            self.sizes.pop(key, None)
+        if self.peak > before:
+            self.of_head = sum(self.sizes.values())

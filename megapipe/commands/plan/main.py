@@ -1,0 +1,215 @@
+"""The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
+
+Takes the flags of pretrain_gpt.py. With --measure costs are timed on this machine; a layout found so can be copied into
+the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated
+devices: real processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
+With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
+(megapipe/commands/plan/search.py); flags that name these are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megapipe.checks.run import flag_problems, validate
+from megapipe.commands.plan.links import Device, load_device
+from megapipe.commands.plan.measure import measure
+from megapipe.commands.plan.search import BEST, Search, search
+from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config.layers import inline
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.errors import ConfigError, ScheduleError, UserError
+from megapipe.flags.parse import parse, stop, to_flags
+from megapipe.models.provider import gpt_provider
+from megapipe.partition.layout import layout_string
+from megapipe.partition.spans import nearly_even
+from megapipe.plan import GIB, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.schedule import Costs
+from megapipe.schedule.costs_file import dump_costs
+from megapipe.training.check import vocabulary
+
+
+def main() -> int:
+    """Print the plan. Returns the exit status."""
+    args, flags = _arguments()
+    try:
+        if args.search:
+            print(_search(parse(Config, flags), args))
+            return 0
+        plan = _plan(parse(Config, flags), args)
+    except UserError as error:
+        stop(error)
+    if plan.before is not None:
+        print(changes(plan))
+    print(table(plan, seconds=args.measure))
+    print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
+    if args.save_costs:
+        _save(plan.costs, args.save_costs)
+    if args.emulate_ms is not None:
+        _emulate(plan, args)
+    return 0
+
+
+def _arguments() -> tuple[Namespace, list[str]]:
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="All other flags are those of pretrain_gpt.py; --world-size is how many processes the "
+        "run has, by default tensor x context x pipeline ranks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--measure", action="store_true", help="time the model's pieces here instead of counting FLOPs")
+    parser.add_argument("--costs", metavar="FILE", help="what passes and messages take, as --pipeline-costs of a run")
+    parser.add_argument("--save-costs", metavar="FILE", help="write such a file of this plan's stages")
+    parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
+    parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
+    parser.add_argument(
+        "--search", action="store_true", help="the ten best plans on --world-size devices of --memory-gib"
+    )
+    parser.add_argument("--memory-gib", type=float, default=80.0, help="of each, of --search")
+    parser.add_argument(
+        "--device",
+        metavar="FILE",
+        help="JSON: flops, node, inside, outside, latency, overhead (megapipe/commands/plan/links.py)",
+    )
+    args, flags = parser.parse_known_args()
+    for old in ("--gpus", "--processes"):
+        if any(flag.partition("=")[0] == old for flag in flags):
+            parser.error(f"{old} is called --world-size, as in pretrain_gpt.py --check and rehearse.py")
+    return args, flags
+
+
+def _wrong(args: Namespace) -> Iterator[str]:
+    """Numbers that mean nothing."""
+    for name in ("emulate_ms", "memory_gib"):
+        if (number := getattr(args, name)) is not None and not 0 < number < math.inf:
+            yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
+    if args.repeats < 1:
+        yield f"--repeats must be at least 1, got {args.repeats}."
+
+
+def _search(config: Config, args: Namespace) -> str:
+    device = load_device(args.device) if args.device else Device()
+    config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
+    problems = flag_problems(config)
+    if config.train.global_batch_size is None:
+        problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
+    if (devices := config.check.world_size) is None:
+        problems.append("--search needs --world-size, the number of devices. Give it.")
+    if (problems := [*problems, *_wrong(args)]) or devices is None:
+        raise ConfigError(problems)
+    config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
+    memory = args.memory_gib * GIB
+    found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
+    told = f"{devices} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
+    return "\n".join([told, *said, report(found, memory)])
+
+
+def _plan(config: Config, args: Namespace) -> Plan:
+    if problems := list(_wrong(args)):
+        raise ConfigError(problems)
+    if args.costs is not None:
+        config = replace(config, parallel=replace(config.parallel, pipeline_costs=args.costs))
+    if args.measure and config.parallel.pipeline_costs is not None:
+        raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
+    par, given = config.parallel, config.check.world_size
+    pipeline = par.pipeline_model_parallel_size
+    least = par.tensor_model_parallel_size * par.context_parallel_size * pipeline
+    config = replace(config, world_size=given if given and given > 0 else least)
+    validate(config, has_cuda=has_cuda())
+    vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
+    config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    if not args.measure:
+        return make_plan(config)
+    counted = pieces_of(config, config.model)
+    return plan_of(config, measure(config, counted, gpt_provider, pick_device(config.parallel)).on(pipeline))
+
+
+def report(found: Search, memory: float) -> str:
+    """The best plans, each with the flags to paste, and what became of the rest."""
+    best = sorted(found.best.values(), key=lambda x: x.step)[:BEST]
+    if not best:
+        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
+    first = best[0]
+    lines = []
+    for n, x in enumerate(best, 1):
+        tp, cp, pp, micro = x.layout
+        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
+        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
+        more = (x.parts[worst] - first.parts[worst]) / first.step
+        lines += [
+            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
+            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
+            f"x {tp} tensor, micro batch {micro}, {x.schedule}, "
+            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
+            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
+            f"      {' '.join(flags_of(x.config))}",
+        ]
+    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
+
+
+def _lost(found: Search) -> str:
+    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
+
+
+def flags_of(config: Config) -> list[str]:
+    """What the search has chosen, as flags."""
+    model = config.model
+    chosen = Config(
+        ModelConfig(recompute_granularity=model.recompute_granularity, sequence_parallel=model.sequence_parallel),
+        config.parallel,
+        TrainConfig(micro_batch_size=config.train.micro_batch_size),
+    )
+    return to_flags(chosen)
+
+
+def _save(costs: Costs, path: str) -> None:
+    try:
+        Path(path).write_text(dump_costs(costs), encoding="utf-8")
+    except OSError as error:
+        stop(ConfigError(f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."))
+    print(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of tools/schedules.py")
+
+
+def _emulate(plan: Plan, args: Namespace) -> None:
+    from megapipe.commands.emulate import main as bench
+    from megapipe.commands.emulate.pool import Job, run_pool
+
+    place = plan.schedule.placement
+    total = sum(work.time for work in plan.works)
+    unit = args.emulate_ms / 1e3 * place.num_ranks / total
+    job = Job("megapipe", plan.schedule)
+    settings = Namespace(pp=place.num_ranks, dp=1, message_kib=64, repeats=args.repeats)
+    print(f"emulated on {place.num_ranks} processes, {args.emulate_ms:g} ms per mean rank and microbatch:")
+    steps = []
+    for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
+        costs = scaled(plan.pieces.costs(counts), unit)
+        (measured,) = run_pool([job], costs, settings)
+        row = bench._row(job, costs, measured)
+        steps.append(row.step_ms)
+        print(
+            f"  step {row.step_ms:7.0f} ms  predicted {row.predicted_ms:7.0f}  measured/predicted {row.ratio:.3f}  "
+            f"of the even split {row.step_ms / steps[0]:.3f}  {layout_string(counts)}"
+        )
+
+
+def scaled(costs: Costs, unit: float) -> Costs:
+    """The times of passes, of each stage, in another unit."""
+
+    def column(times: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return tuple(x * unit for x in times) if isinstance(times, tuple) else times * unit
+
+    return Costs(column(costs.f), column(costs.b), column(costs.w))
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    try:
+        sys.exit(main())
+    except ScheduleError as error:
+        sys.exit(f"plan.py: error: {error}")

@@ -1,0 +1,256 @@
+"""One rank of a run by itself: the real program, and what other ranks would send is there at once.
+
+Stages, table, executor, optimizer and memory are the run's. Messages arrive as noise of the right shape, collectives
+end as if every other rank had what this one has: numbers mean nothing and communication takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.commands.plan.held_bytes import parts_of
+from megapipe.config import CheckpointConfig, Config, LogConfig
+from megapipe.data.build import Datasets
+from megapipe.distributed.axis import Axis, Pending
+from megapipe.distributed.device import pick_device, synchronize
+from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
+from megapipe.models.provider import find_provider, gpt_provider, stage_provider
+from megapipe.optim.census import take_census
+from megapipe.pipeline_parallel.messages.agreed import messages_of
+from megapipe.pipeline_parallel.messages.transport import Op
+from megapipe.plan import Plan
+from megapipe.schedule import unpaired
+from megapipe.schedule.measured.costs import Ran
+from megapipe.training.guards.model import check_ownership
+from megapipe.training.pretrain import Run
+from pretrain_gpt import forward_step
+
+Answers = Sequence[Sequence[Any]]
+"""What the ranks of a pipeline ask of each other once: of each question every rank's answer."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rank showed.
+
+    Attributes:
+        stages: of the rank.
+        steps: the passes of each timed step.
+        beside: seconds of a step outside its passes: gradients to zero, norm, update (U).
+        parts: bytes by what they are for; on a GPU also `other`, up to the allocator's peak.
+    """
+
+    stages: tuple[int, ...]
+    steps: list[list[Ran]]
+    beside: float
+    parts: dict[str, float]
+
+    def passes(self, step: int, stages: Sequence[int]) -> list[Ran]:
+        """Of a timed step, as a rank with other numbers for its stages runs them."""
+        renamed = dict(zip(self.stages, stages, strict=True))
+        return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in self.steps[step]]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Alone(Axis):
+    """An axis of which one rank is there; the others have what it has. answers: what they say otherwise."""
+
+    answers: Answers = ()
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        return Pending(x)  # so gradients are too small by a factor, which costs nothing
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        return Pending(torch.cat([x] * self.size))
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        return Pending(x[: x.shape[0] // self.size].clone())
+
+    def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
+        return Pending(x.clone())
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return x
+
+    def gather_json(self, value: Any) -> list[Any]:
+        mine = json.loads(json.dumps(value))
+        return next((list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size)
+
+
+class _World(Alone):
+    """Only numbers are summed over it, and ranks that are alike agree on where they are."""
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        return Pending(x.mul_(self.size) if op == "sum" else x)
+
+
+class _Asked(Exception):
+    """Carries what a rank says to all others."""
+
+
+class _Asking(Alone):
+    def gather_json(self, value: Any) -> list[Any]:
+        raise _Asked(json.loads(json.dumps(value)))
+
+
+def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()) -> ProcessMesh:
+    """The mesh of a rank of the run, without the others. rank: of the world."""
+    mesh = build_mesh(grid_of(config), rank, device, lambda name, sets: None, shares=plan.shares)
+    axes = {x.name: getattr(mesh, x.name) for x in fields(mesh) if isinstance(getattr(mesh, x.name), Axis)}
+    alone = {name: (_World if name == "world" else Alone)(**vars(axis)) for name, axis in axes.items()}
+    changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers)}
+    return replace(mesh, **changed)
+
+
+def grid_of(config: Config) -> Tensor:
+    """The run's ranks by (pp, dp, cp, tp)."""
+    par = config.parallel
+    cp, tp = par.context_parallel_size, par.tensor_model_parallel_size
+    shape = (par.pipeline_model_parallel_size, config.data_parallel_size, cp, tp)
+    return rank_grid(shape, dp_last=par.use_tp_pp_dp_mapping)
+
+
+def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
+    """What each of these ranks says when a pipeline is put together; their stages are built without storage.
+
+    ranks: of the world, those of a pipeline.
+    """
+    return [*zip(*(_answers(config, plan, rank) for rank in ranks), strict=True)]
+
+
+def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
+    mesh, place = mesh_of(config, plan, rank, torch.device("cpu")), plan.schedule.placement
+    mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
+    own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
+    provider = stage_provider(_provider(config), own)
+    with torch.device("meta"):
+        modules = [_typed(config, provider(config.model, span, mesh.tp)) for span in own]
+    return [
+        _said(lambda: check_ownership(modules, config.model, provider, place, mesh)),
+        _said(lambda: take_census(modules, mesh)),
+        _said(lambda: messages_of(modules, mesh.pp)),
+    ]
+
+
+def _said(question: Callable[[], object]) -> Any:
+    try:
+        question()
+    except _Asked as said:
+        return said.args[0]
+    raise AssertionError("it asks the pipeline")
+
+
+def _typed(config: Config, module: nn.Module) -> nn.Module:
+    """As models.build.stage_module makes it."""
+    train = config.train
+    module = module.requires_grad_(False) if train.freeze_all_layers else module
+    return module.to(torch.bfloat16 if train.bf16 else torch.float16) if train.half else module
+
+
+def _provider(config: Config) -> Any:
+    return find_provider(config.model.model_provider) if config.model.model_provider else gpt_provider
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Samples without end, of any tokens."""
+
+    length: int
+    vocab: int
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, sample: int) -> Any:
+        return torch.randint(self.vocab, (self.length + 1,)).numpy()
+
+
+def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> Rehearsed:
+    """Run a rank's part of a few steps and measure it. Costs its memory and its time."""
+    run = rank_alone(config, plan, rank, answers)
+    return rehearsed(run, [timed_step(run) for _ in range(steps + 1)][1:])
+
+
+def rehearsed(run: Run, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
+    """Of the steps that were timed, and one more for its memory."""
+    beside = median(took - (row[-1].end - row[0].begin) for row, took in timed) if timed else 0.0
+    own = run.plan.schedule.placement.stages_on(run.mesh.pp.rank)
+    return Rehearsed(own, [row for row, _ in timed], beside, parts_of(run))
+
+
+def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Run:
+    """A run that is ready for its first step, of which no other rank is there."""
+    mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
+    with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
+        run = run_on(mesh, config, plan)
+    run.pipeline.transport.post = delivered  # type: ignore[method-assign]
+    return run
+
+
+def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Run:
+    """A run on noise in place of data, which neither loads nor saves nor logs."""
+    vocab = (config.model.padded_vocab_size or 2) - 1
+    config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
+    config = replace(config, data=replace(config.data, num_workers=0, eval_interval=None))
+    if config.train.fp16:  # noise would overflow under a large one, and the update be skipped
+        config = replace(config, train=replace(config.train, loss_scale=1.0))
+    data = Datasets(_Noise(config.train.sequence, vocab), None, None)
+    return Run(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
+
+
+def delivered(ops: list[Op]) -> Sequence[_There]:
+    """Messages that are there at once, in place of `Transport.post`."""
+    for op in ops:
+        if not op.sends:
+            op.tensor.copy_(_noise(op.tensor.shape, op.tensor.device))
+    return [_There()] * len(ops)
+
+
+class _There:
+    """A message that has arrived."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@cache
+def _noise(shape: torch.Size, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device) * 0.01
+
+
+def timed_step(run: Run) -> tuple[list[Ran], float]:
+    """The passes of one step, and seconds of all of it. Pairs run one after the other."""
+    schedule, costs = run.pipeline.schedule, run.plan.costs
+    paired = any(len(step) > 1 for row in schedule.ranks for step in row)
+    if paired:
+        run.pipeline.follow(unpaired(schedule), costs)
+    synchronize(run.mesh.device)
+    began = time.perf_counter()
+    run.step()
+    synchronize(run.mesh.device)
+    took = time.perf_counter() - began
+    ran = run.pipeline.stopwatch.ran(run.mesh.pp.rank)
+    if paired:
+        run.pipeline.follow(schedule, costs)
+    return ran, took

@@ -1,0 +1,282 @@
+"""The best plans of a model on so many devices: layouts, micro batches, recomputation, schedules, by the simulator.
+
+A cell is a layout (tp, cp, pp, micro batch) with its recomputation. Its plans are tried in the order of what work and
+filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two shorter
+batches, which tell the time of a microbatch more, and the best once more as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from math import inf
+from operator import add, itemgetter
+from typing import Literal
+
+from megapipe.checks.run import flag_problems, validate_vocab
+from megapipe.commands.plan.links import Device, sums, with_messages
+from megapipe.config import Config, ParallelConfig
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
+from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
+from megapipe.schedule.simulate import memory_steps, run_clock
+
+BEST = 10
+_CHUNKS = (2, 4)
+_DOMINATED = ("zb-auto", "naive", "gpipe", "breadth-first")
+"""Searched at the end; and those that take as long as another and hold more."""
+Recompute = Literal["full", "selective"] | None
+RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
+SEARCHED = 512
+"""Microbatches times ranks of a table that is searched at most."""
+MICRO = 16
+"""Sequences of a micro batch at most."""
+SLOWER = "slower than another of the same layout or ten others"
+Layout = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan and its step. parts: seconds of it by what for; the rest is computed once on every plan."""
+
+    config: Config
+    plan: Plan
+    schedule: str
+    step: float
+    peak: float
+    parts: dict[str, float]
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.config)
+
+
+@dataclass
+class Search:
+    """What was tried. best: of each layout; lost: how many plans, by why."""
+
+    best: dict[Layout, Timed] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
+
+    def limit(self, layout: Layout) -> float:
+        """A step of this layout that is no longer of interest."""
+        steps = sorted(x.step for x in self.best.values())
+        known = self.best.get(layout)
+        return min(steps[BEST - 1] if len(steps) >= BEST else inf, known.step if known else inf)
+
+    def take(self, timed: Timed, memory: float) -> None:
+        """Keep it if it fits and is its layout's best."""
+        if timed.peak > memory:
+            self.lost["out of memory"] += 1
+            return
+        other = self.best.get(timed.layout)
+        if other is None or timed.step < other.step:
+            self.best[timed.layout] = timed
+        self.lost[SLOWER] += other is not None
+
+
+def search(config: Config, gpus: int, memory: float, device: Device, vocab: int) -> Search:
+    """The best plans. memory: bytes of a device; vocab: ids of the tokenizer."""
+    found = Search()
+    for bound, one, plan in sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0)):
+        if bound > found.limit(layout_of(one)):
+            found.lost["slower by their work alone"] += 1
+            continue
+        try:
+            screen(found, plan, one, device, memory, bound)
+        except (ConfigError, ScheduleError):
+            found.lost["without such stages or microbatches"] += 1
+    best = sorted(found.best.values(), key=lambda x: x.step)[: BEST + 2]
+    found.best = {}
+    for x in best:
+        found.take(under(x.plan, x.config, x.config, device), memory)
+    for x in best[:3]:
+        if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches:
+            one = _searched(x.config, memory)
+            found.take(timed(plan_of(one, pieces_of(one, one.model)), one, device), memory)
+    return found
+
+
+def _candidates(
+    config: Config, gpus: int, vocab: int, memory: float, device: Device, found: Search
+) -> Iterator[tuple[float, Config, Plan]]:
+    """(least step, configuration, plan of its layout) of all that the model allows and the state of which fits."""
+    batch = config.global_batch_size
+    for pp, cp, tp in product(_divisors(gpus), repeat=3):
+        dp = gpus // (tp * cp * pp)
+        if tp > device.node or gpus % (tp * cp * pp) or pp > config.model.layers or batch % dp:
+            continue
+        for micro in (n for n in _divisors(batch // dp) if n <= MICRO):
+            if _refused(_cell(config, gpus, (tp, cp, pp, micro), None, vocab), vocab):
+                continue
+            for recompute in RECOMPUTE:
+                cell = _cell(config, gpus, (tp, cp, pp, micro), recompute, vocab)
+                plan = plan_of(_short(cell, 1), pieces_of(cell, cell.model))
+                if sum(plan.state_bytes) > memory * pp:
+                    found.lost["out of memory"] += len(_schedules(cell))
+                    continue
+                costs = with_messages(in_seconds(plan, cell, device), plan, cell, device)
+                work = work_of(costs) / pp + 2 * device.overhead  # of F and BW at least
+                least = work * cell.num_microbatches + sums(plan, cell, device)
+                yield from ((least + _fill(one, costs), one, plan) for one in _schedules(cell))
+
+
+def _fill(config: Config, costs: Costs) -> float:
+    """Time in which the last rank waits for its first microbatch, and the others for its last gradient."""
+    par = config.parallel
+    pp, entry = par.pipeline_model_parallel_size, SCHEDULES[par.pipeline_schedule or "1f1b"]
+    before = (
+        (pp - 1) // 2
+        if entry.copies > 1
+        else (pp - 1) / (par.num_virtual_stages_per_pipeline_rank or entry.chunks or 1)
+    )
+    forth, back, weights = (sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
+    return before / pp * (forth if entry.split else forth + back + weights)
+
+
+def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab: int) -> Config:
+    tp, cp, pp, micro = layout
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        pipeline_schedule="1f1b",
+        use_distributed_optimizer=gpus > tp * pp,  # less memory and less to send: never worse
+    )
+    rows = config.model.padded_vocab(vocab)
+    model = replace(
+        config.model,
+        recompute_granularity=recompute,
+        recompute_activations=False,
+        sequence_parallel=tp > 1,
+        padded_vocab_size=rows,
+    )
+    train = replace(config.train, micro_batch_size=micro)
+    return replace(config, parallel=parallel, model=model, train=train, world_size=gpus)
+
+
+def _refused(cell: Config, vocab: int) -> bool:
+    try:
+        validate_vocab(cell, vocab)
+    except ConfigError:
+        return True
+    return bool(flag_problems(_short(cell, 1)))
+
+
+def _schedules(cell: Config) -> list[Config]:
+    if cell.parallel.pipeline_model_parallel_size == 1:
+        return [cell]
+    names = [(name, e.chunks) for name, e in SCHEDULES.items() if name not in _DOMINATED]
+    pairs = [(name, None if chunks else n) for name, chunks in names for n in ((1,) if chunks else _CHUNKS)]
+    return [_under(cell, name, chunks) for name, chunks in pairs]
+
+
+def _under(cell: Config, name: str, chunks: int | None) -> Config:
+    par = replace(cell.parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks)
+    return replace(cell, parallel=par)
+
+
+@lru_cache(maxsize=512)
+def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    """Of the catalogue, whose tables need no proof here."""
+    return SCHEDULES[name].generate(ranks, microbatches, **({} if chunks is None else {"chunks": chunks}))
+
+
+def _searched(config: Config, memory: float) -> Config:
+    """The same layout under a table that is searched, as a run with these flags searches it."""
+    cell = _under(config, "zb-auto", None)
+    return replace(cell, parallel=replace(cell.parallel, memory_limit_gib=memory / GIB))
+
+
+def _short(config: Config, turns: int) -> Config:
+    """With a batch of 2 `turns` p microbatches or a little more, which schedules take and refuse as they do its own."""
+    share, twice = (
+        config.train.micro_batch * config.data_parallel_size,
+        2 * config.parallel.pipeline_model_parallel_size,
+    )
+    count = config.num_microbatches
+    fewer = count if count <= twice * turns else twice * turns + count % twice
+    return config.with_batch(fewer * share)
+
+
+def screen(found: Search, plan: Plan, config: Config, device: Device, memory: float, bound: float) -> None:
+    """Take a layout's plan under the schedule of a configuration, its step from those of two shorter batches.
+
+    bound: the least step of the layout. Raises: ConfigError, ScheduleError if there is no such plan.
+    """
+    m, near, far = config.num_microbatches, _short(config, 1), _short(config, 2)
+    one = under(plan, config, near, device)
+    left = m - near.num_microbatches
+    if one.peak > memory or left == 0:
+        return found.take(one, memory)
+    if one.step + bound * left / m > found.limit(one.layout):
+        found.lost[SLOWER] += 1
+        return None
+    other, turns = under(plan, config, far, device), left / (far.num_microbatches - near.num_microbatches)
+    parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
+    return found.take(replace(one, step=one.step + turns * (other.step - one.step), parts=parts), memory)
+
+
+def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
+    """A layout's plan under the schedule of a configuration and the batch of another; errors as above."""
+    par = config.parallel
+    name, chunks = par.pipeline_schedule or "1f1b", par.num_virtual_stages_per_pipeline_rank
+    schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
+    there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
+    return replace(timed(there, batch, device), config=config)
+
+
+def timed(plan: Plan, config: Config, device: Device) -> Timed:
+    """A plan's step under its own batch."""
+    schedule, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
+    costs = with_messages(alone, plan, config, device)
+    clock = run_clock(schedule, costs)
+    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
+    ranks, makespan = len(schedule.ranks), max(ends[-1] for ends in clock.end)
+    share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
+    passes = sum(map(len, schedule.ranks)) / ranks * costs.overhead
+    parts = {
+        "recomputation": share * (work_of(alone) - _least(config, plan, device)),
+        "tp and cp messages": share * (work_of(costs) - work_of(alone)),
+        "small passes": passes,
+        "bubble": makespan - share * work_of(costs) - passes,
+        "gradient sums": sums(plan, config, device),
+    }
+    step = makespan + parts["gradient sums"]
+    return Timed(config, plan, schedule.name, step, max(map(add, held, plan.state_bytes)), parts)
+
+
+def _least(config: Config, plan: Plan, device: Device) -> float:
+    """The work of a microbatch without recomputation."""
+    model = replace(config.model, recompute_granularity=None)
+    pieces = plan.pieces if model == config.model else pieces_of(config, model)
+    return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
+
+
+def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
+    """What the stages compute."""
+    costs, rate = plan.costs, 1 / (config.parallel.tensor_model_parallel_size * device.flops)
+    assert isinstance(costs.f, tuple)
+    assert isinstance(costs.b, tuple)
+    assert isinstance(costs.w, tuple)
+    f, b, w = (tuple(x * rate for x in column) for column in (costs.f, costs.b, costs.w))
+    return replace(costs, f=f, b=b, w=w, overhead=device.overhead)
+
+
+def work_of(costs: Costs) -> float:
+    """Of a microbatch through the whole model."""
+    return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
+
+
+def layout_of(config: Config) -> Layout:
+    """tp, cp, pp and micro batch."""
+    par = config.parallel
+    sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.pipeline_model_parallel_size
+    return (*sizes, config.train.micro_batch)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

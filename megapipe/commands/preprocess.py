@@ -1,0 +1,121 @@
+"""Text to Megatron's .bin/.idx: JSON Lines (one document per line) or plain text (one document per file).
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --workers 2 --append-eod \
+        --tokenizer-model tokenizer.model
+
+writes data/corpus_text_document.bin and .idx and prints the --data-path to train with.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from megapipe.config import TokenizerConfig
+from megapipe.data.files import is_current, note_how
+from megapipe.data.preprocess import Encoding, preprocess
+from megapipe.data.tokenizers.tokenizer import tokenizer_files
+from megapipe.errors import ConfigError, UserError
+from megapipe.flags.parse import parse, to_flags
+from megapipe.flags.stop import say, stop
+
+_NOT_HERE = {
+    "--split-sentences": "one document becomes one sequence",
+    "--keep-newlines": "it belongs to --split-sentences",
+    "--lang": "it belongs to --split-sentences",
+    "--partitions": "--workers uses all cores on one file, and --input takes several files",
+    "--keep-sequential-samples": "documents always keep the order of the input",
+    "--find-optimal-num-workers": "use as many --workers as there are cores",
+    "--workers-to-check": "use as many --workers as there are cores",
+    "--max-documents": "use as many --workers as there are cores",
+}
+_SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
+"""Flags that what is written does not depend on."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool, named as Megatron's where Megatron has them."""
+
+    input: tuple[str, ...] = ()
+    """Files: .jsonl, .json, .ndjson (also .gz) with a document per line; any other is one document of UTF-8 text."""
+    output_prefix: str | None = None
+    """Output without suffix: PREFIX_KEY_document.bin and .idx, for --json-keys KEY."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Fields of each JSON line to tokenise, each into its own pair of files."""
+    append_eod: bool = False
+    """End every document with the end-of-document token."""
+    workers: int = 1
+    """Processes that tokenise."""
+    log_interval: int = 1000
+    """Print progress every so many documents."""
+    reuse: bool = False
+    """Keep files that are there already, made with the same flags and newer than the input and the tokenizer."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    @property
+    def prefixes(self) -> list[str]:
+        return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
+
+
+def main(argv: Sequence[str]) -> None:
+    not_here = [a.partition("=")[0] for a in argv if a.partition("=")[0] in _NOT_HERE]
+    if not_here:
+        raise ConfigError([f"{name} is Megatron's; it is not implemented here: {_NOT_HERE[name]}" for name in not_here])
+    flags = parse(Flags, argv)
+    _validate(flags)
+    outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
+    how = {name: value for name, value in asdict(flags).items() if name not in _SAME_FILES}
+    if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)], how):
+        say(f"{', '.join(outputs)}: up to date")
+    else:
+        encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
+        for written in preprocess(
+            flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
+        ):
+            say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
+        note_how(outputs[0], how)
+    kind = [] if flags.tokenizer.tokenizer_type else ["--tokenizer-type", flags.tokenizer.tokenizer]
+    say("Next: pretrain_gpt.py " + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)]))
+
+
+def _validate(flags: Flags) -> None:
+    problems = []
+    if not flags.input:
+        problems.append("--input is missing: --input corpus.jsonl, or text files")
+    if flags.output_prefix is None:
+        problems.append("--output-prefix is missing: --output-prefix data/corpus writes data/corpus_text_document.bin")
+    problems += [
+        f"{name} {value} must be at least 1"
+        for name, value in (("--workers", flags.workers), ("--log-interval", flags.log_interval))
+        if value < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _progress(interval: int) -> Callable[[int, int], None]:
+    begin, reported = time.monotonic(), 0
+
+    def report(documents: int, num_bytes: int) -> None:
+        nonlocal reported
+        if documents // interval > reported // interval:
+            reported = documents
+            seconds = max(time.monotonic() - begin, 1e-9)
+            rate = f"{documents / seconds:.0f} docs/s, {num_bytes / seconds / 1e6:.1f} MB/s"
+            say(f"Processed {documents} documents ({rate}).")
+
+    return report
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        stop(error)
+    except KeyboardInterrupt:
+        sys.exit("preprocess_data.py: interrupted; nothing was written")

@@ -1,0 +1,296 @@
+"""Pipeline schedules on the command line: list them, draw or save one, compare all, make the pictures of the docs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+from megapipe.commands.progress import Progress  # noqa: E402
+from megapipe.schedule import (  # noqa: E402
+    SCHEDULES,
+    Costs,
+    Entry,
+    Schedule,
+    ScheduleError,
+    build,
+    entry_of,
+    is_file,
+    loop,
+    mirror,
+    simulate,
+    vee,
+    verify,
+)
+from megapipe.schedule.costs import MOST  # noqa: E402
+from megapipe.schedule.costs_file import load_costs  # noqa: E402
+from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
+from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
+from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
+from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
+from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
+from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
+from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page  # noqa: E402
+from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
+from megapipe.schedule.views.terminal import to_terminal  # noqa: E402
+
+PICTURES: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
+PICTURES["naive"]["microbatches"] = 3
+PICTURES["zb-auto"] = {**PICTURES["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
+PICTURES["1f1b-vocabulary"] = {**PICTURES["1f1b"], "costs": Costs(s=0.5, t=0.25)}
+"""What docs/schedules.md shows of each."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line; --help has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        return int(args.run(args))
+    except (ScheduleError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"schedules.py: error: {'--costs: ' * str(error).startswith('Costs.')}{error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> Parser:
+    top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
+    commands = top.add_subparsers(required=True, metavar="list|show|compare|site|docs")
+    every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
+    every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
+    every.set_defaults(run=run_list)
+    show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
+    show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, a .json or .csv file, or FILE.py:NAME")
+    both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
+    both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
+    both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
+    both.add_argument("--effort", type=_positive, default=4.0, metavar="S", help="S seconds for each of two searches")
+    for one, needed in ((show, False), (both, True)):
+        one.add_argument("--pp", type=_count, required=needed, metavar="P", help="pipeline ranks")
+        one.add_argument("--microbatches", type=_count, required=needed, metavar="M")
+        one.add_argument(
+            "--costs",
+            type=_costs,
+            default=Costs(),
+            metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
+            help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
+            "what every pass costs beside; or a .json of them, also by stage and by link",
+        )
+        most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
+        one.add_argument("--memory", type=_positive, metavar="X", help=most)
+    show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
+    show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
+    show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
+    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
+    shares = "each rank has a share of the vocabulary: what S, T and E take of it"
+    share_costs = _costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
+    show.add_argument("--vocabulary", type=share_costs, metavar="S,T[,E]", help=shares)
+    step_costs = _costs_of("guav", "G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1")
+    show.add_argument("--step", type=step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
+    show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
+    for kind in ("json", "csv", "svg", "perfetto"):
+        show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
+    show.set_defaults(run=run_show)
+    both.set_defaults(run=run_compare)
+    site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)
+    site.add_argument("folder", type=Path)
+    site.add_argument(
+        "--pp", type=_count, nargs="+", default=RANKS, metavar="P", help="numbers of ranks to choose from"
+    )
+    site.add_argument("--microbatches", type=_count, nargs="+", default=MICROBATCHES, metavar="M", help="and of these")
+    site.set_defaults(run=run_site)
+    docs = commands.add_parser("docs", help="write the pictures of docs/schedules.md", allow_abbrev=False)
+    docs.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "schedules")
+    docs.add_argument("--only", choices=sorted(PICTURES), nargs="+", default=sorted(PICTURES))
+    docs.set_defaults(run=run_docs)
+    return top
+
+
+def run_list(args: argparse.Namespace) -> int:
+    print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
+    for name, entry in {**SCHEDULES, **{name: _own_entry(name) for name in args.files}}.items():
+        stages = f"{entry.placement} x {entry.chunks or 'v'}"
+        print(f"{name:<17} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
+    return 0
+
+
+def _own_entry(name: str) -> Entry:
+    """What the list says of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
+    if is_file(name):
+        made = load(name)
+        about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
+        entry = Entry(lambda *_: made, "", None, about)
+    else:
+        entry = entry_of(name)
+        made = build(name, 4, 8)
+    place = made.placement
+    shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
+    chunks = place.num_stages // place.num_ranks
+    placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
+    split = any(kind.is_split for kind in made.kinds)
+    takes_chunks = not is_file(name) and entry.chunks is None
+    return replace(
+        entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
+    )
+
+
+def run_show(args: argparse.Namespace) -> int:
+    schedule, found = _schedule(args)
+    args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
+    if args.vocabulary:
+        schedule = with_vocabulary(schedule, args.costs)
+        verify(schedule, memory=args.memory, costs=args.costs)  # they may hold a microbatch more
+    if args.step or args.post_validation:
+        schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
+    table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
+    files: list[tuple[Path | None, Callable[[], str]]] = [
+        (args.json, lambda: to_json(table)),
+        (args.csv, lambda: to_csv(table)),
+        (args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
+        (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
+    ]
+    for path, text in files:
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+    if not any(path for path, _ in files):
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
+    print("\n".join(_facts(schedule, args.costs, args.memory) + found))
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    names = [*(args.only or SCHEDULES), *args.files]
+    rows = compare(
+        args.pp, args.microbatches, args.costs, args.memory, names=names, effort=args.effort, progress=Progress()
+    )
+    print(to_table(rows))
+    print()
+    for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
+        print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
+    return 0
+
+
+def run_site(args: argparse.Namespace) -> int:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / "index.html"
+    path.write_text(to_page(grid(args.pp, args.microbatches), Progress()), encoding="utf-8")
+    print(path)
+    return 0
+
+
+def run_docs(args: argparse.Namespace) -> int:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        path = args.folder / f"{name}.svg"
+        costs, memory = PICTURES[name].get("costs", Costs()), PICTURES[name].get("memory")
+        plain = name.removesuffix("-vocabulary")
+        made = zb_auto(**PICTURES[name]) if name == "zb-auto" else build(plain, **PICTURES[name])
+        made = with_vocabulary(made, costs) if plain != name else made
+        path.write_text(to_svg(made, costs, memory), encoding="utf-8")
+        print(path)
+    return 0
+
+
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """The schedule that the arguments name, a file or an entry of the catalogue, and how well a search did."""
+    name = args.name.lower()
+    options = {k: x for k in ("placement", "objective", "effort") if (x := getattr(args, k)) is not None}
+    if is_file(name):
+        given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
+        if given:
+            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
+        schedule = load(args.name)
+        verify(schedule, memory=args.memory, costs=args.costs)
+        return schedule, []
+    if options and name != "zb-auto":
+        raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
+    missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
+    if missing and entry_of(args.name):
+        raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
+    ranks, microbatches = args.pp or 1, args.microbatches or 1
+    choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
+    if name == "zb-auto":
+        choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
+        report = search(ranks, microbatches, progress=Progress(), **choice, **options)
+        return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
+    try:
+        return build(args.name, ranks, microbatches, **choice), []
+    except ScheduleError as error:
+        hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
+        raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None
+
+
+def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
+    timeline, row = simulate(schedule, costs), measure(schedule, costs)
+    limit = "" if memory is None else f" of {short(memory)}"
+    return [
+        f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
+        f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
+        f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
+        f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
+        f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
+        f"parameters: {short(row.parameters)} device share(s) per rank",
+    ]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    if len(numbers := _numbers(text)) != 1 or not numbers[0]:
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
+    return numbers[0]
+
+
+def _costs(text: str) -> Costs:
+    if text.endswith(".json"):
+        try:
+            return load_costs(text)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    numbers = _numbers(text)
+    if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
+        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got"
+        raise argparse.ArgumentTypeError(f"{wanted} {text!r}")
+    return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
+
+
+def _costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
+    def read(text: str) -> dict[str, float]:
+        if not 2 <= len(numbers := _numbers(text)) <= len(names):
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+        return dict(zip(names, numbers, strict=False))
+
+    return read
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers from 0 to 1e100 between commas; none if there is anything else."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(0 <= x <= MOST for x in numbers) else []
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    sys.exit(main())

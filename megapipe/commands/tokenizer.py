@@ -1,0 +1,133 @@
+"""Train a SentencePiece model on text, such that any text (without U+2581) is decoded as it was encoded.
+
+    python tools/train_tokenizer.py --input data/stdlib.jsonl --output data/tokenizer.model --vocab-size 4096
+
+Newlines are a token, runs of spaces may be, and bytes stand in for rare characters. `</s>` ends documents.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+
+from megapipe.data.files import complete_file, is_current, note_how
+from megapipe.data.text import raw_documents, text_bytes, texts
+from megapipe.errors import ConfigError, DataError
+from megapipe.flags.parse import parse
+from megapipe.flags.stop import run, say
+
+_LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
+_LEAST_IDS = 261
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this tool."""
+
+    input: tuple[str, ...] = ()
+    """Files, read as tools/preprocess_data.py reads them."""
+    output: str | None = None
+    """Model file to write."""
+    vocab_size: int = 4096
+    """Number of ids, 256 bytes and 4 special ones included."""
+    model_type: Literal["unigram", "bpe"] = "unigram"
+    """unigram encodes about five times as fast, bpe trains faster."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Fields of each JSON line to read."""
+    sample_mb: float = 4.0
+    """Megabytes of text to train on, chosen with a fixed seed: whole documents, of large ones lines."""
+    reuse: bool = False
+    """Keep a model that is there already, made with the same flags and newer than the input."""
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    problems = [
+        f"{name} is missing" for name, value in (("--input", flags.input), ("--output", flags.output)) if not value
+    ]
+    if flags.sample_mb <= 0:
+        problems.append(f"--sample-mb {flags.sample_mb} must be above 0")
+    if flags.vocab_size < _LEAST_IDS:
+        problems.append(
+            f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"
+        )
+    if problems:
+        raise ConfigError(problems)
+    output = Path(str(flags.output))
+    how = {name: value for name, value in asdict(flags).items() if name not in ("output", "reuse")}
+    if flags.reuse and is_current([str(output)], flags.input, how):
+        say(f"{output}: up to date")
+        return
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file in it: --output {output / 'tokenizer.model'}")
+    begin = time.monotonic()
+    with complete_file(output) as file:  # opened first: a folder that cannot be written shows before the work
+        text = list(lines(flags))
+        size = sum(len(line.encode()) for line in text)
+        say(f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ...")
+        file.write(train(text, flags))
+    note_how(output, how)
+    say(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
+
+
+def lines(flags: Flags) -> Iterator[str]:
+    """Lines of a sample of the documents; which ones depends on the files alone.
+
+    A document of a quarter of the sample or more would be most of it or, drawn once, perhaps missing: of those, lines.
+    """
+    wanted = flags.sample_mb * 1e6
+    share = wanted / max(text_bytes(flags.input), 1)
+    draw = random.Random(0)
+    for raw in raw_documents(flags.input):
+        large = len(raw.content) > wanted / 4
+        if large or draw.random() < share:
+            for text in texts(raw, flags.json_keys):
+                yield from (line for line in text.split("\n") if line and (not large or draw.random() < share))
+
+
+def train(text: Sequence[str], flags: Flags) -> bytes:
+    """The serialised model. Deterministic: the number of threads, which rounding depends on, is fixed."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text),
+            model_writer=model,
+            vocab_size=flags.vocab_size,
+            model_type=flags.model_type,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            byte_fallback=True,
+            user_defined_symbols=["\n"],
+            max_sentence_length=_LONGEST_LINE,
+            num_threads=2,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        short = sum(len(line.encode()) <= _LONGEST_LINE for line in text)
+        raise DataError(
+            f"--vocab-size {flags.vocab_size}: SentencePiece cannot train on {short} lines: {_reason(error)}\n"
+            "      Give more text (--input, --sample-mb) or another --vocab-size."
+            + f" {len(text) - short} lines of more than {_LONGEST_LINE} bytes are left out: break them."
+            * (short < len(text))
+        ) from error
+    return model.getvalue()
+
+
+def _reason(error: Exception) -> str:
+    """The last sentence of SentencePiece's message, without its source file and condition."""
+    return str(error).split("] ")[-1].strip() or str(error)
+
+
+def command() -> None:
+    """This command, as a shell runs it."""
+    run(main)

@@ -1,0 +1,122 @@
+"""Is it the same model? Names and shapes before a conversion, logits after it, and what means another thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.mapping import BUFFERS, HEAD, Rule
+from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
+from megapipe.distributed.axis import Axis
+from megapipe.errors import CheckpointError
+from megapipe.models.gpt import WORD_EMBEDDINGS, GPTModel
+
+Shape = tuple[int, ...]
+
+
+def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig) -> None:
+    """Every tensor of theirs is used once, and joined they have our shapes; tried on tensors without storage."""
+    used = {key for rule in table for key in rule.theirs}
+    missing = sorted(used - saved.shapes.keys())
+    rest = {key for key in saved.shapes.keys() - used if not BUFFERS.fullmatch(key)}
+    embedding = next(rule.theirs[0] for rule in table if rule.ours == WORD_EMBEDDINGS)
+    # Some tied models are saved with their head all the same.
+    if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
+        rest.remove(HEAD)
+    problems = _listing(f"{saved.folder}: config.json asks for tensors that are missing:", missing)
+    problems += _listing(f"{saved.folder}: tensors that config.json knows nothing of:", sorted(rest))
+    shapes = our_shapes(model)
+    for rule in table if not missing else ():
+        parts = [torch.empty(saved.shapes[key], device="meta") for key in rule.theirs]
+        given = " and ".join(f"{key} {list(saved.shapes[key])}" for key in rule.theirs)
+        try:
+            shape = tuple(rule.join(parts).shape)
+        except (RuntimeError, ValueError) as error:
+            problems.append(f"{given} do not fit config.json: {error}")
+            continue
+        if shape != shapes[rule.ours]:
+            problems.append(f"{given} give {list(shape)}, but config.json means {list(shapes[rule.ours])}")
+    if problems:
+        raise CheckpointError(problems)
+
+
+def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
+    """Raises: CheckpointError unless a checkpoint has the tensors of its model, all of them and no other."""
+    check_names(
+        name, our_shapes(model), {key: x for key, x in saved.shapes.items() if not key.startswith("optimizer.")}
+    )
+
+
+def check_names(
+    name: str,
+    needed: Mapping[str, Shape],
+    there: Mapping[str, Shape],
+    forms: Callable[[Shape], Sequence[Shape]] = lambda shape: (shape,),
+) -> None:
+    """Raises: CheckpointError with every tensor that is missing, left over or of another shape. forms: of a shape."""
+    problems = _listing("lacks", [key for key in needed if key not in there])
+    problems += _listing("has what its arguments do not mean,", [key for key in there if key not in needed])
+    problems += [
+        f"{key} is {list(there[key])}, but its arguments mean {list(shape)}"
+        for key, shape in needed.items()
+        if key in there and there[key] not in forms(shape)
+    ]
+    if problems:
+        raise CheckpointError([f"{name}: {problem}" for problem in problems])
+
+
+def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
+    """What changes its meaning without a word between the two (and Megatron-LM)."""
+    if not model.gated:
+        form = "erf form of GELU, --no-bias-gelu-fusion" if model.erf_gelu else "tanh form of GELU"
+        yield f"activation {content.get('activation_function')} is the {form}"
+    if model.norm_epsilon != ModelConfig.norm_epsilon:
+        yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
+    if model.position_embedding_type == "rope":
+        scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1" if model.use_rope_scaling else ""
+        yield f"rope base is {model.rotary_base:g}{scaled}; the halves of a head are rotated, no rows are permuted"
+    if model.heads * model.head_dim != model.hidden:
+        yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
+    if model.tied:
+        yield f"the head is tied to the embedding; their files have no {HEAD}"
+    rows = model.padded_vocab_size or vocab_size
+    if rows != vocab_size:
+        yield (
+            f"{vocab_size} ids are {rows} rows here; padding is the mean row, which adds at most "
+            f"{math.log(rows / vocab_size):.1g} to a loss"
+        )
+
+
+def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int) -> tuple[float, float] | None:
+    """Both models on the same random tokens in float32, both whole in memory.
+
+    Returns: (largest difference of a logit, largest logit); None without the transformers library.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(0, vocab_size, (1, min(64, model.max_position_embeddings or 64)))
+    reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
+    reference = reference.float().eval()
+    module: GPTModel = whole_model(model)
+    load_full([module], SavedTensors(ours).read, Axis())
+    with torch.no_grad():
+        want = reference(tokens).logits
+        got = module.float().eval()(tokens)[..., :vocab_size]
+    return (got - want).abs().max().item(), want.abs().max().item()
+
+
+def _equal(saved: SavedTensors, first: str, second: str) -> bool:
+    return torch.equal(saved.read(first), saved.read(second))
+
+
+def _listing(what: str, names: Sequence[str]) -> list[str]:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [f"{what} {', '.join(names[:5])}{more}"] if names else []

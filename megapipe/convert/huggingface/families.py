@@ -1,0 +1,295 @@
+"""config.json and ModelConfig: what each says in the other's words, and what neither can say.
+
+A family can express a model if config.json read back means the same; so nothing is ever dropped in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megapipe.checkpoint.resume import resume_problems
+from megapipe.config import Config, ModelConfig
+from megapipe.config.typed import fits, shown, words
+from megapipe.convert.huggingface.experts import sparse
+from megapipe.errors import CheckpointError
+from megapipe.models.rope import HIGH, LOW, ORIGINAL
+
+Json = Mapping[str, Any]
+_KINDS: dict[Any, str] = {
+    int: "vocab_size n_layer n_embd n_head n_positions num_hidden_layers hidden_size num_attention_heads "
+    "intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
+    "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
+    int | None: "n_inner num_key_value_heads head_dim sliding_window max_window_layers",
+    float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor "
+    "router_jitter_noise",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias",
+    float | None: "rope_theta",
+    dict | None: "rope_parameters rope_scaling",
+    list | None: "layer_types mlp_only_layers",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_LENGTHS = ("vocab_size", "n_positions", "max_position_embeddings", "sliding_window", "max_window_layers")
+_LONGEST, _WIDEST = 2**31 - 1, 2**19
+
+
+def from_huggingface(content: Json) -> ModelConfig:
+    """The architecture that a config.json describes; the vocabulary is not padded.
+
+    Raises: CheckpointError naming every key whose value we cannot express.
+    """
+    family = content.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise CheckpointError(f"config.json: model_type {shown(family)} is none of {', '.join(FAMILIES)}")
+    read, _ = FAMILIES[family]
+    if problems := list(_unfit(content)):
+        raise CheckpointError([f"config.json: {problem}" for problem in problems])
+    try:
+        fields, _ = read(content, problems), content["vocab_size"]
+    except KeyError as error:
+        raise CheckpointError(f"config.json of a {family} lacks {error}") from None
+    if problems:
+        raise CheckpointError([f"config.json: {problem}" for problem in problems])
+    return ModelConfig(**fields)
+
+
+def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """A config.json for this model, of the first family that can express it.
+
+    Raises: CheckpointError with what stands in the way of the family that comes nearest.
+    """
+    nearest: list[str] = []
+    for family, (_, write) in FAMILIES.items():
+        content = write(model) | {
+            "model_type": family,
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": model.tied,
+        }
+        differences = differing(model, content, family)
+        if not differences:
+            return content
+        if not nearest or len(differences) < len(nearest):
+            nearest = differences
+    raise CheckpointError(["no family of Hugging Face models is like this one; nearest:", *nearest])
+
+
+def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
+    """One text for each setting in which a config.json means another model than this."""
+    try:
+        there = from_huggingface(content)
+    except CheckpointError as error:
+        return list(error.problems)
+    return resume_problems(dataclasses.asdict(there), None, Config(model=model), name)
+
+
+def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
+    expect = {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    _check(content, expect, problems)
+    dropout = content.get("resid_pdrop", 0.1)
+    if content.get("embd_pdrop", 0.1) != dropout:
+        problems.append(
+            f"embd_pdrop {content.get('embd_pdrop', 0.1)} with resid_pdrop {dropout}: --hidden-dropout is both"
+        )
+    return {
+        "no_bias_gelu_fusion": content.get("activation_function") == "gelu",
+        "num_layers": content["n_layer"],
+        "hidden_size": content["n_embd"],
+        "num_attention_heads": content["n_head"],
+        "ffn_hidden_size": content.get("n_inner") or 4 * content["n_embd"],
+        "max_position_embeddings": content["n_positions"],
+        "norm_epsilon": content.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not content.get("tie_word_embeddings", True),
+        "attention_dropout": content.get("attn_pdrop", 0.1),
+        "hidden_dropout": dropout,
+    }
+
+
+def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": model.layers,
+        "n_embd": model.hidden,
+        "n_head": model.heads,
+        "n_inner": model.ffn,
+        "n_positions": model.max_position_embeddings,
+        "activation_function": "gelu" if model.erf_gelu else "gelu_new",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "attn_pdrop": model.attention_dropout,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+    }
+
+
+def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
+    """What Llama, Qwen2, Qwen3 and Mistral share."""
+    _check(content, {"hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}, problems)
+    heads = content["num_attention_heads"]
+    groups = content.get("num_key_value_heads") or heads
+    return {
+        "num_layers": content["num_hidden_layers"],
+        "hidden_size": content["hidden_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else 1,
+        "kv_channels": content.get("head_dim") or content["hidden_size"] // heads,
+        "ffn_hidden_size": content["intermediate_size"],
+        "max_position_embeddings": content["max_position_embeddings"],
+        "norm_epsilon": content.get("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": not content.get("tie_word_embeddings", False),
+        "attention_dropout": content.get("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        **_rope(content, problems),
+    }
+
+
+def _rope(content: Json, problems: list[str]) -> dict[str, Any]:
+    # transformers 5 has all in rope_parameters; before, there were rope_theta and rope_scaling.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    _check(rope, {"partial_rotary_factor": (1.0, None)}, problems)
+    base: Any = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rotary_base": float(base)}
+    if kind != "llama3":
+        problems.append(f"rope_type {kind} is not default or llama3")
+        return {}
+    expect = {
+        "low_freq_factor": (LOW,),
+        "high_freq_factor": (HIGH,),
+        "original_max_position_embeddings": (ORIGINAL,),
+    }
+    _check(rope, expect, problems)
+    return {
+        "rotary_base": float(base),
+        "use_rope_scaling": True,
+        "rope_scaling_factor": float(rope["factor"]),
+    }
+
+
+def _write_rotary(architecture: str, model: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_type": "default"}
+    if model.use_rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": LOW,
+            "high_freq_factor": HIGH,
+            "original_max_position_embeddings": ORIGINAL,
+        }
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_dropout": model.attention_dropout,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "rope_theta": model.rotary_base,  # the older spelling, for transformers 4
+        "rope_scaling": rope if model.use_rope_scaling else None,
+    }
+
+
+def _llama(content: Json, problems: list[str]) -> dict[str, Any]:
+    attention, mlp = content.get("attention_bias", False), content.get("mlp_bias", False)
+    if attention != mlp:
+        problems.append(f"attention_bias {attention} with mlp_bias {mlp}: there is one switch, --disable-bias-linear")
+    return _rotary(content, problems) | {"disable_bias_linear": not mlp}
+
+
+def _write_llama(model: ModelConfig) -> dict[str, Any]:
+    return _write_rotary("LlamaForCausalLM", model) | {"attention_bias": model.bias, "mlp_bias": model.bias}
+
+
+def _window(content: Json, problems: list[str]) -> str | None:
+    """Qwen's sliding window, if all layers have it."""
+    layers, width = content["num_hidden_layers"], content.get("sliding_window")
+    if not content.get("use_sliding_window") or width is None:
+        return None
+    first = min(content.get("max_window_layers", 28), layers)
+    kinds = content.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+    sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
+    if 0 < sliding < layers:
+        problems.append(f"a sliding window in {sliding} of {layers} layers: --window-size is for all or none")
+    return f"{width - 1},0" if sliding else None
+
+
+def _write_window(model: ModelConfig) -> dict[str, Any]:
+    if model.window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": model.window + 1, "max_window_layers": 0}
+
+
+def _qwen2(content: Json, problems: list[str]) -> dict[str, Any]:
+    return _rotary(content, problems) | {"add_qkv_bias": True, "window_size": _window(content, problems)}
+
+
+def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
+    return _write_rotary("Qwen2ForCausalLM", model) | _write_window(model)
+
+
+def _qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
+    _check(content, {"attention_bias": (False,)}, problems)
+    fields = _rotary(content, problems) | {"qk_layernorm": True, "window_size": _window(content, problems)}
+    # Qwen3's default, unlike that of the others, is no function of hidden size and heads.
+    return fields | {"kv_channels": content.get("head_dim", 128)}
+
+
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    return _write_rotary("Qwen3ForCausalLM", model) | _write_window(model)
+
+
+def _mistral(content: Json, problems: list[str]) -> dict[str, Any]:
+    width = content.get("sliding_window", 4096)  # what transformers takes for a file without the key
+    return _rotary(content, problems) | {"window_size": None if width is None else f"{width - 1},0"}
+
+
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
+    width = None if model.window is None else model.window + 1
+    return _write_rotary("MistralForCausalLM", model) | {"sliding_window": width}
+
+
+def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
+    for key, allowed in expect.items():
+        if key in content and content[key] not in allowed:
+            problems.append(f"{key} is {content[key]}; only {allowed[0]} can be converted")
+
+
+def _unfit(content: Json) -> Iterator[str]:
+    """A text for each value of another type, or of a size that no tensor has."""
+    nested = ((key, content[key]) for key in ("rope_parameters", "rope_scaling") if key in content)
+    inside = {f"{key}.{name}": x for key, held in nested if isinstance(held, dict) for name, x in held.items()}
+    for key, value in {**content, **inside}.items():
+        name = key.rpartition(".")[2]
+        kind = _KIND_OF.get(name)
+        unused = name == "sliding_window" and content.get("use_sliding_window") is False  # Qwen2-MoE writes 0 then
+        least, most = int(name != "max_window_layers" and not unused), _LONGEST if name in _LENGTHS else _WIDEST
+        if kind is not None and not fits(value, kind):
+            yield f"{key} is {words(kind)}, got {shown(value)}"
+        elif kind in (int, int | None) and value is not None and not least <= value <= most:
+            yield f"{key} is an integer from {least} to {most}, got {shown(value)}"
+
+
+Reader = Callable[[Json, list[str]], dict[str, Any]]
+FAMILIES: dict[str, tuple[Reader, Callable[[ModelConfig], dict[str, Any]]]] = {
+    "gpt2": (_gpt2, _write_gpt2),
+    "llama": (_llama, _write_llama),
+    "qwen2": (_qwen2, _write_qwen2),
+    "qwen3": (_qwen3, _write_qwen3),
+    "mistral": (_mistral, _write_mistral),
+    **sparse(_rotary, _write_rotary, _window, _write_window),
+}

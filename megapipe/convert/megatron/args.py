@@ -1,0 +1,150 @@
+"""The arguments that Megatron-LM saves with a checkpoint, as our configuration, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config.typed import unfit
+from megapipe.convert.megatron.pickles import Named
+from megapipe.errors import CheckpointError
+
+Args = Mapping[str, Any]
+
+# Fields of ours that Megatron-LM calls the same and means the same by.
+_MODEL = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
+    "max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved use_rope_scaling "
+    "rope_scaling_factor normalization swiglu quick_geglu squared_relu add_qkv_bias qk_layernorm attention_dropout "
+    "untie_embeddings_and_output_weights init_method_std init_method_xavier_uniform embedding_init_method_std "
+    "hidden_dropout padded_vocab_size make_vocab_size_divisible_by"
+)
+_TRAIN = (
+    "micro_batch_size global_batch_size seq_length train_iters train_samples seed calculate_per_token_loss bf16 fp16 "
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis optimizer lr min_lr decoupled_lr "
+    "decoupled_min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters "
+    "lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay "
+    "weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum "
+    "rampup_batch_size step_batch_size_schedule grad_reduce_in_bf16 muon_momentum muon_nesterov muon_num_ns_steps "
+    "muon_coefficient_type muon_scale_mode muon_extra_scale_factor"
+)
+_DATA = (
+    "data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split mock_data "
+    "dataloader_type eod_mask_loss reset_position_ids reset_attention_mask tokenizer_type tokenizer_model vocab_file "
+    "merge_file vocab_size null_tokenizer_eod_id tokenizer_hf_no_include_special_tokens tiktoken_pattern "
+    "tiktoken_num_special_tokens eval_iters eval_interval"
+)
+
+# What would be another model here, if it has a value but these.
+_OTHER = (
+    "num_experts multi_latent_attention mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
+    "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json experimental_attention_variant "
+    "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
+    "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
+    "glu_linear_offset use_mup enable_mhc_connections"
+)
+_USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
+
+
+def config_of(args: Args, name: str) -> Config:
+    """Architecture, training and data flags of a run of Megatron-LM.
+
+    Args:
+        name: of the checkpoint.
+    Raises: CheckpointError naming every argument that is missing or means a model that is not here.
+    """
+    other = [key for key in _OTHER.split() if args.get(key) and args[key] != _USUAL.get(key)]
+    problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in other]
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
+    problems += [f"its arguments have no {key}" for key in needed if not isinstance(args.get(key), int)]
+    model = _taken(args, _MODEL)
+    if args.get("use_rotary_position_embeddings"):
+        model["position_embedding_type"] = "rope"
+    kinds = ("learned_absolute", "rope", "none")
+    if (kind := model.get("position_embedding_type", kinds[0])) not in kinds:
+        problems.append(f"--position-embedding-type {_shown(kind)} is not supported")
+    if problems:
+        raise CheckpointError([f"{name}: {problem}" for problem in problems])
+    if not model.get("group_query_attention"):
+        model.pop("num_query_groups", None)
+    model |= {
+        "max_position_embeddings": model.get("max_position_embeddings") or args.get("seq_length"),
+        "norm_epsilon": args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5)),
+        "apply_layernorm_1p": bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
+        "disable_bias_linear": not args.get("add_bias_linear", True),
+        "no_bias_gelu_fusion": not (args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
+    }
+    if (window := args.get("window_size")) is not None:
+        model["window_size"] = ",".join(map(str, window))
+    train = _taken(args, _TRAIN)
+    if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
+        train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
+    if train.get("step_batch_size_schedule"):
+        train.pop("global_batch_size", None)
+    train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
+    data = _taken(args, _DATA) | {"no_data_sharding": not args.get("data_sharding", True)}
+    for left in left_out(args):
+        train.pop(left, None)
+        data.pop(left, None)
+    given = ((ModelConfig, model), (TrainConfig, train), (DataConfig, data))
+    if wrong := [f"{name}: its argument {text}" for kind, values in given for text in unfit(kind, values)]:
+        raise CheckpointError(wrong)
+    return Config(model=ModelConfig(**model), train=TrainConfig(**train), data=DataConfig(**data))
+
+
+def left_out(args: Args) -> list[str]:
+    """Arguments of training and data with a choice that is not here; the weights are what they are without them."""
+    found = []
+    for kind, names in ((TrainConfig, _TRAIN), (DataConfig, _DATA)):
+        choices = {name: choice for name, hint in get_type_hints(kind).items() if (choice := _choices(hint))}
+        found += [name for name in names.split() if name in choices and args.get(name) not in (None, *choices[name])]
+    return found
+
+
+def args_of(config: Config) -> dict[str, Any]:
+    """What Megatron-LM compares with its flags, and takes with --use-checkpoint-args."""
+    model, train = config.model, config.train
+    named = {key: getattr(model, key) for key in _MODEL.split()}
+    window = None if model.window_size is None else tuple(map(int, model.window_size.strip("()").split(",")))
+    return named | {
+        **{key: getattr(train, key) for key in _TRAIN.split()},
+        **{key: getattr(config.data, key) for key in _DATA.split()},
+        "muon_split_qkv": not train.muon_no_split_qkv,
+        "data_sharding": not config.data.no_data_sharding,
+        "ffn_hidden_size": model.ffn,
+        "kv_channels": model.head_dim,
+        "num_query_groups": model.query_groups,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "layernorm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm_epsilon,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
+        "add_bias_linear": model.bias,
+        "bias_gelu_fusion": not model.no_bias_gelu_fusion,
+        "window_size": window,
+        "num_experts": None,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        "no_save_rng": True,
+    }
+
+
+def _taken(args: Args, names: str) -> dict[str, Any]:
+    """What was given; a default of ours stands for what is None there."""
+    values = {key: args[key] for key in names.split() if args.get(key) is not None}
+    taken = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    if "rampup_batch_size" in taken:  # three words there
+        taken["rampup_batch_size"] = tuple(int(x) if str(x).isdecimal() else x for x in taken["rampup_batch_size"])
+    return taken
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Of a Literal, or of one that may be None."""
+    return next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), ())
+
+
+def _shown(value: object) -> str:
+    return type(value).__name__ if isinstance(value, Named) else str(value)

@@ -1,0 +1,233 @@
+"""Our checkpoint as Megatron-LM's `torch_dist`, whose loader cuts it anew; a tensor at a time.
+
+The optimizer's state has the names that each of its optimizers asks for: FP32, with 16-bit weights, and distributed
+(the form fully_reshardable). Where two of them mean one tensor, its bytes are there once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.save_load import STATE
+from megapipe.config import Config, ModelConfig
+from megapipe.convert.checkpoints import Converted, exportable, fresh_folder
+from megapipe.convert.huggingface.checks import check_ours
+from megapipe.convert.megatron.args import args_of
+from megapipe.convert.megatron.names import fused_name
+from megapipe.convert.tensors import Progress, SavedTensors, counted
+from megapipe.errors import CheckpointError
+from megapipe.optim.lr import LRSchedule, WeightDecay
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
+_KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp32_param", "param")}
+_EXTRA = (
+    "self_attention.core_attention self_attention.linear_proj self_attention.linear_qkv mlp.linear_fc1 mlp.linear_fc2"
+)
+"""Modules that ask for a state of their own, which is empty without fp8."""
+_FILE_BYTES = 1 << 32
+_ADAM = {True: "Transformer Engine's or Apex's", False: "torch's"}
+
+
+class Writer:
+    """A distributed checkpoint of torch, written by one process. Call `close` at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._entries: dict[str, Any] = {}
+        self._where: dict[MetadataIndex, _StorageInfo] = {}
+        self._files = 0
+        self._file = (folder / "__0_0.distcp").open("wb")
+
+    def add(self, keys: Sequence[str], part: Tensor, offsets: Sequence[int], size: Sequence[int]) -> None:
+        """A part of a tensor of this size, under each of these keys."""
+        info = self._write(part.clone(memory_format=torch.contiguous_format))
+        for key in keys:
+            chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
+            empty = TensorStorageMetadata(TensorProperties(dtype=part.dtype), torch.Size(size), [])
+            self._entries.setdefault(key, empty).chunks.append(chunk)
+            self._where[MetadataIndex(key, chunk.offsets)] = info
+
+    def add_object(self, key: str, value: Any) -> None:
+        """What is no tensor."""
+        self._entries[key] = BytesStorageMetadata()
+        self._where[MetadataIndex(key)] = self._write([value])
+
+    def close(self) -> None:
+        """Write .metadata, by which the checkpoint is complete."""
+        self._file.close()
+        metadata = Metadata(self._entries, None, self._where, StorageMeta())
+        with (self.folder / ".metadata").open("wb") as file:
+            pickle.dump(metadata, file)
+
+    def _write(self, value: Any) -> _StorageInfo:
+        if self._file.tell() > _FILE_BYTES:
+            self._file.close()
+            self._files += 1
+            self._file = (self.folder / f"__0_{self._files}.distcp").open("wb")
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        at = self._file.tell()
+        self._file.write(buffer.getbuffer())
+        return _StorageInfo(Path(self._file.name).name, at, buffer.tell())
+
+
+def export_megatron(
+    folder: Path,
+    target: Path,
+    *,
+    optimizer: bool = True,
+    fused: bool | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """One of our checkpoints -> TARGET/iter_NNNNNNN, for Megatron-LM's --load TARGET --ckpt-format torch_dist.
+
+    Args:
+        folder: iter_NNNNNNN.
+        optimizer: with its state, if the checkpoint has it.
+        fused: is that for Transformer Engine's or Apex's Adam? They have the number of steps in their groups and refuse
+            it by parameter, where torch's must have it. Default: with 16-bit weights.
+    Raises: CheckpointError for damage, or a model whose layers differ.
+    """
+    config = exportable(folder, target)
+    model, saved = config.model, SavedTensors(folder)
+    if model.per_layer_overrides is not None:
+        raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
+    if model.has_experts:
+        many = f"--num-experts {model.experts}"
+        raise CheckpointError(f"{folder.name}: {many}: no checkpoint with experts is exported to Megatron-LM yet")
+    check_ours(saved, model, folder.name)
+    content = json.loads((folder / STATE).read_text())
+    steps: int | None = content["optimizer_steps"] if optimizer else None
+    if steps is not None and (config.train.optimizer != "adam" or config.train.decoupled_lr is not None):
+        what = f"--optimizer {config.train.optimizer}" if config.train.optimizer != "adam" else "--decoupled-lr"
+        raise CheckpointError(f"{folder.name}: the state under {what} cannot be exported; add --no-load-optim")
+    iteration = int(content["iteration"])
+    with fresh_folder(target) as made:
+        out = made / f"iter_{iteration:07d}"
+        out.mkdir()
+        writer = Writer(out)
+        names = [name for name in saved.shapes if steps is not None or not name.startswith("optimizer.")]
+        for name in counted(names, progress):
+            _add(writer, name, saved.read(name), model, steps is not None)
+        for module in (*_EXTRA.split(), "self_attention.q_layernorm", "self_attention.k_layernorm"):
+            for n in range(model.layers):
+                writer.add_object(f"decoder.layers.{module}._extra_state/shard_{n}_{model.layers}", None)
+        writer.add_object("decoder.final_layernorm._extra_state/shard_0_1", None)
+        fused = config.train.half if fused is None else fused
+        common = _common(config, content, steps, fused)
+        writer.add_object("common_state/shard_0_1", common)
+        torch.save(common, out / "common.pt")  # up to core_v0.18
+        backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+        versions = {f"{name}_version": 1 for name in backends}
+        (out / "metadata.json").write_text(json.dumps(backends | versions))
+        writer.close()
+        commit.write_durably(made / commit.POINTER, str(iteration))
+    other = "torch" if fused else "fused"
+    note = f"the state of {_ADAM[fused]} Adam; {_ADAM[not fused]} needs --megatron-adam {other}"
+    notes = () if steps is None else (note,)
+    return Converted(target / f"iter_{iteration:07d}", config, notes, model.padded_vocab_size or 0)
+
+
+def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
+    kinds: tuple[str, ...] = ()
+    if match := _OF_STATE.fullmatch(name):
+        kinds, name, tensor = _KINDS[match[1]], match[2], tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if model.gated and ".linear_fc1." in name:
+        tensor = tensor.flatten(0, 1)
+    offsets, size, key = [0] * tensor.ndim, list(tensor.shape), name
+    if match := _LAYER.fullmatch(name):
+        key, tensor = f"decoder.layers.{fused_name(match[2])}", tensor[None]
+        offsets, size = [int(match[1]), *offsets], [model.layers, *size]
+    keys = [f"optimizer.state.{kind}.{key}" for kind in kinds] or [key]
+    if with_state and not kinds and tensor.dtype == torch.float32:  # the weights are the main parameters
+        keys.append(f"optimizer.state.param.{key}")
+    writer.add(keys, tensor, offsets, size)
+
+
+def _common(config: Config, content: dict[str, Any], steps: int | None, fused: bool) -> dict[str, Any]:
+    """All that is no tensor of the model or of the optimizer."""
+    where = content["state"]
+    args = args_of(config) | {
+        "iteration": content["iteration"],
+        "consumed_train_samples": where["consumed_train_samples"],
+        "consumed_valid_samples": where["consumed_valid_samples"],
+        "skipped_train_samples": 0,
+        "no_save_optim": None if steps is not None else True,
+    }
+    found: dict[str, Any] = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": content["iteration"],
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+    return found if steps is None else found | _state(config, content, steps, fused)
+
+
+def _state(config: Config, content: dict[str, Any], steps: int, fused: bool) -> dict[str, Any]:
+    """What the optimizer and the learning rate have beside tensors."""
+    train, where = config.train, content["state"]
+    saved = content["opt_param_scheduler"]
+    curve = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
+    decay = curve.weight_decay
+    group = {
+        "is_expert_parallel": False,
+        "default_config": True,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": curve.lr,
+        "min_lr": curve.min_lr,
+        "lr": curve.lr,
+        "bias_correction": True,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_eps,
+        "step": steps,
+    }
+    groups = [group | {"wd_mult": wd, "weight_decay": wd * decay.end} for wd in (1.0, 0.0)]
+    state = {} if fused else {"common_step": torch.tensor(float(steps))}
+    optimizer = {
+        "state": state,
+        "param_groups": groups,
+        "optimizer": {"state": dict(state), "param_groups": [dict(group) for group in groups]},
+        "param_state_sharding_type": "fully_reshardable",
+    }
+    scheduler = {
+        "max_lr": curve.lr,
+        "lr_warmup_steps": curve.warmup,
+        "num_steps": where["consumed_train_samples"] - where.get("skipped_samples", 0),
+        "lr_decay_style": curve.style,
+        "lr_decay_steps": curve.decay,
+        "min_lr": curve.min_lr,
+        "start_wd": decay.start,
+        "end_wd": decay.end,
+        "wd_incr_style": decay.style,
+        "wd_incr_steps": train.train_samples or config.train_iters * config.global_batch_size,
+    }
+    return {"optimizer": optimizer, "opt_param_scheduler": scheduler}

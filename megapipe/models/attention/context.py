@@ -1,0 +1,150 @@
+"""Attention of sequences that are cut over context-parallel ranks: three ways in which queries and keys meet.
+
+Either keys and values [2, b, groups/t, s/c, d] come to the queries, by kv head: around a ring while the block at hand
+is computed (p2p; Liu et al. 2023), or all at once (all_gather; Dubey et al. 2024, section 3.3.2). Or ranks trade their
+tokens of all heads for all tokens of some (a2a; Jacobs et al. 2023, DeepSpeed-Ulysses), between which any attention of
+whole sequences stands. Kept for backward is what is here; keys travel once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.tokens import Cut, Tokens
+from megapipe.errors import ConfigError
+from megapipe.models.attention.blocks import Rule, Sums, attend, differentiate
+
+Use = Callable[[Tensor, Tokens], None]
+"""What is done with the keys and values of these tokens."""
+Differentiate = Callable[[Tensor, Tokens], Tensor]
+"""The same in backward; returns their gradient."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sums, mine = Sums.empty(q, k.shape[1]), rule.stream.cut.spans(rule.length)
+
+        def use(kv: Tensor, held: Tokens) -> None:
+            attend(rule, q, mine, kv, held, sums)
+
+        (_ring if "p2p" in way else _all_at_once)(rule, torch.stack((k, v)), use)
+        out = torch.empty_like(q).copy_(sums.out.view(q.shape))
+        ctx.save_for_backward(q, k, v, out, sums.lse)
+        ctx.rule, ctx.way = rule, way
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rule = ctx.rule
+        mine = rule.stream.cut.spans(rule.length)
+        dq = torch.zeros(*lse.shape[:3], q.shape[-1], dtype=lse.dtype, device=q.device)
+        delta = (grad.to(lse.dtype) * out).sum(-1).reshape(lse.shape)
+
+        def use(kv: Tensor, held: Tokens) -> Tensor:
+            return differentiate(rule, q, mine, kv, held, grad, lse, delta, dq)
+
+        back = _ring_back if "p2p" in ctx.way else _all_back
+        dk, dv = back(rule, torch.stack((k, v)), use).to(k.dtype)
+        return None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
+
+
+_attention: Callable[..., Tensor] = _Attention.apply
+
+
+def context_attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule, way: str = "p2p") -> Tensor:
+    """softmax(q k^T / sqrt(d)) v with each query seeing what the rule says, wherever in the sequence it lies.
+
+    Args:
+        q: [b, heads/t, s/c, d], the tokens that the rule's stream has here.
+        k, v: [b, groups/t, s/c, d], each group for heads/groups successive heads.
+        way: p2p (a2a+p2p is the same here) or all_gather; without effect where c is 1.
+    Returns: [b, heads/t, s/c, d]. Scores have q's type (float32 for fp16), softmax and sums over blocks are float32.
+        Memory: some tensors of one block's scores, output and logarithms in float32, and the keys of two ranks (p2p)
+        or of all.
+    """
+    return _attention(rule, way, q, k, v)
+
+
+def _ring(rule: Rule, kv: Tensor, use: Use) -> None:
+    """c - 1 messages. Ranks before this one come first."""
+    cp, cut = rule.stream.cp, rule.stream.cut
+    for step in range(cp.size):
+        coming = cp.start_shift(kv) if step < cp.size - 1 else None
+        use(kv, cut.spans(rule.length, (cp.rank - step) % cp.size))
+        kv = kv if coming is None else coming.wait()
+
+
+def _ring_back(rule: Rule, kv: Tensor, use: Differentiate) -> Tensor:
+    """2 (c - 1) messages: gradients follow their keys one step later, and come home with the last."""
+    cp, cut = rule.stream.cp, rule.stream.cut
+    own, sums = torch.empty(()), None
+    for step in range(cp.size):
+        coming = cp.start_shift(kv) if step < cp.size - 1 else None
+        grads = use(kv, cut.spans(rule.length, (cp.rank - step) % cp.size))
+        if step == 0:
+            own = grads
+        else:
+            grads = grads if sums is None else grads.add_(sums.wait())
+            sums = cp.start_shift(grads.to(kv.dtype), lane=1)
+        kv = kv if coming is None else coming.wait()
+    return own if sums is None else own.add_(sums.wait())
+
+
+def _all_at_once(rule: Rule, kv: Tensor, use: Use) -> None:
+    """One all-gather."""
+    cp, cut = rule.stream.cp, rule.stream.cut
+    parts = cp.all_gather(kv).chunk(cp.size)
+    use(cut.join(parts, 3) if cp.size > 1 else kv, (range(rule.length),))
+
+
+def _all_back(rule: Rule, kv: Tensor, use: Differentiate) -> Tensor:
+    """One all-gather, one reduce-scatter."""
+    cp, cut = rule.stream.cp, rule.stream.cut
+    whole: list[Tensor] = []
+    _all_at_once(rule, kv, lambda kv, held: whole.append(use(kv, held)))
+    return cp.reduce_scatter(torch.cat([cut.take(whole[0], 3, rank) for rank in range(cp.size)]).to(kv.dtype))
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Axis, to_heads: bool) -> Tensor:
+        ctx.cp, ctx.to_heads = cp, to_heads
+        return _trade(x, cp, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _trade(grad, ctx.cp, not ctx.to_heads), None, None
+
+
+def _trade(x: Tensor, cp: Axis, to_heads: bool) -> Tensor:
+    cut = Cut(cp.rank, cp.size)
+    if to_heads:
+        return cut.join(cp.all_to_all(torch.stack(x.chunk(cp.size, 2))).unbind(), 0)
+    return torch.cat(cp.all_to_all(torch.stack([cut.take(x, 0, r) for r in range(cp.size)])).unbind(), 2)
+
+
+def whole_sequences(core: Callable[[Tensor, Tensor, Tensor], Tensor], cp: Axis) -> Callable[..., Tensor]:
+    """core of whole sequences and 1/c of the heads, q, k and v [s, b, heads, d] -> [s, b, heads x d], as a function of
+    q [s/c, b, heads, d], k and v [s/c, b, groups, d] -> [s/c, b, heads x d]. Two exchanges: of q, k and v, and back."""
+    trade: Callable[..., Tensor] = _Trade.apply
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[2] % cp.size or k.shape[2] % cp.size:
+            raise ConfigError(
+                f"--cp-comm-type a2a deals heads to ranks, and {q.shape[2]} query and {k.shape[2]} key heads here do "
+                f"not divide by {cp.size} context-parallel ranks. Use --cp-comm-type p2p."
+            )
+        # of each rank's heads q, k, v side by side: one exchange
+        mixed = torch.cat([part for n in zip(*(x.chunk(cp.size, 2) for x in (q, k, v)), strict=True) for part in n], 2)
+        sizes = [x.shape[2] // cp.size for x in (q, k, v)]
+        out = core(*torch.split(trade(mixed, cp, True), sizes, 2))
+        return trade(out, cp, False)
+
+    return attend

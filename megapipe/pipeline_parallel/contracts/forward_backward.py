@@ -1,0 +1,271 @@
+"""`get_forward_backward_func`: Megatron-LM's way to ask for a schedule and its step's keywords, over the one engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.distributed.axis import ALONE, Axis
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.process_groups import ProcessGroupCollection
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.contracts.grad_sync import GradSync, check_config
+from megapipe.pipeline_parallel.contracts.p2p import P2PCommunicator, axis_of
+from megapipe.pipeline_parallel.engine import ForwardBackward
+from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.messages.agreed import size_of
+from megapipe.pipeline_parallel.messages.transport import P2PMode
+from megapipe.pipeline_parallel.stage import ForwardStep, config_of
+from megapipe.schedule import Schedule
+from megapipe.schedule.catalogue import entry_of, is_file
+from megapipe.tensor_parallel.rng import Stream
+
+AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+    *,
+    mesh: ProcessMesh | None = None,
+    schedule: Schedule | str | None = None,
+    p2p_mode: str | None = None,
+    config: Any = None,
+    variable_seq_lengths: bool = False,
+) -> Step:
+    """The function that runs one step's forward and backward passes.
+
+    Args:
+        pp_size, vp_size: as Megatron's; default to the mesh's pipeline size and to the number of model chunks.
+        schedule_pg_collection: Megatron's several modules on grids of their own; refused.
+        mesh: who this rank is; default the one that ProcessMesh.create made.
+        schedule: a table, or what `schedule.build` takes; default 1f1b, interleaved with several chunks.
+        p2p_mode, config, variable_seq_lengths: as in engine.ForwardBackward.
+    Raises: ConfigError if pp_size is not the mesh's, here or at the first step.
+    """
+    if schedule_pg_collection is not None:
+        raise ConfigError(
+            "get_forward_backward_func: schedule_pg_collection (modules on several grids) is not implemented"
+        )
+    step = Step(mesh, schedule, pp_size, vp_size, p2p_mode, config, variable_seq_lengths)
+    if mesh is not None:
+        step.check_size(mesh)
+    return step
+
+
+@dataclass(eq=False)
+class Step:
+    """One rank's step, called as Megatron's train_step and evaluate call theirs. What is not named here is as in
+    engine.Request.
+
+    Keywords:
+        first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has
+            set_is_first_microbatch is told (Transformer Engine converts its weights then).
+        seq_length, micro_batch_size: the size of messages; one pipeline rank has none and takes None. With several
+            chunks decoder_seq_length is not read, as in Megatron's interleaving.
+        adjust_tensor_shapes_fn: gives the shapes that this rank receives and sends in place of the usual one. The
+            shape of each message is then sent before it; one tensor of three dimensions per message.
+        p2p_communicator, pg_collection: whose transport and groups to use in place of the mesh's. Both or neither;
+            one pipeline rank reads no p2p_communicator.
+        force_all_reduce, pg_collection: handed on to config.finalize_model_grads_func; the mesh's groups if None.
+        ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
+            config.grad_scale_func and config.calculate_per_token_loss say.
+    Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else []. Without
+        loss_func, which forward_only alone takes, the outputs.
+    Raises: ConfigError for what does not fit, or is asked of a Megatron config and not implemented.
+    """
+
+    mesh: ProcessMesh | None
+    schedule: Schedule | str | None
+    pp_size: int | None
+    vp_size: int | None
+    p2p_mode: str | None
+    config: Any
+    variable_seq_lengths: bool
+    _engine: ForwardBackward | None = field(default=None, init=False)
+    _made_for: tuple[Any, ...] = field(default=(), init=False)
+    _steps: int = field(default=0, init=False)
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Any,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int | None,
+        micro_batch_size: int | None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: AdjustShapes | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+        **ours: Any,
+    ) -> list[dict[str, Any]]:
+        """Run every microbatch through this rank's stages; see the class."""
+        modules = list(model) if isinstance(model, Sequence) else [model]
+        config = config_of(modules[0]) if self.config is None else self.config
+        engine = self._engine_for(len(modules), config, p2p_communicator, pg_collection)
+        place = engine.table(num_microbatches).placement
+        sync = GradSync(config, dict(zip(place.stages_on(engine.mesh.pp.rank), modules, strict=False)))
+        check_config(config, engine.mesh)
+        if adjust_tensor_shapes_fn is not None and engine.mesh.pp.size > 1:
+            _check_shapes(adjust_tensor_shapes_fn, size_of(seq_length, micro_batch_size, config))
+        if first_val_step is None or not forward_only or first_val_step:
+            _tell_first_microbatch(modules)
+        told: list[Loss] = []
+        ours = {"on_loss": told.append} | _said_by(config) | self._stream(num_microbatches, engine.mesh) | ours
+        if not forward_only:
+            ours = {"around_last_backward": sync.around_last_backward, "on_stage_done": sync.on_stage_done} | ours
+        with _timed(config), sync.off(not forward_only):
+            results = engine(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length if len(modules) == 1 else None,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                variable_seq_lengths=adjust_tensor_shapes_fn is not None,
+                **ours,
+            )
+        if not forward_only:
+            tokens = _tokens(told, engine.mesh) if ours.get("calculate_per_token_loss") else None
+            sync.finalize(tokens, pg_collection or ProcessGroupCollection.of(engine.mesh), force_all_reduce)
+        return results
+
+    def check_size(self, mesh: ProcessMesh) -> None:
+        """Raises: ConfigError if pp_size is not the mesh's."""
+        if self.pp_size not in (None, mesh.pp.size):
+            raise ConfigError(
+                f"get_forward_backward_func: pp_size is {self.pp_size}, and the mesh has {mesh.pp.size} pipeline "
+                "ranks. Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
+            )
+
+    def _engine_for(self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any) -> ForwardBackward:
+        """The engine of the step before, if that was asked for the same."""
+        mesh = self.mesh or ProcessMesh.current()
+        group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
+        made_for = (mesh, p2p_communicator, pg_collection, chunks, group_size)
+        if self._engine is None or any(a is not b for a, b in zip(made_for, self._made_for, strict=True)):
+            self._engine, self._made_for = self._made(*made_for), made_for
+        return self._engine
+
+    def _made(
+        self, mesh: ProcessMesh | None, p2p: Any, pg_collection: Any, chunks: int, group_size: int | None
+    ) -> ForwardBackward:
+        if pg_collection is not None:
+            mesh = mesh_of(pg_collection, getattr(p2p, "pp", None))
+        mesh = mesh or ProcessMesh.required()
+        self.check_size(mesh)
+        if (p2p is None) != (pg_collection is None) and mesh.pp.size > 1:
+            raise ConfigError("give both p2p_communicator and pg_collection, or neither")
+        mode, variable = self.p2p_mode, self.variable_seq_lengths
+        if p2p is not None:
+            if not isinstance(p2p, P2PCommunicator):
+                kind = type(p2p).__name__
+                raise ConfigError(
+                    f"p2p_communicator is a {kind}, not P2PCommunicator of megapipe.pipeline_parallel.contracts.p2p"
+                )
+            mode, variable = mode or p2p.transport.mode, variable or p2p.variable_seq_lengths
+        table = self.schedule or ("interleaved" if (self.vp_size or chunks) > 1 else "1f1b")
+        return ForwardBackward(
+            mesh,
+            table,
+            chunks=self.vp_size or (chunks if table == "interleaved" else None),
+            p2p_mode=mode or P2PMode.PLAIN,
+            config=self.config,
+            variable_seq_lengths=variable,
+            options=_group_size(table, group_size, chunks, mesh.pp.size),
+        )
+
+    def _stream(self, num_microbatches: int, mesh: ProcessMesh) -> dict[str, Any]:
+        """Randomness of layers of megapipe: another for each microbatch of each step and data-parallel rank."""
+        first = self._steps * num_microbatches
+        self._steps += 1
+        return {"stream": lambda microbatch: Stream(0, (first + microbatch) * mesh.dp.size + mesh.dp.rank)}
+
+
+def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
+    """The mesh that a Megatron ProcessGroupCollection describes: its groups tp and, if there, pp, dp, cp and dp_cp.
+
+    Args:
+        pp: the pipeline, where another group than the collection's is used. Without both there is one pipeline rank.
+    Raises: ConfigError for a collection without tp.
+    """
+    groups = {name: getattr(pg_collection, name, None) for name in ("pp", "tp", "dp", "cp", "dp_cp")}
+    axes: dict[str, Any] = {name: axis_of(group) for name, group in groups.items() if group is not None}
+    if "tp" not in axes:
+        raise ConfigError("pg_collection must have the group tp, and over several pipeline ranks pp")
+    device = axes["tp"].device
+    axes["pp"] = pp or axes.get("pp", Axis(device=device))
+    if "dp" not in axes and "dp_cp" in axes:  # to draw random numbers by its rank
+        both, cp = axes["dp_cp"], axes.get("cp", ALONE).size
+        axes["dp"] = both if cp == 1 else Axis(both.rank // cp, both.size // cp, device=device)
+    return ProcessMesh(**axes, device=device)
+
+
+def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
+    """config.microbatch_group_size_per_vp_stage for `schedule.build`. Raises: ConfigError where it can do nothing."""
+    if size in (None, ranks) or chunks == 1:  # the number of pipeline ranks is Megatron's default
+        return {}
+    name = "microbatch_group_size_per_vp_stage"
+    generates = isinstance(table, str) and not is_file(table)
+    if not generates or name not in inspect.signature(entry_of(str(table)).generate).parameters:
+        given = table if isinstance(table, str) else table.name
+        raise ConfigError(
+            f"config.{name} is {size}, and the schedule {given} has no groups of microbatches. Leave it out, or take "
+            "the schedule interleaved, interleaved-zb or group-interleaved by its name."
+        )
+    return {name: size}
+
+
+def _said_by(config: Any) -> dict[str, Any]:
+    """What a Megatron config says and our own engine is told by argument."""
+    said: dict[str, Any] = {}
+    if (per_token := getattr(config, "calculate_per_token_loss", None)) is not None:
+        said["calculate_per_token_loss"] = per_token
+    if (scale := getattr(config, "grad_scale_func", None)) is not None:
+        said["loss_scale"] = lambda: float(scale(torch.ones(())))
+    return said
+
+
+def _tell_first_microbatch(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if hasattr(module, "set_is_first_microbatch"):
+            module.set_is_first_microbatch()  # type: ignore[operator]
+
+
+def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:
+    for shapes in adjust([shape], [shape]):
+        if len(shapes) != 1 or len(shapes[0]) != len(shape):
+            raise ConfigError(f"adjust_tensor_shapes_fn: a message is one tensor of 3 dimensions, got shapes {shapes}")
+
+
+def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
+    """Of all microbatches whose loss is here."""
+    counts = [loss.tokens for loss in losses if loss.tokens is not None]
+    return torch.stack(counts).sum().int() if counts else torch.zeros((), dtype=torch.int, device=mesh.device)
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer around a step."""
+    timers = getattr(config, "timers", None)
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=getattr(config, "barrier_with_L1_time", False))
+    yield
+    if timers is not None:
+        timers("forward-backward").stop()

@@ -1,0 +1,106 @@
+"""The routers of a rank's layers: what they saw of a step, added up, and the biases that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import Config, ModelConfig
+from megapipe.config.layers import layer_config
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.moe.losses import LOGGED
+from megapipe.models.moe.router import Router
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What the routers of all layers say of a step, the same on every rank.
+
+    Attributes:
+        losses: by Megatron-LM's names, each a mean over its layers, without its weight.
+        per_layer: the same of each layer of the model; 0 where it has no experts.
+        tokens: rows that each expert has computed, by layer.
+    """
+
+    losses: dict[str, float] = field(default_factory=dict)
+    per_layer: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Routers:
+    """Of one rank.
+
+    Args:
+        modules: its stages.
+        mirrored: DualPipe's: a stage exists twice, on mirrored ranks.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: ProcessMesh, model: ModelConfig, *, mirrored: bool) -> None:
+        self.mesh, self.model = mesh, model
+        found = (part for module in modules for part in module.modules())
+        self.own = sorted((part for part in found if isinstance(part, Router)), key=lambda router: router.layer)
+        self._twins = mesh.twins if mirrored else None
+        self._kinds = [*model.balancing, *(["z_loss"] if model.moe_z_loss_coeff else [])]
+
+    def begin(self) -> None:
+        """Start a step."""
+        for router in self.own:
+            router.forget()
+
+    def table(self) -> Tensor | None:
+        """This rank's part of a step, [n] in float64: of each layer of the model its losses, summed over microbatches,
+        and rows of its experts. None without experts."""
+        if not self.model.has_experts:
+            return None
+        width = len(self._kinds) + self.model.experts
+        table = torch.zeros(self.model.layers, width, dtype=torch.float64, device=self.mesh.device)
+        if self.model.sequence_parallel or self.mesh.tp.rank == 0:
+            for router in self.own:
+                for _, seen in sorted(router.seen.items()):
+                    losses = [seen.losses[kind].double() for kind in self._kinds]
+                    table[router.layer] += torch.cat((torch.stack(losses), seen.tokens)) if losses else seen.tokens
+        return table.flatten()
+
+    def read(self, values: Sequence[float], run: Config) -> Routed:
+        """What the sums of all ranks' tables mean."""
+        if not values:
+            return Routed()
+        model, n = self.model, len(self._kinds)
+        rows = [values[i : i + n + model.experts] for i in range(0, len(values), n + model.experts)]
+        times = run.num_microbatches * run.data_parallel_size
+        per_layer = {LOGGED[kind]: tuple(row[i] / times for row in rows) for i, kind in enumerate(self._kinds)}
+        own = ((layer, layer_config(model, layer)) for layer in range(model.layers))
+        layers = [layer for layer, config in own if config.has_experts and not config.no_mlp]
+        losses = {name: sum(of_layers) / len(layers) for name, of_layers in per_layer.items()}
+        return Routed(losses, per_layer, {layer: tuple(map(int, rows[layer][n:])) for layer in layers})
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """What `move` changes."""
+        return [router.expert_bias for router in self.own if router.expert_bias is not None]
+
+    def moved(self) -> list[Tensor]:
+        """The biases after this step, for `move`: each a step of --moe-router-bias-update-rate towards the load's mean
+        over all ranks and microbatches. Collective over the ranks with these layers."""
+        if not self.biases:
+            return []
+        layers = sorted({router.layer for router in self.own})
+        counts = torch.zeros(len(layers), self.model.experts, dtype=torch.int64, device=self.mesh.device)
+        for router in self.own:
+            for seen in router.seen.values():
+                counts[layers.index(router.layer)] += seen.tokens
+        if self.model.sequence_parallel:
+            self.mesh.tp.all_reduce(counts)
+        self.mesh.dp_cp.all_reduce(counts)
+        if self._twins is not None:
+            self._twins.all_reduce(counts)
+        towards = torch.sign(counts.sum(-1, keepdim=True) - counts * self.model.experts).float()
+        steps = dict(zip(layers, towards * self.model.moe_router_bias_update_rate, strict=True))
+        return [bias + steps[router.layer] for router in self.own if (bias := router.expert_bias) is not None]
+
+    def move(self, biases: Sequence[Tensor]) -> None:
+        for bias, moved in zip(self.biases, biases, strict=True):
+            bias.copy_(moved)

@@ -1,0 +1,90 @@
+"""The benchmark's own facts: a device that keeps time, and rows that count what the schedule says."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from programs import ROOT, run
+
+from megapipe.commands.emulate.device import Device
+from megapipe.schedule import Costs, build, simulate, unpaired
+from megapipe.schedule.transforms.reduction import exposed, with_reduction
+from tools.bench.vocabulary import Model
+
+
+@pytest.fixture
+def device():
+    return Device
+
+
+def test_a_message_is_there_a_latency_after_it_was_sent_however_late_it_is_asked_for(device):
+    receiver = device(link=0.05, epoch=time.perf_counter())
+    message, sent = torch.zeros(2, 1, 1), time.perf_counter()
+    receiver.stamp(message)
+    receiver.arrive(message, remote=False)
+    assert time.perf_counter() - sent < 0.04
+    receiver.arrive(message, remote=True)
+    assert time.perf_counter() - sent == pytest.approx(0.05, abs=0.04)
+    again = time.perf_counter()
+    receiver.arrive(message, remote=True)
+    assert time.perf_counter() - again < 0.04
+
+
+def test_a_pass_takes_its_time_and_no_cpu(device):
+    one, cpu = device(), time.thread_time()
+    one.compute(0.05)
+    assert 0.05 <= one.busy < 0.2
+    assert time.thread_time() - cpu < 0.02
+
+
+def test_both_runtimes_run_what_the_table_says(tmp_path):
+    """2 ranks, 4 microbatches, both runtimes: peaks and bytes are counted, not copied from the prediction."""
+    names = ["1f1b", "interleaved", "zb-v", "dualpipe-v"]
+    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4"]
+    command += ["--schedules", ",".join(names), "--ms", "2,2,2", "--repeats", "1", "--message-kib", "1"]
+    done = run([*command, "--measure-overhead", "--json", tmp_path / "rows.json"])
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "rows.json").read_text())
+    costs, rows = Costs(**written["costs"]), written["rows"]
+    assert "measured here: a pass costs" in done.stdout
+    assert costs.overhead > 0
+    assert [(r["schedule"], r["runtime"]) for r in rows] == [(n, r) for n in names for r in ("megapipe", "torch")]
+    for row in rows:
+        timeline = simulate(unpaired(build(row["schedule"], 2, 4)))
+        known = simulate(unpaired(build(row["schedule"], 2, 4, costs=costs)), costs)
+        assert row["predicted_ms"] == pytest.approx(1e3 * known.makespan)
+        assert row["step_ms"] >= 2 * timeline.makespan
+        assert row["bubble"] > 0
+        assert row["peak"] == row["predicted_peak"] == max(timeline.peak)
+        assert row["sent_mb"] == (None if row["runtime"] == "torch" else sum(timeline.sent) * 1024 / 1e6)
+        assert (row["to_torch"] is None) == (row["runtime"] == "torch")
+
+
+def test_times_that_are_none_are_refused_in_one_line():
+    command = [ROOT / "tools" / "bench_schedules.py", "--ms", "1,2"]
+    done = run(command)
+    assert done.returncode == 2
+    assert "--ms: 1,2 is not three times F,B,W from 0, such as 20,20,20" in done.stderr
+
+
+def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
+    """interleaved hides half of the link's time in the other chunk's passes."""
+    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4", "--reduction", "0.3"]
+    done = run([*command, "--schedules", "interleaved", "--ms", "20,20,20", "--repeats", "1"])
+    assert done.returncode == 0, done.stderr
+    step, at_end, _, beside, *_ = (float(cell) for cell in done.stdout.splitlines()[-1].split("|")[2:-1])
+    table, link = build("interleaved", 2, 4, chunks=2), 0.3 * 4 * 60
+    assert step >= 4 * 60
+    assert at_end == pytest.approx(link)
+    assert beside == pytest.approx(exposed(with_reduction(table), Costs(20, 20, 20, g=link))) == link / 2
+
+
+def test_a_model_has_the_same_work_with_a_head_on_its_last_stage_and_a_shared_one():
+    """8 layers of 1, 2 and 3 ms in 4 microbatches, and a head worth two of them."""
+    for name in ("1f1b", "dualpipe-v"):
+        model = Model(name, 2, 4, 4, 2.0, (4, 8, 12))
+        for job in (model.whole(), model.shared()):
+            assert sum(simulate(job.schedule, job.costs).busy) == pytest.approx(4 * 10 * 6e-3)

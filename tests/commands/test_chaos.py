@@ -1,0 +1,53 @@
+"""A run that is killed, held up, short of disk and damaged at random heals itself, to the bits of an unbroken one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+from programs import ROOT, Program
+
+from megapipe.commands.chaos import broken_run
+from megapipe.commands.chaos import main as chaos
+from megapipe.data.indexed import IndexedWriter
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --split 1,0,0 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 2 --num-workers 0 "
+    "--train-iters 1000 --lr 1e-3 --eval-iters 0 --save-interval 10 --save-keep-last 3 --save-failure continue"
+)
+
+
+class Forked(Program):
+    """As a Popen of `python SCRIPT ARGUMENTS...`, without the seconds of its imports; what it prints goes to a pipe."""
+
+    def __init__(self, command, **_):
+        pipe = Path(f"pipe-{len(list(Path().glob('pipe-*')))}").resolve()
+        os.mkfifo(pipe)
+        super().__init__(command[1:], pipe, cwd=Path.cwd())
+        self.stdout = pipe.open(errors="replace")
+
+    def wait(self):
+        return super().wait(60)
+
+
+def test_a_run_that_is_broken_at_random_ends_on_the_bits_of_an_unbroken_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(broken_run.subprocess, "Popen", Forked)
+    monkeypatch.setattr(broken_run.Launched, "pids", lambda run: [run.process.pid] if run.poll() is None else [])
+    with IndexedWriter("data", np.uint16) as writer:
+        writer.add_documents(np.arange(20_000) % 127, np.full(200, 100))
+    how = ["--minutes", "0.4", "--every", "1", "--kinds", "kill,delay,disk,damage", "--folder", "runs"]
+    line = [
+        sys.executable,
+        ROOT / "tests" / "support" / "slow_steps.py",
+        *FLAGS.split(),
+        "--data-path",
+        tmp_path / "data",
+    ]
+    assert chaos.main([*how, "--", *map(str, line)]) == 0
+    said = capsys.readouterr().out
+    assert ", 0 differ" in said, said
+    assert int(said.split(" faults and ")[0].split()[-1]) >= 1, said

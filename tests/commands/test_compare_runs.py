@@ -1,0 +1,43 @@
+"""The comparison of real runs counts what the table says: the same loss, bytes held and sent."""
+
+from __future__ import annotations
+
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from megapipe.commands import compare
+from megapipe.data.build import build_datasets
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import make_plan
+from megapipe.schedule import build, simulate
+
+SMALL = "--layers 4 --hidden 32 --seq 16 --microbatches 4"
+
+
+def test_rows_of_real_runs_count_what_is_predicted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *SMALL.split()])
+    args = compare._arguments()
+    configs = [compare._config(name, 2, args) for name in ("gpipe", "zb-v")]
+    data = build_datasets(configs[0], build_tokenizer(configs[0].data))
+    rows = []
+    for config in configs:
+        plan = make_plan(config)
+        ranks = run_threads(lambda mesh, c=config, p=plan: compare._train(mesh, c, p, data, 1), pp=2)
+        assert ranks[0].loss == ranks[1].loss
+        rows.append(ranks[0])
+    assert rows[0].loss == rows[1].loss
+    for row in rows:
+        assert row.mib == pytest.approx(row.mib_predicted, rel=0.1)
+        messages = sum(simulate(build(row.schedule, 2, 4)).sent)
+        assert row.sent_mib * 2**20 == messages * 16 * 32 * 4
+        assert 0 < row.bubble < 1
+        assert row.most == pytest.approx(row.table + row.stages + row.messages + row.host)
+        assert 0 <= row.table < 1
+    assert "| 2 | gpipe |" in compare.to_markdown(rows)
+    head, _, *shown = compare.to_markdown(rows, compare.COLUMNS | compare.WHY).splitlines()
+    assert head.endswith("| MiB sent | waits most | table | stages | messages | host |")
+    assert {line.count("|") for line in (head, *shown)} == {16}
+    assert len(list(ElementTree.fromstring(compare.to_svg(rows)).iter("{http://www.w3.org/2000/svg}rect"))) == 5

@@ -1,0 +1,88 @@
+"""Text from models that are not ours, and from tokenizers that have moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.save_load import save_checkpoint
+from megapipe.commands import generate
+from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError, DataError
+from megapipe.models.build import build_stage
+from megapipe.partition.spans import LayerSpan
+
+from ..training.plain import LAYERS, MODEL, VOCAB, Plain
+
+
+class NextPosition(Plain):
+    """Without labels its likeliest next token is the number of the position, which it asks for."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert self.input is None
+        assert labels is None
+        return torch.nn.functional.one_hot(position_ids, VOCAB).float()
+
+
+class Losses(Plain):
+    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return tokens.float()
+
+
+def next_position(config, span, tp):
+    return NextPosition(span)
+
+
+def losses(config, span, tp):
+    return Losses(span)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> list[str]:
+    module = build_stage(next_position, MODEL, LayerSpan(0, LAYERS, True, True), Axis(), 1)
+    data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
+    counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+    config = Config(model=MODEL, train=TrainConfig(lr=0.1), data=data)
+    save_checkpoint(tmp_path, 1, [module], None, counters, config, ProcessMesh.single())
+    return ["--load", str(tmp_path), "--prompt", "7 7", "--num-tokens", "3", "--temperature", "0"]
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "find_provider", {"next": next_position, "losses": losses}.get)
+
+
+def test_a_plain_module_is_given_positions_and_asked_for_logits(load, capsys):
+    generate.main([*load, "--model-provider", "next"])
+    assert capsys.readouterr().out.endswith("7 7 1 2 3\n")
+
+
+def test_a_model_that_gives_no_logits_is_named(load):
+    with pytest.raises(ConfigError) as caught:
+        generate.main([*load, "--model-provider", "losses"])
+    assert str(caught.value) == (
+        f"--model-provider losses: without labels the whole model returns logits [b, s, v], here [1, 2, {VOCAB}]; "
+        "it returned [1, 2]"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--tokenizer-model m", "a NullTokenizer does not read --tokenizer-model m. Add --tokenizer-type Hugging"),
+        ("--vocab-file v --merge-file m", "a NullTokenizer does not read --vocab-file v and --merge-file m. Add"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model m --merge-file n",
+            "a HuggingFaceTokenizer does not read --merge-file n",
+        ),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model nowhere", "nowhere: No such file or directory"),
+    ],
+)
+def test_a_tokenizers_file_that_is_not_read_is_named(load, flags, said):
+    with pytest.raises((ConfigError, DataError), match=said):
+        generate.main([*load, "--model-provider", "next", *flags.split()])

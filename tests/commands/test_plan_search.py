@@ -1,0 +1,124 @@
+"""The best plan that is found, against every plan there is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megapipe.checks.run import flag_problems
+from megapipe.commands.plan.links import Device, load_device
+from megapipe.commands.plan.main import flags_of, main, report
+from megapipe.commands.plan.search import search, table, timed
+from megapipe.config import Config
+from megapipe.errors import ConfigError, UserError
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB, counts_of, pieces_of, plan_of
+from megapipe.schedule import SCHEDULES
+from megapipe.training.check import check
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --train-iters 9 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
+    "--bf16 "
+)
+FIXED = {name: entry.chunks for name, entry in SCHEDULES.items() if name != "zb-auto"}
+SLOW = Device(flops=1e11, inside=1e9, outside=1e8, latency=1e-5, overhead=1e-5, node=2)
+
+
+def every_step(config, gpus, memory, device):
+    """Of each plan that fits, whatever a search may think of it."""
+    model = replace(config.model, padded_vocab_size=config.model.padded_vocab(1000))
+    sizes = [n for n in (1, 2, 4) if gpus % n == 0]
+    for tp, cp, pp, micro, recompute, zero in product(sizes, sizes, sizes, (1, 2, 4, 8), (None, "full"), (False, True)):
+        par = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            use_distributed_optimizer=zero,
+        )
+        one = replace(
+            config,
+            model=replace(model, recompute_granularity=recompute, sequence_parallel=tp > 1),
+            parallel=par,
+            train=replace(config.train, micro_batch_size=micro),
+            world_size=gpus,
+        )
+        if gpus % (tp * cp * pp) or tp > device.node or flag_problems(one):
+            continue
+        plan = plan_of(one, pieces_of(one, one.model))
+        for name, fixed in FIXED.items() if pp > 1 else [("1f1b", 1)]:
+            for chunks in (None,) if fixed else (2, 4):
+                with suppress(UserError):
+                    schedule = table(name, pp, one.num_microbatches, chunks)
+                    counts = counts_of(one, schedule.placement)
+                    known = timed(replace(plan, schedule=schedule, counts=counts), one, device)
+                    if known.peak <= memory:
+                        yield known.step
+
+
+@pytest.mark.parametrize(
+    "gpus, batch, memory, device",
+    [(2, 32, 1.0, SLOW), (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))],
+    ids=["two devices", "four devices", "little memory"],
+)
+def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, capsys):
+    flags = [*MODEL.split(), "--global-batch-size", str(batch)]
+    config = parse(Config, flags)
+    found = search(config, gpus, memory * GIB, device, 1000)
+    steps = sorted(every_step(config, gpus, memory * GIB, device))
+    first = min(found.best.values(), key=lambda x: x.step)
+    assert first.step <= steps[0] * 1.03
+    assert first.peak <= memory * GIB
+    check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
+    assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
+    assert " ".join(flags_of(first.config)) in report(found, memory * GIB)
+
+
+def test_what_does_not_fit_is_said():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
+    assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")
+
+
+def test_a_search_without_a_batch_and_devices_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *MODEL.split(), "--num-layers", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert all(words in said for words in ("--num-layers 0", "needs --global-batch-size", "needs --world-size"))
+
+
+@pytest.mark.parametrize("tool", [[], ["--search"]])
+def test_numbers_that_mean_nothing_are_refused_together(tool, monkeypatch, capsys):
+    flags = ["--memory-gib", "nan", "--emulate-ms", "-5", "--repeats", "0", "--global-batch-size", "8"]
+    monkeypatch.setattr("sys.argv", ["plan.py", *tool, *flags, *MODEL.split()])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    for words in (
+        "--memory-gib must be a number above 0, got nan",
+        "--emulate-ms must be",
+        "--repeats must be at least 1",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize("flags", ["--gpus 64", "--processes=8"])
+def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all_commands(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *flags.split(), *MODEL.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{flags[:5]}" in (said := capsys.readouterr().err)
+    assert "is called --world-size, as in pretrain_gpt.py --check and rehearse.py" in said
+
+
+@pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])
+def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_path):
+    (tmp_path / "device.json").write_text(f'{{"flops": {given}}}')
+    with pytest.raises(
+        ConfigError, match=r"--device .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
+    ):
+        load_device(str(tmp_path / "device.json"))

@@ -1,0 +1,124 @@
+"""A run foreseen from single ranks: what each needs is what it needs in the run, and the step is the simulator's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.commands.plan import rehearse
+from megapipe.commands.plan.held_bytes import parts_of
+from megapipe.commands.plan.rehearsed_rank import Rehearsed, answers_of, rank_alone, run_on
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import Pass
+from megapipe.schedule.measured.costs import Ran
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--distributed-backend gloo --pipeline-model-parallel-size 2 "
+)
+
+
+@pytest.mark.parametrize(
+    "axes, flags",
+    [
+        ({"tp": 2}, "--global-batch-size 8 --pipeline-schedule 1f1b --recompute-granularity full"),
+        ({}, "--global-batch-size 8 --pipeline-schedule dualpipe"),
+        ({"dp": 2}, "--global-batch-size 16 --pipeline-schedule zb-v --bf16 --use-distributed-optimizer"),
+    ],
+    ids=str,
+)
+def test_a_rank_alone_needs_what_it_needs_in_the_run(axes, flags):
+    sizes = f"--tensor-model-parallel-size {axes.get('tp', 1)} {'--sequence-parallel' * ('tp' in axes)}"
+    world = 2 * axes.get("tp", 1) * axes.get("dp", 1)
+    config, plan = rehearse.prepared(f"{MODEL} {sizes} {flags}".split(), world)
+
+    def parts(mesh):
+        run = run_on(mesh, config, plan)
+        run.step()
+        return parts_of(run)
+
+    real = run_threads(parts, pp=2, **axes)
+    ranks = rehearse.world_ranks(config)
+    answers = answers_of(config, plan, ranks)
+    for rank in ranks:
+        run = rank_alone(config, plan, rank, answers)
+        assert run.step().grad_norm > 0
+        assert parts_of(run) == real[rank]
+
+
+def test_a_few_ranks_of_many_make_the_step_of_1f1b():
+    config, plan = rehearse.prepared(
+        f"{MODEL} --global-batch-size 16 --num-layers 8 --pipeline-model-parallel-size 4".split(), 4
+    )
+    m, f, b, u = plan.schedule.num_microbatches, 1.0, 2.0, 0.5
+
+    def shown(rank: int) -> Rehearsed:
+        clock, ran = 0.0, []
+        for (item,) in plan.schedule.ranks[rank]:
+            took = f if item.kind.is_forward else b
+            ran.append(Ran(item, clock, clock + took))
+            clock += took
+        return Rehearsed((rank,), [ran], u, {"weights": 1.0 + rank})
+
+    assert all(isinstance(item, Pass) for item, *_ in shown(0).steps[0])
+    told = rehearse.forecast(config, plan, {rank: shown(rank) for rank in (0, 1, 3)})
+    assert told.passes == pytest.approx((m + 3) * (f + b))  # (m + p - 1)(F + B), stage 2 as stage 1
+    assert told.step == pytest.approx(told.passes + u)
+    assert told.bubble == pytest.approx(3 / (m + 3))
+
+
+def test_two_of_sixty_four_ranks_are_rehearsed(capsys):
+    flags = "--global-batch-size 16 --num-layers 16 --pipeline-model-parallel-size 16 --tensor-model-parallel-size 2"
+    flags += " --pipeline-schedule gpipe"
+    own = "--world-size 64 --ranks 0,63 --steps 1 --memory-gib 1e-9 --"
+    rehearse.main(f"{own} {MODEL} {flags}".split())
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert len(lines) == 1 + 16 + 3
+    assert [n for n, line in enumerate(lines[1:17]) if "by the plan" not in line] == [0, 15]
+    assert "runs out of memory first" in said
+    assert "on 64 processes under gpipe" in said
+
+
+def test_a_rehearsal_of_no_steps_or_ranks_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        rehearse.main(["--world-size", "0", "--steps", "-1", "--"])
+    assert refused.value.problems == ("--world-size must be above 0, got 0.", "--steps must be above 0, got -1.")
+
+
+def test_what_cannot_be_rehearsed_is_refused_at_once():
+    flags = "--global-batch-size 8 --vocab-parallel-pipeline --transformer-impl auto --num-layers 5"
+    with pytest.raises(ConfigError) as refused:
+        rehearse.prepared(f"{MODEL} {flags}".split(), 2)
+    assert [said.split()[0] for said in refused.value.problems] == [
+        "--num-layers",
+        "--vocab-parallel-pipeline",
+        "--transformer-impl",
+    ]
+
+
+def test_a_rehearsal_ends_after_a_process_that_computed_with_several_threads():
+    """A fork has none of OpenMP's threads: on two cores the rehearsed rank waited for ever in its first LayerNorm."""
+    flags = f"--world-size 2 --ranks 0 --steps 1 -- {MODEL} --global-batch-size 4 --num-layers 2 "
+    code = (
+        "import sys, torch; from megapipe.commands.plan import rehearse; torch.set_num_threads(2); "
+        "torch.nn.functional.layer_norm(torch.randn(64, 4096), (4096,)).sum(); rehearse.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *flags.split(), "--pipeline-model-parallel-size", "2"]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "before, behind, sentence",
+    [
+        (2, "--world-size 4", "--world-size 2 stands before --, and --world-size 4 behind it"),
+        (0, "", "--world-size 0 must be at least 1"),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be_is_refused(before, behind, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        rehearse.prepared(f"{MODEL} --global-batch-size 8 {behind}".split(), before)

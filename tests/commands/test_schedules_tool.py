@@ -1,0 +1,295 @@
+"""tools/schedules.py as a user meets it, the comparison behind it, and docs/schedules.md."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megapipe.commands import progress, schedules
+from megapipe.schedule import SCHEDULES, Costs, build
+from megapipe.schedule.text import from_csv, from_json
+from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+FIXED = [name for name in SCHEDULES if name != "zb-auto"]
+
+
+def tool(*args: str | Path, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    """What the program does, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        patch.object(sys, "argv", ["schedules.py", *map(str, args)]),
+        patch.dict(os.environ, COLUMNS=str(columns)),
+    ):
+        try:
+            status = schedules.main()
+        except SystemExit as stop:
+            status = stop.code
+    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+
+
+def test_list_has_every_schedule_in_one_line_and_the_program_starts():
+    program = [sys.executable, ROOT / "tools" / "schedules.py", "list"]
+    said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert said == tool("list").stdout
+    lines = said.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *SCHEDULES]
+
+
+def test_show_draws_ascii_within_the_width_and_states_the_formulas():
+    done = tool("show", "ZB-H1", "--pp", "4", "--microbatches", "8", "--costs", "10,11,8", columns=70)
+    assert done.returncode == 0
+    assert not done.stderr
+    assert done.stdout.isascii()
+    assert max(len(line) for line in done.stdout.splitlines()[:4]) <= 70
+    assert f"bubble {3 * (10 + 11 - 8)} " in done.stdout  # (p-1)(F+B-W)
+    assert "peak 4; by rank 4 4 4 4" in done.stdout
+    assert f"communication: {2 * 3 * 8} tensors; sent by rank 8 16 16 8" in done.stdout
+
+
+def test_show_writes_files_that_hold_the_schedule_and_reads_them_back(tmp_path):
+    files = {kind: tmp_path / f"a.{kind}" for kind in ("json", "csv", "svg", "perfetto")}
+    asked = [text for kind, path in files.items() for text in (f"--{kind}", path)]
+    assert tool("show", "dualpipe", "--pp", "4", "--microbatches", "8", *asked).returncode == 0
+    ranks = build("dualpipe", 4, 8).ranks
+    assert from_json(files["json"].read_text()).ranks == ranks
+    assert from_csv(files["csv"].read_text()).ranks == ranks
+    assert files["svg"].read_text().startswith("<svg")
+    assert json.loads(files["perfetto"].read_text())["traceEvents"]
+    for kind in ("json", "csv"):
+        assert "bubble 2 " in tool("show", files[kind]).stdout  # (p/2-1)(F&B + BW - 3W)
+
+
+SIZE = ("--pp", "4", "--microbatches", "8")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "required: list|show|compare|site|docs"),
+        (("draw",), "invalid choice: 'draw'"),
+        (("show", "zb-h1"), "needs --pp and --microbatches, such as --pp 4 --microbatches 8"),
+        (("show", "zbv", *SIZE), "did you mean zb-v?"),
+        (("site", "x", "--pp", "65", "--microbatches", "4"), "a page has every table, of at most --pp 64"),
+        (("show", "1f1b", "--pp", "0", "--microbatches", "8"), "--pp: a whole number of at least 1 is needed, got '0'"),
+        (("show", "1f1b", *SIZE, "--costs", "1,2"), "such as 10,11,8 or 1,1,1,0.1, got '1,2'"),
+        (("show", "1f1b", *SIZE, "--costs", "1,1,nan"), "got '1,1,nan'"),
+        (("show", "1f1b", *SIZE, "--memory", "no"), "--memory: a number above 0 is needed, got 'no'"),
+        (("show", "1f1b", *SIZE, "--memory", "3"), "0F3: over the memory limit of 3"),
+        (("show", "1f1b", *SIZE, "--memory", "3"), "`compare` with the same --memory shows what fits"),
+        (("show", "1f1b", *SIZE, "--chunks", "2"), "1f1b has 1 chunk(s) per rank, not 2"),
+        (("show", "1f1b", *SIZE, "--placement", "v"), "only zb-auto takes --placement"),
+        (("show", "zb-auto", *SIZE, "--memory", "0.5"), "Use --memory 1."),
+        (("show", "dualpipe", "--pp", "3", "--microbatches", "8"), "the nearest is 4"),
+        (("show", "no/such.json"), "no/such.json: No such file or directory"),
+        (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
+        (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "No such file or directory: 'no/such/dir.svg'"),
+        (("show", "1f1b", *SIZE, "--micro", "3"), "unrecognized arguments: --micro 3"),
+        (("show", "1f1b", *SIZE, "--costs", "1,1,1e308"), "got '1,1,1e308'"),
+        (
+            ("show", "naive", "--pp", "1000000", "--microbatches", "8"),
+            "table of 8,000,000 forwards in 1,000,000 stages",
+        ),
+        (("show", "interleaved", *SIZE, "--chunks", "100000000"), "tables have at most 4,000,000 in 10,000"),
+        (("show", "zb-auto", "--pp", "1000000", "--microbatches", "8"), "tables have at most 4,000,000 in 10,000"),
+        (("compare", "--pp", "4"), "required: --microbatches"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(args, says):
+    done = tool(*args)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+def test_what_a_table_has_of_its_step_is_not_added_again(tmp_path):
+    """The file that was written was refused when it was read: 0G0 runs twice."""
+    path = tmp_path / "whole.json"
+    assert tool("show", "1f1b", *SIZE, "--step", "2,1", "--json", path).returncode == 0
+    assert "whole.json has G already" not in tool("show", path).stderr
+    assert "1f1b has G already, and each stage has one a step" in tool("show", path, "--step", "2,1").stderr
+
+
+def compared(tmp_path, **costs) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    done = tool("compare", *SIZE, "--costs", path, "--only", "zb-v", "v-half", "hanayo")
+    assert not done.stderr, done.stderr
+    return " ".join(done.stdout.split("\n\n")[1].split())
+
+
+def test_costs_of_stages_compare_the_schedules_that_have_so_many(tmp_path):
+    """1f1b, the measure of others, has four; it ended in StopIteration, and without any row in a ValueError."""
+    assert compared(tmp_path, f=[1] * 8, b=[1] * 8, w=[1] * 8).startswith("Stay with zb-v (makespan 51): none that")
+    assert (
+        compared(tmp_path, f=[1] * 5, b=[1] * 5, w=[1] * 5) == "No schedule takes these numbers; the reasons are above."
+    )
+
+
+def test_a_costs_file_must_give_some_pass_a_time(tmp_path):
+    """Every rank of a run divided by 0."""
+    path = tmp_path / "costs.json"
+    for costs in ({"f": 0, "b": 0, "w": 0}, {"f": [0, 0], "b": 0, "w": [0, 0], "g": 1}):
+        path.write_text(json.dumps(costs))
+        said = tool("show", "1f1b", *SIZE, "--costs", path).stderr
+        assert f"{path}: f, b and w are all 0, and no step can be predicted of that." in said
+
+
+def test_a_wrong_file_is_refused_with_every_problem(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0X0\n1F0,1BW7x\n")
+    done = tool("show", path)
+    assert done.returncode == 2
+    assert "rank 0 (line 1), step 1: 0X0: unknown letter X" in done.stderr
+    assert "rank 1 (line 2), step 1: 1BW7x: not a pass" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def fixed_rows(ranks: int, microbatches: int, costs: Costs, memory: float | None = None) -> list[Row]:
+    return [measure(build(name, ranks, microbatches), costs, memory=memory) for name in FIXED]
+
+
+def test_bubble_shares_are_those_of_the_papers():
+    p, m = 4, 12
+    share = {row.label: row.bubble_share for row in fixed_rows(p, m, Costs(10, 11, 8))}
+    assert share["naive"] == pytest.approx((p - 1) / p)
+    assert share["gpipe"] == share["1f1b"] == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_compare_has_a_row_or_a_reason_for_every_schedule():
+    shares = []
+    rows = compare(3, 6, Costs(1, 1, 1), effort=0.1, progress=lambda share, doing: shares.append(share))
+    assert {row.label.split()[0] for row in rows} == {*SCHEDULES, "zb-auto"}
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    reasons = {row.label: row.reason for row in rows if isinstance(row, Refusal)}
+    assert "even number of ranks" in reasons["dualpipe"]
+    assert all(row.label in to_table(rows) for row in rows)
+
+
+def test_what_does_not_fit_is_neither_hidden_nor_recommended():
+    rows = fixed_rows(4, 8, Costs(10, 11, 8), memory=3)
+    assert {row.label for row in rows if row.fits} == {"naive", "group-interleaved", "1f1b-v", "v-half", "v-min"}
+    assert advise(rows, 4, 8, Costs(10, 11, 8))[0].startswith("Take v-half: makespan 266.5, 16.5% less than 1f1b (319")
+    assert to_table(rows).count("over the limit") == len(rows) - 5
+
+
+def test_advice_is_honest_when_no_schedule_helps():
+    many = advise(fixed_rows(2, 256, Costs()), 2, 256)
+    assert many == ["Stay with 1f1b (makespan 771): none that fits saves 2% of it; group-interleaved would take 769.5."]
+    alone = [measure(build(name, 1, 8)) for name in ("naive", "1f1b", "zb-h1")]
+    assert advise(alone, 1, 8)[0] == "Stay with 1f1b (makespan 24): none that fits saves 2% of it."
+    assert advise(fixed_rows(4, 8, Costs(), memory=0.5), 4, 8)[0].startswith("No schedule fits: naive needs least, 1.")
+
+
+def test_advice_names_uneven_stages_as_what_no_schedule_can_mend():
+    costs = Costs(f=(1, 1, 1, 3), b=(1, 1, 1, 3), w=(1, 1, 1, 3))
+    rows = [measure(build(name, 4, 16), costs) for name in ("1f1b", "zb-h1")]
+    assert any("busiest rank works 144, the mean rank 72" in line for line in advise(rows, 4, 16, costs))
+
+
+def test_advice_says_how_cheap_pairs_must_be_for_dualpipe_v():
+    costs = Costs(10, 11, 8)
+    rows = [row for row in fixed_rows(8, 16, costs) if row.label in ("1f1b", "zb-v", "dualpipe-v")]
+    found = [
+        re.search(r"dualpipe-v is as fast as zb-v only if .* at most (\d+) %", x) for x in advise(rows, 8, 16, costs)
+    ]
+    percent = next(int(match[1]) for match in found if match)
+    at = [measure(build("dualpipe-v", 8, 16), Costs(10, 11, 8, fb=29 * x / 100)) for x in (percent, percent + 1)]
+    zb_v = measure(build("zb-v", 8, 16), costs)
+    assert at[0].makespan <= zb_v.makespan < at[1].makespan
+
+
+def test_progress_is_silent_for_a_second_and_leaves_a_clean_line(monkeypatch, capsys):
+    clock = iter([0.0, 0.5, 4.0, 5.0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    bar = progress.Progress()
+    bar(1 / 3, "zb-v")
+    assert capsys.readouterr().err == ""
+    bar(2 / 3, "zb-auto")
+    assert capsys.readouterr().err == f"\r[{'#' * 16}{'.' * 8}]  67% zb-auto, 2 s left"
+    bar(1.0)
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_vocabulary_passes_are_drawn_and_a_wrong_number_of_costs_is_named():
+    done = tool("show", "1f1b", "--pp", "2", "--microbatches", "2", "--vocabulary", "1,0.5")
+    assert "S vocabulary share; C combine shares" in done.stdout
+    limited = tool("show", "1f1b", *SIZE, "--vocabulary", "0.5,0.25", "--memory", "4")
+    assert (limited.returncode, "0F4: over the memory limit of 4; the rank holds" in limited.stderr) == (2, True)
+    assert "S,T or S,T,E is needed" in tool("show", "1f1b", *SIZE, "--vocabulary", "1").stderr
+
+
+def test_a_search_prints_its_bound_and_keeps_to_the_memory():
+    done = tool("show", "zb-auto", *SIZE, "--costs", "10,14,7", "--memory", "3", "--placement", "v", "--effort", "0.5")
+    assert done.returncode == 0
+    assert "peak 3 of 3" in done.stdout
+    bound = float(re.search(r"lower bound: ([\d.]+); [\d.]+% above it", done.stdout)[1])
+    assert bound == pytest.approx(282.5)
+    assert bound <= float(re.search(r"makespan ([\d.]+)", done.stdout)[1]) <= 296.5  # V-Half, which fits too
+
+
+def test_committed_pictures_are_what_the_command_makes(tmp_path):
+    names = [*FIXED, "1f1b-vocabulary"]
+    assert tool("docs", tmp_path, "--only", *names).returncode == 0
+    for name in names:
+        committed = ROOT / "docs" / "schedules" / f"{name}.svg"
+        assert (tmp_path / f"{name}.svg").read_bytes() == committed.read_bytes(), (
+            f"run tools/schedules.py docs ({name})"
+        )
+
+
+def test_the_docs_have_a_section_and_a_picture_for_every_schedule():
+    for name in SCHEDULES:
+        assert f"### {name}\n\n![{name}](schedules/{name}.svg)" in DOC
+
+
+def test_the_table_in_the_docs_is_measured():
+    rows = [row for name in FIXED for row in compare_labels(name)]
+    for row in rows:
+        line = next(line for line in DOC.splitlines() if line.startswith(f"{row.label}  "))
+        numbers = [float(x) for x in re.findall(r"(?<= )[\d.]+(?= |$)", line.removeprefix(row.label).replace(" %", ""))]
+        expected = [row.makespan, row.period, row.bubble, 100 * row.bubble_share, row.peak, row.parameters, row.sent]
+        assert numbers == pytest.approx(expected, abs=0.051), line
+
+
+def compare_labels(name: str) -> list[Row]:
+    costs = Costs(10, 11, 8)
+    if SCHEDULES[name].chunks is not None:
+        return [measure(build(name, 8, 16, costs=costs), costs)]
+    return [measure(build(name, 8, 16, chunks=v, costs=costs), costs, f"{name} v={v}") for v in (2, 4)]
+
+
+def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say(monkeypatch):
+    function, use = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+    printed = re.search(r"prints\n\n```\n(28.*?)```", DOC, re.DOTALL)
+    assert function.split("def eager")[1] in ROOT.joinpath("examples/own_schedule.py").read_text().replace(
+        '    """1F1B with twice the warm-up, which hides the round trip of slow messages; memory 2p-1"""\n', ""
+    )
+    monkeypatch.chdir(ROOT)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(use, {})
+    assert out.getvalue() == printed[1]
+
+
+def test_the_files_written_in_the_docs_load(tmp_path):
+    for kind, read in (("csv", from_csv), ("json", from_json)):
+        text = re.search(rf"```{kind}\n(.*?)```", DOC, re.DOTALL)[1]
+        assert read(text).ranks == build("1f1b", 2, 2).ranks

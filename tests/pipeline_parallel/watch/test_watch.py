@@ -1,0 +1,76 @@
+"""What the watches ask of the ranks' store, which serves all of them at once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from megapipe.pipeline_parallel.watch.diagnosis import Report
+from megapipe.pipeline_parallel.watch.watch import Watch
+
+RANKS = 300
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def store():
+    return PrefixStore("test", TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False))
+
+
+def watch_of(rank, store):
+    watch = Watch(SimpleNamespace(store=None, world=SimpleNamespace(size=RANKS, rank=rank)))
+    watch._store = Counted(store)
+    return watch
+
+
+def report_of(rank):
+    return Report(f"rank {rank}", "pass 1F2 of iteration 3", "iteration 3", 1.0, None, None, "timed out", None)
+
+
+def test_the_first_to_fail_hears_all_ranks_in_a_few_requests(store):
+    """Every rank asked twice for every other: 2 million requests at 1,024 ranks, which the store took for its end."""
+    watches = [watch_of(rank, store) for rank in range(RANKS)]
+    for rank, watch in enumerate(watches):
+        watch._post(report_of(rank))
+        assert watch._store.requests == 2
+    assert watches[7]._collect() == {rank: report_of(rank) for rank in range(RANKS)}
+    assert watches[7]._store.requests <= 5
+
+
+def test_an_error_of_the_watchs_own_ends_neither_the_watch_nor_what_it_says_at_the_end(monkeypatch, store):
+    """It ended the thread without a word, and a hang was for ever."""
+    said, codes = [], []
+    monkeypatch.setattr("megapipe.pipeline_parallel.watch.watch._say", said.append)
+    monkeypatch.setattr("megapipe.pipeline_parallel.watch.watch._exit", codes.append)
+    watch = watch_of(0, store)
+    watch._ear = SimpleNamespace(recv=lambda size: b"\0")
+    looks = iter([ValueError("no report"), ValueError("no report"), KeyError("pp"), None])
+
+    def look(heard):
+        if (error := next(looks)) is not None:
+            raise error
+        watch._closed = True
+
+    monkeypatch.setattr(watch, "_look", look)
+    watch._run()
+    met = "the watch over rank 0 met an error of its own and goes on: "
+    assert said == [f"{met}ValueError: no report", f"{met}KeyError: 'pp'"]
+    monkeypatch.setattr(watch, "_collect", lambda: {0: Report.from_json("{}")})
+    watch._end(report_of(0), 4)
+    assert (
+        "rank 0 is in pass 1F2 of iteration 3, since 1.0 s: timed out; the other ranks could not be heard" in said[-1]
+    )
+    assert codes == [4]

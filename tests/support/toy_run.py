@@ -1,0 +1,156 @@
+"""A model that is only parameters, in training under any mesh: what checkpoint tests save and load."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
+from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import CheckpointError
+from megapipe.optim.optimizer import Optimizer
+
+LAYERS = 11
+EMBEDDING, HEAD = "embedding.weight", "output_layer.weight"
+# name: full shape, split dimension, first (0), last (1) or by layer
+SHAPES = {
+    EMBEDDING: ((24, 6), 0),
+    **{f"layers.{n}.fc.weight": ((2, 8, 5), 1) for n in range(LAYERS)},
+    **{f"layers.{n}.proj.weight": ((5, 8), 1) for n in range(LAYERS)},
+    **{f"layers.{n}.fc.bias": ((6,), None) for n in range(LAYERS)},
+    "final.weight": ((6,), None),
+    HEAD: ((24, 6), 0),
+}
+# Without clipping every element is updated by itself: layouts agree to the bit.
+CONFIG = Config(
+    model=ModelConfig(num_layers=LAYERS, hidden_size=6, num_attention_heads=2),
+    train=TrainConfig(micro_batch_size=1, train_iters=100, lr=1e-2, clip_grad=0),
+)
+SINGLE = ProcessMesh.single()
+
+
+class Toy(nn.Module):
+    """This rank's parameters of a model that is only parameters; gradients are given."""
+
+    def __init__(self, mesh, dtype=torch.float32, layers=LAYERS):
+        super().__init__()
+        last = mesh.pp.size - 1
+        for name, (shape, dim) in SHAPES.items():
+            layer = int(name.split(".")[1]) if name.startswith("layers") else None
+            rank = layer * mesh.pp.size // LAYERS if layer is not None else 0 if name == EMBEDDING else last
+            if rank == mesh.pp.rank and (layer or 0) < layers:
+                weight = nn.Parameter(split(full(EMBEDDING if name == HEAD else name, 0), dim, mesh).to(dtype))
+                tied = EMBEDDING if name == HEAD else None
+                self._parameters[name] = set_layout(weight, Layout(shape, dim, tied))
+
+
+def full(name, salt):
+    seed = 100 * salt + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(seed))
+
+
+def split(x, dim, mesh):
+    """A rank's slice, as the matrix that a layer would hold."""
+    return x if dim is None else x.chunk(mesh.tp.size, dim)[mesh.tp.rank].flatten(0, -2).clone()
+
+
+class Run:
+    """A toy in training."""
+
+    def __init__(self, mesh, dtype=torch.float32, config=CONFIG, layers=LAYERS, distributed=False):
+        self.mesh, self.config = mesh, config
+        self.stages = [Toy(mesh, dtype, layers)]
+        self.optimizer = Optimizer(self.stages, config.train, mesh, distributed=distributed)
+
+    def train(self, first, last):
+        for step in range(first, last + 1):
+            self.optimizer.zero_grad()
+            for name, param in self.stages[0].named_parameters():
+                param.main_grad.add_(split(full(name, step), SHAPES[name][1], self.mesh))
+            self.optimizer.step(1e-2, grad_scale=1 / self.mesh.dp.size)
+        return self
+
+    def save(self, root, iteration, **kwargs):
+        state = {"consumed_train_samples": 8 * iteration, "consumed_valid_samples": iteration, "note": "kept"}
+        return save_checkpoint(root, iteration, self.stages, self.optimizer, state, self.config, self.mesh, **kwargs)
+
+    def load(self, folder, **checkpoint):
+        config = replace(self.config, checkpoint=CheckpointConfig(**checkpoint))
+        return load_checkpoint(folder, self.stages, self.optimizer, config, self.mesh)
+
+    def differing(self, whole):
+        """Names of tensors that are not the slices of an unsplit run's."""
+        wrong = [] if self.optimizer.steps == whole.optimizer.steps else ["steps"]
+        mine, theirs = ({"": dict(r.stages[0].named_parameters()), **r.optimizer.state()} for r in (self, whole))
+        for kind, tensors in mine.items():
+            for name, tensor in tensors.items():
+                # A head on its own rank has state; beside the embedding the embedding's is its state.
+                want = theirs[kind][name if name in theirs[kind] else EMBEDDING].detach()
+                shape, dim = SHAPES[name]
+                if not torch.equal(tensor, split(want.view(shape), dim, self.mesh)):
+                    wrong.append(f"{kind} {name}")
+        return wrong
+
+
+def problems(work):
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    return caught.value.problems
+
+
+# What the ranks of a pool are asked to do.
+
+
+def reshard(before, after, root, dtype, sharded):
+    folder = Run(before, dtype, distributed=sharded in ("before", "both")).train(1, 2).save(root, 2)
+    run = Run(after, dtype, distributed=sharded in ("after", "both"))
+    loaded = run.load(folder)
+    wrong = run.train(3, 4).differing(Run(SINGLE, dtype).train(1, 4))
+    return wrong, (loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
+
+
+def save(mesh, root):
+    return Run(mesh).train(1, 2).save(root, 2)
+
+
+def save_behind(mesh, root):
+    """The second of two saves, which a process beside each rank writes."""
+    background, run = Background(mesh), Run(mesh).train(1, 2)
+    assert run.save(root, 2, background=background) is not None
+    assert run.train(3, 4).save(root, 4, background=background) is None
+    run.train(5, 6)
+    finished = background.finish()
+    background.close()
+    return finished
+
+
+def load(mesh, folder):
+    run = Run(mesh)
+    run.load(folder)
+    return run.train(3, 4).differing(Run(SINGLE).train(1, 4))
+
+
+def failing_save(mesh, root):
+    run, real = Run(mesh), commit.digest
+
+    def no_room(folder, names):
+        raise OSError(28, "No space left on device", "a shard")
+
+    commit.digest = no_room if mesh.world.rank == 2 else real
+    try:
+        return problems(lambda: run.save(root, 1))
+    finally:
+        commit.digest = real
+
+
+def damaged_load(mesh, folder):
+    return problems(lambda: Run(mesh).load(folder))
+
+
+def find(mesh, config):
+    return find_checkpoint(config, mesh)

@@ -1,0 +1,224 @@
+"""A run's own measurements: of real passes on ranks that are threads, emulated to be slow, and what the log says."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from short_run import config, datasets, run_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import STYLES
+
+from megapipe.commands.emulate.runs import Ours, _EmulatedLinks
+from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.device import peak_by_name
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.messages.transport import Op
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import make_plan
+from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule.measured.costs import Spent, measured_costs, spent
+from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
+from megapipe.training.report.lines import LEGEND, IterationReport, passes_fields, short_line
+
+
+class Late:
+    """A message that leaves in the background, 10 ms late."""
+
+    def __init__(self, future: Future) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+class LateLink(_EmulatedLinks):
+    """The link between two ranks is late, both ways."""
+
+    def __init__(self, *given, ends=(2, 3)) -> None:
+        super().__init__(*given)
+        self.ends, self.pool = ends, ThreadPoolExecutor(1)
+
+    def one(self, op: Op):
+        if not op.sends or {self.pp.rank, op.peer} != set(self.ends):
+            return super().one(op)
+        due = time.monotonic() + 0.01
+
+        def send() -> None:
+            time.sleep(max(0.0, due - time.monotonic()))
+            super(LateLink, self).one(op).wait()
+
+        return Late(self.pool.submit(send))
+
+
+def named(mesh: ProcessMesh, wrong: str) -> list[str]:
+    """What ten emulated steps of 1F1B name."""
+    table, rank = build("1f1b", 4, 4), mesh.pp.rank
+    slower = 1.5 if (wrong, rank) == ("rank", 1) else 1.0
+    runner = Ours(mesh, table, Costs(*(0.02 * slower,) * 3), (8, 1, 1))
+    if wrong == "link":
+        runner.transport = runner.comm.transport = LateLink(mesh, runner.device)
+    asked = config(STYLES["gpt2"], pp=4)
+    counters = Counters(asked, mesh, make_plan(asked), 3, speaks=rank == 3)
+    found = []
+    for _ in range(10):
+        runner.watch = Stopwatch(CPU, table)
+        runner.step()
+        found += counters.add(runner.watch, over=True)
+    return [slow.text for slow in found]
+
+
+@pytest.mark.parametrize(
+    "wrong, text", [("rank", r"stage 1 on rank 1 computes 1\.[3-7] x its peers"), ("link", r"link 2->3 is \d+ ms late")]
+)
+def test_an_injected_slow_rank_or_link_is_named_within_ten_steps(wrong, text):
+    *others, speaker = run_threads(partial(named, wrong=wrong), pp=4, timeout_s=60)
+    assert others == [[], [], []]
+    assert any(re.match(text, said) for said in speaker), speaker
+
+
+def train(mesh: ProcessMesh, asked) -> None:
+    run_of(mesh, asked).train()
+
+
+@pytest.mark.parametrize("schedule, late", [("1f1b", True), ("dualpipe-v", False), ("zb-v", False)])
+def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, schedule, late):
+    datasets()
+    asked = config(STYLES["gpt2"], pp=2, schedule=schedule)
+    log = replace(asked.log, log_interval=5, metrics_file=str(tmp_path / "steps"), device_peak_tflops=1.0)
+    log = replace(log, log_straggler=schedule == "1f1b")  # --log-straggler
+    log = replace(log, timing_log_level=2, timing_log_option="all", tensorboard_dir=str(tmp_path / "board"))
+    log = replace(log, log_timers_to_tensorboard=True)
+    train_10 = replace(asked.train, train_iters=10)
+    par = replace(asked.parallel, enable_optimizer_post_validation=late)
+    run_threads(partial(train, asked=replace(asked, log=log, parallel=par, train=train_10)), pp=2, timeout_s=60)
+    said = capsys.readouterr().out
+    assert "beside the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
+    line = next(x for x in said.splitlines() if "iteration       10/" in x)
+    fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)% \(", line)
+    assert fields
+    assert said.count(LEGEND) == 1
+    assert ("straggler: slowest stage" in said) == (schedule == "1f1b")
+    rows = [json.loads(x) for x in (tmp_path / "steps").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 11))
+    row = rows[-1]
+    assert 0 < row["bubble"] < 1
+    assert sum(row["bubble_parts"].values()) == pytest.approx(row["bubble"])
+    assert row["passes_ms"] == max(r["makespan"] for r in row["ranks_ms"])
+    assert len(row["stages_ms"]) == (2 if schedule == "1f1b" else 4)
+    last = said.split("iteration       10/")[1]
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in ("forward-backward", "optimizer", "batch-generator", "forward-compute", "backward-compute"):
+        times = re.search(rf"\n  {name}:\n     rank  0: ([\d.]+)\n     rank  1: ([\d.]+)", last)
+        assert times, name
+        on_board = events.Scalars(f"{name}-time")
+        assert [e.step for e in on_board][-2:] == [5, 10]
+        assert on_board[-1].value * 1e3 == pytest.approx(max(map(float, times.groups())), abs=0.01)
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
+
+
+def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remaining(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    asked = config(STYLES["gpt2"])
+    log = replace(asked.log, log_interval=5, log_format="short", device_peak_tflops=1.0)
+    train(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=10)))
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("5/10", "10/10"))]
+    assert len(lines) == 2
+    assert all(len(x) <= 80 and "tok/s left 0:00:" in x and "bubble" in x for x in lines), lines
+    assert "left 0:00:00" in lines[1]
+
+
+def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
+    numbers = {"hardest token": 5.0, "lm loss": 2.0}
+    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, numbers, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
+    assert short_line(one).startswith("1/2 loss 2.0000 hardest token 5 100 ms 80 tok/s norm 1.00 lr 1.00e-03")
+
+
+@pytest.mark.parametrize("own", [{}, {"sure": 0.25}, {f"metric {n}": n / 7 for n in range(9)}])
+def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
+    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, {}, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
+    plain = short_line(replace(one, losses={"lm loss": 2.0}))
+    theirs = "".join(f" {name} {value:.4g}" for name, value in own.items())
+    assert short_line(replace(one, losses={"lm loss": 2.0} | own)) == plain.replace("2.0000", f"2.0000{theirs}")
+
+
+@pytest.mark.parametrize(
+    "bubble, parts, text",
+    [
+        (0.132, (0.111, -0.023, 0.002), "13.2% (table 11.1%, stages -2.3%, host 0.2%, messages 4.2%)"),
+        (0.05, (0.111, 0.03, 0.002), "5.0% (table 11.1%, stages 3.0%, host 0.2%, residual -9.3%)"),
+        (0.1, (0.1, -1e-9, 1e-9), "10.0% (table 10.0%, stages 0.0%, host 0.0%, messages 0.0%)"),
+        (0.1, (0.1, 0.0, 1e-4), "10.0% (table 10.0%, stages 0.0%, host 0.0%, messages 0.0%)"),
+    ],
+)
+def test_the_parts_stand_behind_the_bubble_that_they_add_up_to(bubble, parts, text):
+    now = Measured(1, Costs(), (Spent(1, 1, 1, 0),) * 2, 1.0, bubble, *parts, 1.0, 0.186, Costs(), (), ())
+    *_, said = passes_fields(now)
+    assert said == f" bubble: {text}, predicted bubble: 18.6% |"
+
+
+def test_no_bubble_is_below_nothing_by_rounding():
+    """plan.py printed -0.0%: a rank that computes 0.1 + 0.2 + ... is busy for longer than it is there."""
+    for costs in (Costs(f=0.1, b=0.2, w=0.3), Costs(f=1 / 3, b=0.7, w=1e-3)):
+        for m in range(1, 40):
+            assert f"{simulate(build('1f1b', 1, m), costs).bubble:.1%}" == "0.0%"
+
+
+def test_the_metrics_file_has_what_the_line_has(tmp_path):
+    asked = config(STYLES["gpt2"])
+    log = replace(asked.log, log_interval=3, metrics_file=str(tmp_path / "m"))
+    log = replace(log, log_params_norm=True, log_num_zeros_in_grad=True)
+    run = run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4)))
+    run.train()
+    rows = [json.loads(x) for x in (tmp_path / "m").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["params_norm"] == pytest.approx(run.optimizer.params_norm())
+    assert len({row["params_norm"] for row in rows}) == 4  # of each step
+    assert all(isinstance(row["num_zeros"], int) for row in rows)
+
+
+def test_peaks_are_those_of_the_device_that_is_named():
+    assert peak_by_name("NVIDIA H100 80GB HBM3") == 989.4
+    assert peak_by_name("NVIDIA H100 PCIe") == 756.0
+    assert peak_by_name("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_by_name("Quadro") is None
+
+
+def test_the_counters_cost_less_than_half_a_percent_of_a_pass_of_20_ms_on_8_ranks():
+    table = build("1f1b", 1, 32)
+
+    def timed(work) -> float:
+        """Microseconds of CPU for a pass, the least of three times."""
+        took = []
+        for _ in range(3):
+            began = time.thread_time()
+            passes = sum(work() for _ in range(20))
+            took.append((time.thread_time() - began) / passes * 1e6)
+        return min(took)
+
+    def step() -> Stopwatch:
+        watch = Stopwatch(CPU, table)
+        for _ in range(64):
+            watch.ask()
+            watch.note(watch.mark())
+        return watch
+
+    def read() -> int:
+        steps = ran_by_all([watch], Axis())
+        measured_costs(steps, table.placement, Costs())
+        return sum(bool(spent(row)) * len(row) for rows in steps for row in rows)
+
+    watch = step()
+    marks, reading = timed(lambda: len(step().passes)), timed(read)
+    total = marks + 8 * reading * READ / WINDOW
+    print(f"us per pass: marks {marks:.2f}, read {reading:.1f} for each rank; of a step on 8 ranks {total:.1f}")
+    assert total < 0.005 * 20_000

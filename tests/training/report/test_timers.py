@@ -1,0 +1,49 @@
+"""Megatron's timers out of the passes of a step, and its lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.schedule import Kind, Pass
+from megapipe.schedule.measured.costs import Ran
+from megapipe.training.report.timers import of_step, text
+
+
+def ran(name: str, begin: float, end: float, waited: float = 0.0) -> Ran:
+    return Ran(Pass(Kind(name[1:-1]), int(name[0]), int(name[-1])), begin, end, waited)
+
+
+def test_passes_waits_and_the_update_are_added_up_by_megatrons_names():
+    row = [
+        ran("0V0", 1.0, 1.5, 0.25),
+        ran("0F0", 2.0, 3.0, 0.5),
+        ran("1F1", 3.0, 7.0),  # an overlapped pair
+        ran("1B0", 3.0, 7.0),
+        ran("0BW0", 10.0, 12.0, 3.0),
+        ran("1W0", 12.0, 12.5),
+        ran("0U0", 13.0, 14.0),
+    ]
+    assert of_step(row, end=16.0) == {
+        "forward-backward": 14.0 - 0.75 - 1.5,
+        "optimizer": 0.5 + 1.0 + 2.0,
+        "forward-compute": 1.0 + 2.0,
+        "backward-compute": 2.0 + 2.0 + 0.5,
+        "forward-recv": 0.5,
+        "backward-recv": 3.25,
+    }
+
+
+LABEL = "    optimizer ......................................: "
+
+
+@pytest.mark.parametrize(
+    ("option", "lines"),
+    [
+        ("minmax", ["(min, max) time across ranks (ms):", LABEL + "(1.25, 20.00)"]),
+        ("max", ["max time across ranks (ms):", LABEL + "20.00"]),
+        ("all", ["times across ranks (ms):", "  optimizer:", "     rank  0: 20.00", "     rank  2: 1.25"]),
+    ],
+)
+def test_the_lines_are_megatrons(option, lines):
+    """As megatron/core/timers.py formats them; ranks without a time are left out."""
+    assert text({"optimizer": [0.02, 0.0, 0.00125]}, option).splitlines() == lines

@@ -1,0 +1,74 @@
+"""How long a save blocks training, in milliseconds: `python tools/bench/save.py [--layers N --hidden H] [--saves K]`.
+
+One process trains a GPT on synthetic tokens. The save that waits is the run's first; each later one is begun in the
+background after a step, and steps go on until it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megapipe.config import Config
+from megapipe.data.build import build_datasets
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.training.pretrain import Run
+from pretrain_gpt import forward_step
+
+
+def main() -> None:
+    """Measure and print a row of a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--saves", type=int, default=5)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = _run(given, folder)
+        run.step()
+        waits = _ms(run.saving.save)
+        steps, blocked = [], []
+        for _ in range(given.saves):
+            steps.append(_ms(run.step))
+            blocked.append(_ms(run.saving.save))
+            while run.saving.last != run.saving.begun:
+                steps.append(_ms(run.step))
+                run.saving.finish()
+        run.saving.close()
+        size = sum(path.stat().st_size for path in Path(folder, f"iter_{run.saving.last:07d}").iterdir())
+    step, behind = statistics.median(steps), statistics.median(blocked)
+    print("| a checkpoint has | step | save that waits | blocked by --async-save | of a step |")
+    print(f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | {behind / step:.1%} |")
+
+
+def _run(given: argparse.Namespace, folder: str) -> Run:
+    flags = (
+        f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 --seq-length 256 "
+        f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr 1e-4 --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size 4095 --split 1,0,0 --save {folder} --save-interval 1 "
+        "--async-save --save-keep-last 2 --log-interval 1000"
+    )
+    config = parse(Config, flags.split())
+    tokenizer = build_tokenizer(config.data)
+    model = config.model.padded_vocab(tokenizer.vocab_size)
+    config = parse(Config, [*flags.split(), "--padded-vocab-size", str(model)])
+    data = build_datasets(config, tokenizer)
+    return Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
+
+
+def _ms(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What sharing the vocabulary over pipeline ranks is worth: each schedule with the best whole-layer split, its head on
+the last stage, and with vocabulary passes, on emulated devices (see emulated.py).
+
+python tools/bench/vocabulary.py --pp 4 --microbatches 16 --head-layers 4
+python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8     by the clock alone, no run
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+
+from megapipe.commands.emulate.device import times
+from megapipe.commands.emulate.main import overhead_here
+from megapipe.commands.emulate.pool import Job, run_pool
+from megapipe.plan.auto import Judge, search
+from megapipe.plan.work import Pieces, Work
+from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
+from megapipe.schedule.transforms.vocabulary import activation, with_vocabulary
+
+THOUSANDS = (32, 64, 128, 256)
+LAYERS_PER_K = 9.6 / 256
+"""What 1,024 ids cost in layers: 2 h V FLOPs a token beside some 27 h^2 of a Llama's layer, h = 4096."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of so many layers a rank and a head worth so many, under a schedule; ms: F, B, W of a rank's layers."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    layers: int
+    head: float
+    ms: Sequence[float]
+
+    @property
+    def pieces(self) -> Pieces:
+        f, b, w = (x / 1000 / self.layers for x in self.ms)
+        head = Work(f * self.head, b * self.head, w * self.head)
+        return Pieces(Work(), (Work(f, b, w),) * (self.layers * self.ranks), head)
+
+    @property
+    def table(self) -> Schedule:
+        chunks = 2 if entry_of(self.name).chunks is None else None
+        return unpaired(build(self.name, self.ranks, self.microbatches, chunks=chunks))
+
+    def whole(self) -> Job:
+        """In the best split of whole layers, its head on the last stage."""
+        return Job("megapipe", self.table, self.pieces.costs(search(Judge(self.table, self.pieces))))
+
+    def shared(self) -> Job:
+        """With vocabulary passes."""
+        table, chain = self.table, self.table.placement.chain
+        even = replace(self.pieces, shares=self.ranks).costs((self.layers * self.ranks // chain,) * chain)
+        return Job("megapipe", with_vocabulary(table, even), even)
+
+    def balance(self) -> tuple[float, float]:
+        """Simulated step with vocabulary passes over that of the schedule if the head's work were spread over all its
+        passes, and how many microbatches more a rank holds at most."""
+        job, more = self.shared(), 1 + self.head / self.layers / self.ranks
+        plain = simulate(self.table, Costs(*(x / 1000 * more for x in self.ms)))
+        costs = replace(job.costs or Costs(), mem_b=Costs().mem_b, mem_w=Costs().mem_w)
+        time = simulate(job.schedule, costs)
+        held = max(activation(job.schedule, costs, time)) - max(plain.peak)
+        return time.makespan / plain.makespan, held
+
+
+def balances(models: Sequence[Model]) -> str:
+    """A row for each schedule, a column for each vocabulary."""
+    lines = [
+        "| schedule | " + " | ".join(f"{k}k" for k in THOUSANDS) + " | microbatches more, at most |",
+        "|---|" + "---:|" * (len(THOUSANDS) + 1),
+    ]
+    for x in models:
+        found = [replace(x, head=k * LAYERS_PER_K).balance() for k in THOUSANDS]
+        cells = " | ".join(f"{step:.3f}" for step, _ in found)
+        lines.append(f"| {x.name} | {cells} | {max(0.0, *(held for _, held in found)):.2f} |")
+    return "\n".join(lines)
+
+
+def known(job: Job, overhead: float, comm: float) -> Costs:
+    """What its passes take here, with what each costs beside its work, and its messages."""
+    costs = job.costs or Costs()
+    shared = {name: getattr(costs, name) + overhead for name in ("s", "t", "e")}
+    return replace(costs, overhead=overhead, comm=comm, **shared)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=4, help="of a device share")
+    parser.add_argument("--head-layers", type=float, default=4.0, help="layers that output head and loss are worth")
+    parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v,interleaved,dualpipe-v", help="names, by commas")
+    parser.add_argument("--ms", type=times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
+    parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps")
+    parser.add_argument(
+        "--measure-overhead", action="store_true", help="first time what a pass and a message cost here"
+    )
+    parser.add_argument("--balance", action="store_true", help="simulated alone, for vocabularies of 32k to 256k")
+    args = parser.parse_args()
+    args.dp, names = 1, args.schedules.split(",")
+    size = args.pp, args.microbatches, args.layers, args.head_layers, args.ms
+    models = [Model(name, *size) for name in names]
+    if args.balance:
+        print(balances(models))
+        return
+    overhead, comm = 0.0, 0.0
+    if args.measure_overhead:
+        f, b, w = (x / 1000 for x in args.ms)
+        overhead, comm = overhead_here(args.pp, args.message_kib, Costs(f, b, w), args.repeats)
+        print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms\n")
+    jobs = [job for x in models for job in (x.whole(), x.shared())]
+    measured = run_pool(jobs, Costs(), args)
+    print(
+        f"pp {args.pp}, {args.microbatches} microbatches, {args.layers} layers a rank and a head worth "
+        f"{args.head_layers:g}, F/B/W of a rank's layers {'/'.join(f'{x:g}' for x in args.ms)} ms, median of "
+        f"{args.repeats} steps\n"
+    )
+    print(
+        "| schedule | whole layers: predicted ms | measured | shared: predicted | measured | measured/predicted |",
+        end="",
+    )
+    print(" gain predicted | measured |\n|---|" + "---:|" * 7)
+    for i, name in enumerate(names):
+        told, seen = [], []
+        for job, steps in zip(jobs[2 * i : 2 * i + 2], measured[2 * i : 2 * i + 2], strict=True):
+            told.append(simulate(job.schedule, known(job, overhead, comm)).makespan * 1e3)
+            seen.append(statistics.median(max(rank[0] for rank in step) for step in steps) * 1e3)
+        print(
+            f"| {name} | {told[0]:.0f} | {seen[0]:.0f} | {told[1]:.0f} | {seen[1]:.0f} | {seen[1] / told[1]:.3f} | "
+            f"{1 - told[1] / told[0]:.1%} | {1 - seen[1] / seen[0]:.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

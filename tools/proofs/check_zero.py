@@ -1,0 +1,108 @@
+"""Train with ZeRO-1 and with plain data parallelism under every schedule, and compare the bits.
+
+    python tools/proofs/check_zero.py                        dp 2: losses, norms, weights and moments must be the same
+    python tools/proofs/check_zero.py --dp 4 --within 2e-6   four numbers have several sums: losses, norms, weights near
+
+Each run trains a tiny GPT for twenty steps, ranks as threads over gloo, with gradients that are clipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+
+import torch
+
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES
+from tools.proofs.fuzz_post_validation import Case, Outcome, differences, made_datasets, train
+
+
+def compare(case: Case, within: float = 0.0) -> tuple[list[str], float]:
+    """A case with ZeRO-1 beside the same without it, nor overlap: the differences, and the largest of a number."""
+    made_datasets()
+    sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
+    with contextlib.redirect_stdout(io.StringIO()):
+        plain, split = (
+            run_threads(partial(train, case=one, late=False), **sizes, timeout_s=300)
+            for one in (replace(case, distributed=False, overlap=False), replace(case, distributed=True))
+        )
+    norms = [result.grad_norm for result in plain[0].results]
+    if not any(norm > case.clip for norm in norms):
+        return [f"nothing was clipped at {case.clip:g}: norms {min(norms):.3g} to {max(norms):.3g}"], 0.0
+    largest = max(_largest(a, b) for a, b in zip(plain, split, strict=True))
+    if within:
+        return [f"differs by {largest:.2g}"] if largest > within else [], largest
+    return differences(plain, split), largest
+
+
+def _largest(a: Outcome, b: Outcome) -> float:
+    """Difference of losses and norms, relative, and of weights and moments.
+
+    Not of the keys' bias: softmax does not see it, so that its gradient is rounding, of which Adam makes whole steps.
+    """
+    said = [[(r.losses["lm loss"], r.grad_norm) for r in outcome.results] for outcome in (a, b)]
+    pairs = zip(*(torch.tensor(numbers, dtype=torch.float64) for numbers in said), strict=True)
+    apart = [float(((x - y) / x).abs().max()) for x, y in pairs]
+    for name, x in a.tensors.items():
+        away = (x - b.tensors[name]).abs()
+        if "linear_qkv.bias" in name:  # of two heads
+            away = away.view(2, 3, -1)[:, ::2]
+        apart.append(float(away.max()))
+    return max(apart)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16", "fp16"])
+    parser.add_argument(
+        "--overlap", action="store_true", help="ZeRO-1 with --overlap-grad-reduce and --overlap-param-gather"
+    )
+    parser.add_argument("--buckets", type=int, help="so many per stage, each a layer, with --overlap")
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--clip", type=float, default=0.5)
+    parser.add_argument("--within", type=float, default=0.0, help="what may differ; 0: no bit")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    for name in options.schedules:
+        for precision in options.precision:
+            begun = time.process_time()
+            case = Case(
+                name,
+                options.pp,
+                options.microbatches,
+                dp=options.dp,
+                overlap=options.overlap,
+                layers=options.buckets or 1,
+                buckets=options.buckets,
+                precision=precision,
+                clip=options.clip,
+                steps=options.steps,
+            )
+            found, largest = compare(case, options.within)
+            how = f"{name} {precision}"
+            if found:
+                print(f"{how} differs: {case}", *found[:12], sep="\n", flush=True)
+                os._exit(1)  # threads may wait for a rank that failed
+            largest_text = f", at most {largest:.2g} apart" if options.within else ""
+            print(f"{how}: same{largest_text} ({time.process_time() - begun:.1f} CPU s)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""What every schedule, layout and setting must not change: the training of a tiny GPT, compared with one process.
+
+Shared by the equality tests and tools/proofs/fuzz_equivalence.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.layout import layout_of, whole_name
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.gpt import WORD_EMBEDDINGS
+from megapipe.models.layer import compile_layers
+from megapipe.models.provider import gpt_provider
+from megapipe.optim.loss_scale import LossScale
+from megapipe.optim.optimizer import Optimizer
+from megapipe.partition.spans import spans
+from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.steps.step import Pipeline, StepResult, evaluate, train_step
+from pretrain_gpt import forward_step
+from tools.proofs.equivalence_case import EOD, LR, Case, table
+
+# Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+class Part(NamedTuple):
+    """A rank's part of a parameter or its gradient, as saved: piece i of n in dimension `dim`."""
+
+    tensor: Tensor
+    dim: int | None
+    piece: tuple[int, int]
+
+
+class Outcome(NamedTuple):
+    """What one rank knows after training.
+
+    Attributes:
+        losses: of each step, and of validation after the last.
+        gradients: of the first step, reduced, scaled and clipped.
+        routers: their losses in each step; tokens: of each expert.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Part]
+    weights: dict[str, Part]
+    routers: list[float]
+    tokens: list[dict[int, tuple[int, ...]]]
+
+
+class Training:
+    """One rank's part of a run, step by step."""
+
+    def __init__(self, mesh: ProcessMesh, case: Case) -> None:
+        self.mesh, self.case, self.config = mesh, case, case.config
+        schedule = table(case)
+        places, dtype = spans(case.layers, schedule.placement), getattr(torch, case.dtype)
+        own = schedule.placement.stages_on(mesh.pp.rank)
+        self.stages = [gpt_provider(self.config.model, places[s], mesh.tp).to(dtype) for s in own]
+        for stage in self.stages:
+            initialize(stage, 1, mesh.tp)
+            if case.compile:
+                compile_layers(stage)
+        step = case.reporting(forward_step)
+        self.pipeline = Pipeline(
+            self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable
+        )
+        self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.parallel.of_optimizer)
+        if case.buckets > 1:
+            self.pipeline.on_layer_done = self.optimizer.reduction.start_early
+        self.scale = LossScale.start(self.config.train)
+
+    def step(self, number: int) -> StepResult:
+        """Train on the samples of a step, counted from 0."""
+        consumed = number * self.config.global_batch_size
+        scale = self.scale.scale
+        result = train_step(self.pipeline, self.optimizer, self._at(consumed), consumed, LR, loss_scale=scale)
+        self.scale = self.scale.after(result.skipped, self.config.train)
+        return result
+
+    def validation_loss(self) -> float:
+        """Of a batch that is not trained on."""
+        self.optimizer.settle()
+        return _loss(evaluate(self.pipeline, self._at, 10_000, 1))
+
+    def gradients(self) -> dict[str, Part]:
+        """Of the parameters whose optimizer state is here, or a share of it."""
+        reduced = [(b, b.gathered(b.reduced)) for b in self.optimizer.owned]
+        return {name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own}
+
+    def weights(self) -> dict[str, Part]:
+        """Of all stages here, routers' biases too."""
+        biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
+        whole = {name: Part(x.double(), None, (0, 1)) for name, x in biases.items() if x is not None}
+        return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
+
+    def _at(self, consumed: int) -> list[Tensor]:
+        dp, b = self.mesh.dp, self.case.batch
+        firsts = [consumed + (i * dp.size + dp.rank) * b for i in range(self.case.microbatches)]
+        return [torch.stack([self.case.sample(number) for number in range(first, first + b)]) for first in firsts]
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        layout = layout_of(self.optimizer.params[name])
+        tp = self.mesh.tp
+        return Part(tensor.detach().clone().view(layout.local(tp.size)), layout.dim, layout.piece(tp.rank, tp.size))
+
+
+def train(mesh: ProcessMesh, case: Case) -> Outcome:
+    """One rank's part of the whole run."""
+    training = Training(mesh, case)
+    results = [training.step(0)]
+    gradients = training.gradients()
+    results += [training.step(n) for n in range(1, case.steps)]
+    losses = [*(_loss(result.losses) for result in results), training.validation_loss()]
+    norms = [result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results]
+    routers = [x for result in results for row in result.routed.per_layer.values() for x in row]
+    return Outcome(losses, norms, gradients, training.weights(), routers, [r.routed.tokens for r in results])
+
+
+def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
+    """What is not as in one process, given every rank's outcome in rank order."""
+    whole, found = alone(case.whole), []
+    for rank, mine in enumerate(ranks):
+        if mine.tokens != whole.tokens:
+            found.append(f"rank {rank}: experts have {mine.tokens}, not {whole.tokens}")
+        for kind in ("losses", "norms", "routers"):
+            if not _numbers_agree(case, kind, mine, whole):
+                found.append(f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}")
+        for kind in ("gradients", "weights"):
+            for name, (tensor, dim, (i, n)) in getattr(mine, kind).items():
+                # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
+                wanted = (getattr(whole, kind).get(whole_name(name)) or getattr(whole, kind)[WORD_EMBEDDINGS]).tensor
+                wanted = wanted if dim is None else wanted.chunk(n, dim)[i]
+                if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(case, tensor, wanted):
+                    found.append(f"rank {rank}: {kind} of {name} differ by {(tensor - wanted).abs().max():.3g}")
+    owners = Counter[str]()
+    for name, part in (pair for mine in ranks for pair in mine.gradients.items()):
+        owners[whole_name(name)] += 1 if part.dim is None else Fraction(case.tp, part.piece[1])  # type: ignore[assignment]
+    found += [
+        f"{owners[name]} ranks own {name}, not {case.tp * case.cp * case.dp}"
+        for name in whole.gradients
+        if owners[name] != case.tp * case.cp * case.dp
+    ]
+    return found
+
+
+@cache
+def alone(case: Case) -> Outcome:
+    """A case of one process."""
+    return train(ProcessMesh.single(), case)
+
+
+def _loss(losses: dict[str, float]) -> float:
+    """nan where no token counted."""
+    return losses.get("lm loss", math.nan)
+
+
+def _equal(case: Case, a: Tensor, b: Tensor) -> bool:
+    rtol = 0.0 if case.same_bits else TOLERANCE[case.dtype]
+    return torch.allclose(a, b, rtol=rtol, atol=rtol / 100, equal_nan=True)
+
+
+def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome) -> bool:
+    """Of losses or norms. In 16 bits they may also lie apart as far as two runs do that are each as far from float64 as
+    one process is: Adam's steps make much of little, so rounding grows from step to step."""
+    a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
+    if case.same_bits or case.dtype in ("float64", "float32"):
+        return _equal(case, a, b)
+    exact = torch.tensor(getattr(alone(replace(case.whole, dtype="float64")), kind), dtype=torch.float64)
+    allowed = TOLERANCE[case.dtype] * b.abs() + TOLERANCE[case.dtype] / 100 + 2 * (b - exact).abs()
+    alike = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return bool((alike | (a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed))).all())
+
+
+def _gradients_agree(case: Case, a: Tensor, b: Tensor) -> bool:
+    """By their norms; the whole gradient has at most 1. One that overflowed says nothing else."""
+    a, b = a.double(), b.double()
+    allowed = TOLERANCE[case.dtype] * (b.norm() + 0.05)
+    return not b.isfinite().all() or bool((a - b).norm() <= allowed)
+
+
+def _weights_agree(case: Case, a: Tensor, b: Tensor) -> bool:
+    """An update of Adam is about the learning rate at most, whatever the gradient."""
+    return bool((a.double() - b.double()).abs().max() <= 3 * LR * case.steps)
+
+
+ROUNDED = {"gradients": _gradients_agree, "weights": _weights_agree}

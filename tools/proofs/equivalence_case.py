@@ -1,0 +1,267 @@
+"""One training run of a tiny GPT, its settings and data: what the equality tests and the fuzzer compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.schedule import Costs, Schedule, build, from_csv, from_json, to_csv, to_json
+from megapipe.schedule.catalogue import entry_of
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from tools.proofs.drawn_tables import drawn_table
+
+STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
+EOD = VOCAB - 1
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "ffn_hidden_size": 24,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "disable_bias_linear": True,
+    },
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full"},
+    "uniform-2": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "block-1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm", "moe")},
+    "partial": {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1},
+}
+# Of layers 0, 1, ... in turn.
+OVERRIDES: dict[str, list[dict[str, Any]]] = {
+    "none": [],
+    "widths": [{"ffn_hidden_size": 40}, {}, {"kv_channels": 6, "window_size": "1,0"}],
+    "halves": [{"no_mlp": True}, {"no_attention": True}, {"attention_dropout": 0.3}],
+    "kinds": [
+        {"normalization": "RMSNorm", "swiglu": True, "ffn_hidden_size": 24},
+        {"qk_layernorm": True, "hidden_dropout": 0.0},
+    ],
+}
+_SOFTMAX: dict[str, Any] = {"num_experts": 6, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": (0.1,)}
+_SIGMOID = _SOFTMAX | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "softmax": _SOFTMAX | {"moe_z_loss_coeff": 0.1},
+    "bias": _SIGMOID | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_router_bias_update_rate": 0.02},
+    "groups": _SIGMOID | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_topk": 3},
+    "shared": _SOFTMAX | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+    "some": _SOFTMAX | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
+    "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
+}
+# What else loss_func reports, given whether it trains. No number may depend on it.
+METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "none": lambda trains: {},
+    "mean": lambda trains: {"accuracy": torch.tensor(0.5)},
+    "pair": lambda trains: {"accuracy": (3.0, 7)},
+    "empty": lambda trains: {"a": torch.zeros(2), "zz": (0.0, 0.0)},
+    "nan": lambda trains: {"a": float("nan"), "zz": torch.tensor([float("inf"), 1.0])},
+    "training": lambda trains: {"a": 1.0} if trains else {"b": (2.0, 1.0)},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        drawn: seed of a table of tools/proofs/drawn_tables.py that takes the place of the schedule's.
+        microbatches: per data-parallel rank; each of `batch` sequences.
+        chunks: stages per rank where the schedule leaves a choice.
+        layers: of each position of the chain; a position may have none.
+        way: how keys and values meet queries where cp ranks share sequences.
+        p2p: how messages are posted, see pipeline_parallel.transport.
+        file: the schedule goes through a "json" or "csv" file first.
+        variable: the microbatches differ in length.
+        distributed: optimizer state is split over data parallel.
+        overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
+        buckets: in which each stage's gradients are reduced then.
+        dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
+            with each step.
+        vocabulary: the ranks of the pipeline share it.
+        experts: what the layers have in place of an MLP.
+        documents: none, "attention", "positions" or "both" restart at an end of document.
+    """
+
+    schedule: str
+    pp: int
+    microbatches: int
+    layers: tuple[int, ...]
+    chunks: int | None = None
+    tp: int = 1
+    cp: int = 1
+    way: str = "p2p"
+    dp: int = 1
+    style: str = "gpt2"
+    tied: bool = True
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    per_token_loss: bool = False
+    p2p: str = "plain"
+    file: str | None = None
+    variable: bool = False
+    distributed: bool = False
+    overlap: bool = False
+    dtype: str = "float64"
+    steps: int = STEPS
+    batch: int = 1
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    fused: bool = False
+    metrics: str = "none"
+    documents: str = "none"
+    window: int | None = None
+    overrides: str = "none"
+    loss_scale: float = 1.0
+    compile: bool = False
+    vocabulary: bool = False
+    drawn: int | None = None
+    buckets: int = 1
+    experts: str = "none"
+
+    @property
+    def whole(self) -> Case:
+        """The same training on one process."""
+        return replace(
+            self,
+            schedule="naive",
+            pp=1,
+            microbatches=self.microbatches * self.dp,
+            layers=(sum(self.layers),),
+            chunks=None,
+            tp=1,
+            cp=1,
+            way="p2p",
+            dp=1,
+            recompute="none",
+            sequence_parallel=False,
+            p2p="plain",
+            file=None,
+            distributed=False,
+            overlap=False,
+            metrics="none",
+            compile=False,
+            vocabulary=False,
+            drawn=None,
+            buckets=1,
+        )
+
+    @property
+    def same_bits(self) -> bool:
+        """Is every number the sum of the same terms in the same order as in one process?"""
+        one = self.tp == self.cp == self.dp == 1 and not (self.compile or self.vocabulary)
+        return one and self.drawn is None and entry_of(self.schedule).copies == 1
+
+    @property
+    def config(self) -> Config:
+        layers = sum(self.layers)
+        turns = OVERRIDES[self.overrides]
+        overrides = {str(n): turns[n % len(turns)] for n in range(layers)} if turns else None
+        return Config(
+            model=ModelConfig(
+                num_layers=layers,
+                hidden_size=16,
+                num_attention_heads=4,
+                max_position_embeddings=SEQ,
+                padded_vocab_size=VOCAB,
+                untie_embeddings_and_output_weights=not self.tied,
+                sequence_parallel=self.sequence_parallel,
+                cp_comm_type=(self.way,),
+                attention_dropout=self.attention_dropout,
+                hidden_dropout=self.hidden_dropout,
+                cross_entropy_loss_fusion=self.fused,
+                window_size=None if self.window is None else f"{self.window},0",
+                per_layer_overrides=json.dumps(overrides) if overrides else None,
+                **STYLES[self.style],
+                **RECOMPUTE[self.recompute],
+                **EXPERTS[self.experts],
+            ),
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                context_parallel_size=self.cp,
+                pipeline_schedule=self.schedule,
+                no_overlap_p2p_communication=self.p2p == "batched",
+                use_ring_exchange_p2p=self.p2p == "ring",
+                use_distributed_optimizer=self.distributed,
+                overlap_grad_reduce=self.overlap,
+                ddp_num_buckets=self.buckets if self.overlap and self.buckets > 1 else None,
+                overlap_param_gather=self.overlap and self.distributed,
+            ),
+            train=TrainConfig(
+                micro_batch_size=self.batch,
+                global_batch_size=self.microbatches * self.dp * self.batch,
+                seq_length=SEQ,
+                train_iters=self.steps,
+                lr=LR,
+                bf16=self.dtype == "bfloat16",
+                fp16=self.dtype == "float16",
+                initial_loss_scale=self.loss_scale,
+                loss_scale_window=1,
+                hysteresis=1,
+                calculate_per_token_loss=self.per_token_loss,
+            ),
+            data=DataConfig(
+                mock_data=True,
+                tokenizer_type="NullTokenizer",
+                vocab_size=VOCAB - 1,
+                eod_mask_loss=True,
+                reset_attention_mask=self.documents in ("attention", "both"),
+                reset_position_ids=self.documents in ("positions", "both"),
+            ),
+            world_size=self.tp * self.cp * self.dp * self.pp,
+        )
+
+    def sample(self, number: int) -> Tensor:
+        """[s + 1] token ids; s is SEQ, or one of two lengths."""
+        length = SEQ - 4 * (number % 2) if self.variable else SEQ
+        tokens = torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(number))
+        return tokens if self.documents == "none" else tokens.masked_fill_(tokens % 4 == 0, EOD)
+
+    def reporting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same forward_step, whose loss_func reports more."""
+
+        def step(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
+            output, loss_func = forward_step(data, model)
+            if loss_func is None:
+                return output, None
+
+            def more(output: Tensor) -> tuple[Any, ...]:
+                *training, reported = loss_func(output)
+                return *training, reported | METRICS[self.metrics](model.training)
+
+            return output, more
+
+        return step
+
+
+def table(case: Case) -> Schedule:
+    """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
+    return _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.file, case.vocabulary)
+
+
+@lru_cache(maxsize=256)
+def _table(
+    name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool
+) -> Schedule:
+    options: dict[str, Any] = {"effort": 0.1} if name == "zb-auto" else {}
+    if drawn is None:
+        schedule = build(name, pp, microbatches, chunks=chunks, **options)
+    else:
+        schedule = drawn_table(drawn, pp, microbatches)
+    schedule = with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule
+    if file is None:
+        return schedule
+    return from_json(to_json(schedule)) if file == "json" else from_csv(to_csv(schedule))

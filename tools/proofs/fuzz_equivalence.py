@@ -1,0 +1,179 @@
+"""Draw schedules, layouts and settings, and compare their training with one process.
+
+    python tools/proofs/fuzz_equivalence.py --seconds 600 --seed 0
+
+A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses, gradients, gradient
+norms, weights and validation loss of the unsplit model, not compiled and with nothing reported but its loss; where
+nothing is summed in another order, to the bit in every type. Two of five tables are drawn too (drawn_tables.py):
+passes in any order, chains of unequal length; under those Megatron's no_sync is left once for each chunk, not early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+
+import torch
+
+from megapipe.checks.context import context_problems
+from megapipe.pipeline_parallel.messages.transport import P2PMode
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
+from tools.proofs.equivalence import differences, train
+from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table
+from tools.proofs.synchronised import WAYS, too_early
+
+COMPILED = 0.02
+"""Share of the cases of one or two ranks that are compiled, which takes a minute."""
+
+
+def run(case: Case) -> list[str]:
+    """The differences of a case, ranks as threads; a case that fails has its error."""
+    seconds = 300 if case.compile else 60
+    try:
+        outcomes = run_threads(
+            partial(train, case=case), tp=case.tp, cp=case.cp, dp=case.dp, pp=case.pp, timeout_s=seconds
+        )
+        found = differences(case, outcomes)
+        if case.drawn is not None:
+            own = table(replace(case, vocabulary=False))
+            found += [problem for way in WAYS for problem in too_early(own, way)]
+        return found
+    except Exception as error:
+        return ["".join(traceback.format_exception(error))]
+
+
+def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
+    """A case of one of these schedules that it allows, of at most 8 ranks. names: as `build` takes them, no files."""
+    draws = len(names) == len(SCHEDULES)
+    while True:
+        name, pp = rng.choice(names), rng.randint(1, 4)
+        tp, dp = rng.choice(
+            [sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)) if sizes[0] * sizes[1] * pp <= 8]
+        )
+        cp = rng.choice([c for c in (1, 1, 2, 4) if c * tp * dp * pp <= 8])
+        case = Case(
+            schedule=name,
+            pp=pp,
+            microbatches=rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12)),
+            layers=(),
+            chunks=rng.randint(1, 3) if entry_of(name).chunks is None else None,
+            tp=tp,
+            cp=cp,
+            way=rng.choice(("p2p", "all_gather", "a2a")),
+            dp=dp,
+            style=rng.choice(list(STYLES)),
+            tied=rng.random() < 0.5,
+            recompute=rng.choice(list(RECOMPUTE)),
+            sequence_parallel=tp > 1 and rng.random() < 0.5,
+            per_token_loss=rng.random() < 0.25,
+            p2p=rng.choice(list(P2PMode)).value,
+            file=rng.choice((None, None, "json", "csv")),
+            variable=cp < 4 and rng.random() < 0.25,
+            distributed=dp * cp > 1 and rng.random() < 0.5,
+            overlap=dp * cp > 1 and rng.random() < 0.5,
+            drawn=rng.randrange(10**6) if draws and rng.random() < 0.4 else None,
+            buckets=rng.choice((1, 2, 3, 9)),
+            dtype=rng.choice(("float64", "float64", "float64", "float32", "bfloat16", "float16")),
+            attention_dropout=rng.choice((0.0, 0.1, 0.3)),
+            hidden_dropout=rng.choice((0.0, 0.1)),
+            fused=rng.random() < 0.5,
+            metrics=rng.choice(list(METRICS)),
+            documents=rng.choice(("none", "none", "attention", "positions", "both")),
+            window=rng.choice((None, None, 0, 2, 7)),
+            overrides=rng.choice(list(OVERRIDES)),
+            loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
+            compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
+        )
+        shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
+        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
+        routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
+        if routes_alike and rng.random() < 0.5:
+            parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
+            case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
+        try:
+            chain = table(case).placement.chain
+        except ScheduleError:
+            continue
+        layers = tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain))
+        case = replace(case, layers=layers)
+        if 0 < sum(layers) <= 10 and not list(context_problems(case.config)):
+            return case
+
+
+def command(case: Case) -> str:
+    """What to type to run the case again."""
+    given = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
+    return f"python tools/proofs/fuzz_equivalence.py --case '{json.dumps(given)}'"
+
+
+def read(text: str) -> Case:
+    """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
+    given = json.loads(text)
+    case = Case(**given | {"layers": tuple(given["layers"])})
+    if len(case.layers) != (chain := table(case).placement.chain):
+        raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
+    return case
+
+
+def fuzz(
+    seconds: float, seed: int, names: Sequence[str] = tuple(SCHEDULES), *, most: float = math.inf
+) -> tuple[int, Case | None, list[str]]:
+    """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences."""
+    rng, start, count = random.Random(seed), time.monotonic(), 0
+    said = start
+    while count < most and time.monotonic() - start < seconds:
+        case = draw(rng, names)
+        count += 1
+        if found := run(case):
+            return count, case, found
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"{count} cases in {said - start:.0f} s, no difference", flush=True)
+    return count, None, []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names, or FILE.py:NAME of your own")
+    parser.add_argument("--case", help="run this one case, as printed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    count = 1
+    case: Case | None = None
+    if options.case:
+        try:
+            case = read(options.case)
+        except (ValueError, TypeError, KeyError, ScheduleError) as error:
+            parser.error(f"--case {options.case} is none that was printed here: {error}")
+        found = run(case)
+    else:
+        try:
+            for name in options.schedules:
+                entry_of(name)
+        except ScheduleError as error:
+            parser.error(f"--schedules {error}")
+        count, case, found = fuzz(options.seconds, options.seed, options.schedules)
+    if found and case is not None:
+        print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
+        sys.stdout.flush()
+        os._exit(1)  # threads may wait for a rank that failed
+    print(f"{count} cases, seed {options.seed}: no difference from one process")
+
+
+if __name__ == "__main__":
+    main()

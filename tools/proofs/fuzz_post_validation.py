@@ -1,0 +1,300 @@
+"""Draw runs and compare --enable-optimizer-post-validation with the barrier, to the bit.
+
+    python tools/proofs/fuzz_post_validation.py --cases 300 --seed 0
+
+A case trains a tiny GPT for thirty steps, ranks as threads over gloo, with gradients that are clipped, overflow, or are
+not finite on one rank, at steps drawn in runs of up to three, with evaluations and saves between. Losses, norms, loss
+scales, and the weights and moments of every save and of the end must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.data.build import Datasets
+from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, ScheduleError, build
+from megapipe.training.pretrain import Run
+from megapipe.training.steps.step import StepResult
+from pretrain_gpt import forward_step
+
+STEPS, VOCAB = 30, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        bad: (step, what its gradient is multiplied by on rank `where`).
+        layers: of each stage.
+        buckets: --ddp-num-buckets.
+        clip: --clip-grad; the norm lies between 0.5 and 2 mostly.
+    """
+
+    schedule: str
+    pp: int
+    microbatches: int
+    tp: int = 1
+    dp: int = 1
+    distributed: bool = False
+    overlap: bool = False
+    layers: int = 1
+    buckets: int | None = None
+    precision: str = "float32"
+    tied: bool = True
+    clip: float = 1.0
+    bad: tuple[tuple[int, float], ...] = ()
+    where: int = 0
+    steps: int = STEPS
+    after: int = 0
+    evaluates: int = 0
+    saves: int = 0
+    optimizer: str = "adam"
+
+    def config(self, *, late: bool) -> Config:
+        """late: with post-validation."""
+        chunks = build(self.schedule, self.pp, self.microbatches, **_effort(self.schedule)).placement.chain
+        return Config(
+            model=ModelConfig(
+                num_layers=self.layers * chunks,
+                hidden_size=16,
+                num_attention_heads=2,
+                max_position_embeddings=8,
+                padded_vocab_size=VOCAB,
+                untie_embeddings_and_output_weights=not self.tied,
+            ),
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                pipeline_schedule=self.schedule,
+                use_distributed_optimizer=self.distributed,
+                overlap_grad_reduce=self.overlap,
+                overlap_param_gather=self.overlap and self.distributed,
+                ddp_num_buckets=self.buckets,
+                enable_optimizer_post_validation=late,
+                post_validation_after=self.after,
+            ),
+            train=TrainConfig(
+                micro_batch_size=1,
+                global_batch_size=self.microbatches * self.dp,
+                seq_length=8,
+                train_iters=self.steps,
+                lr=3e-3,
+                lr_warmup_iters=3,
+                clip_grad=self.clip,
+                bf16=self.precision == "bf16",
+                fp16=self.precision == "fp16",
+                initial_loss_scale=2.0**12,
+                loss_scale_window=4,
+                hysteresis=1,
+                no_check_for_nan_in_loss_and_grad=True,
+                max_bad_iterations_in_a_row=self.steps + 1,
+                optimizer=self.optimizer,
+            ),
+            data=DataConfig(
+                mock_data=True,
+                tokenizer_type="NullTokenizer",
+                vocab_size=VOCAB - 1,
+                num_workers=0,
+                eval_interval=self.evaluates or None,
+                eval_iters=1 if self.evaluates else 0,
+            ),
+            checkpoint=CheckpointConfig(save_interval=self.saves or None),
+            world_size=self.tp * self.dp * self.pp,
+        )
+
+
+class _Spoil(torch.autograd.Function):
+    """Its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank knows at the end."""
+
+    results: list[StepResult]
+    scales: list[float]
+    tensors: dict[str, Tensor]
+
+
+def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
+    """One rank's part of a run."""
+    config, results, scales = case.config(late=late), list[StepResult](), list[float]()
+    bad, step = dict(case.bad) if mesh.world.rank == case.where else {}, [0]
+
+    def spoiled(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
+        output, loss_func = forward_step(data, model)
+        return _spoil(output, bad.get(step[0], 1.0) if model.training else 1.0), loss_func
+
+    run = Run(config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic())
+    passes, told = run.pipeline.run, run.ended
+
+    def numbered(batches: Any, consumed: int, **how: Any) -> Any:
+        step[0] = consumed // config.global_batch_size
+        return passes(batches, consumed, **how)
+
+    def ended(result: StepResult) -> None:
+        results.append(result)
+        scales.append(run.progress.loss_scale.scale)
+        told(result)
+
+    def save(**_: Any) -> None:  # ranks that are threads cannot
+        run.optimizer.settle()
+        state = run.optimizer.state() | {"weights": run.optimizer.params}
+        run.saving.last = run.saving.begun = n = run.progress.iteration
+        tensors.update(
+            {f"{kind} {name} at {n}": x.detach().clone() for kind, of in state.items() for name, x in of.items()}
+        )
+
+    tensors: dict[str, Tensor] = {}
+    run.pipeline.run, run.ended, run.saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
+    run.train()
+    save()
+    return Outcome(results, scales, tensors)
+
+
+def run_case(case: Case) -> tuple[list[str], int, int]:
+    """The differences of a case, and how many steps did not wait and were undone."""
+    made_datasets()
+    sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            plain, late = (
+                run_threads(partial(train, case=case, late=late), **sizes, timeout_s=120) for late in (False, True)
+            )
+    except Exception as error:
+        return ["".join(traceback.format_exception(error))], 0, 0
+    late_steps, undone = (sum(getattr(result, name) for result in late[0].results) for name in ("late", "undone"))
+    for outcome in late:
+        outcome.results[:] = [replace(result, late=False, undone=False) for result in outcome.results]
+    return differences(plain, late), late_steps, undone
+
+
+def differences(ones: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]:
+    """What has other bits, of every rank."""
+    found = []
+    for rank, (a, b) in enumerate(zip(ones, others, strict=True)):
+        for what in ("results", "scales"):
+            pairs = zip(getattr(a, what), getattr(b, what), strict=True)
+            found += [f"rank {rank}: {what} {n}: {x}, {y}" for n, (x, y) in enumerate(pairs) if repr(x) != repr(y)][:3]
+        same = (torch.equal(x.nan_to_num(), b.tensors[name].nan_to_num()) for name, x in a.tensors.items())
+        found += [f"rank {rank}: {name} differs" for name, equal in zip(a.tensors, same, strict=True) if not equal][:3]
+    return found
+
+
+def draw(rng: random.Random) -> Case:
+    """A case that can be built, of at most 8 ranks."""
+    while True:
+        pp, (tp, dp) = rng.choice((1, 2, 2, 2, 3, 4)), rng.choice([*[(1, 1)] * 3, *[(1, 2)] * 5, (2, 1), (2, 2)])
+        bad: dict[int, float] = {}
+        for _ in range(rng.randint(0, 4)):
+            first = rng.choice((0, STEPS - 1, *range(STEPS)))
+            for step in range(first, min(STEPS, first + rng.randint(1, 3))):
+                bad[step] = rng.choice((1e4, 1e4, math.inf, math.nan, 1e30))
+        case = Case(
+            schedule=rng.choice(list(SCHEDULES)),
+            pp=pp,
+            microbatches=rng.choice((1, 2, 2, 3, 4, 6)),
+            tp=tp,
+            dp=dp,
+            distributed=dp > 1 and rng.random() < 0.5,
+            overlap=dp > 1 and rng.random() < 0.5,
+            layers=(layers := rng.choice((1, 1, 2))),
+            buckets=rng.choice((None, layers)),
+            precision=rng.choice(("float32", "bf16", "fp16")),
+            tied=rng.random() < 0.5,
+            clip=rng.choice((1.0, 2.0, 100.0, 100.0, 0.0)),
+            bad=tuple(sorted(bad.items())),
+            where=rng.randrange(tp * dp * pp),
+            after=rng.choice((0, 0, 0, 1, 3)),
+            evaluates=rng.choice((0, 0, 7, 10)),
+            saves=rng.choice((0, 0, 4, 11)),
+            optimizer=rng.choice(("adam", "adam", "adam", "sgd")),
+        )
+        with contextlib.suppress(ScheduleError):
+            table = build(case.schedule, case.pp, case.microbatches, **_effort(case.schedule))
+            if tp * dp * pp <= 8 and table.placement.chain <= 8:
+                return case
+
+
+@cache
+def made_datasets() -> Datasets:
+    """Those of every case: of some documents each, where all of the mock data take seconds to index."""
+    source = MockTokens(VOCAB, VOCAB - 1)
+
+    def part(first: int, last: int) -> GPTDataset:
+        documents = np.arange(first, last)
+        return GPTDataset(source, build_indices(source.lengths, documents, 8, 1000, 1234), 8, VOCAB, documents)
+
+    return Datasets(part(0, 500), part(500, 600), part(600, 700))
+
+
+def _effort(name: str) -> dict[str, Any]:
+    return {"effort": 0.1} if name == "zb-auto" else {}
+
+
+_spoil: Any = _Spoil.apply
+
+
+def main() -> int:
+    """Draw, run, say. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--only", type=int, help="run the draw of this number alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rng, late, undone, start = random.Random(options.seed), 0, 0, time.monotonic()
+    for n in range(options.cases if options.only is None else options.only + 1):
+        case = draw(rng)
+        if options.only is not None and n != options.only:
+            continue
+        found, more, wrong = run_case(case)
+        if found:
+            print(f"case {n} of seed {options.seed} differs: {case}", *found[:12], sep="\n")
+            sys.stdout.flush()
+            os._exit(1)  # threads may wait for a rank that failed
+        late, undone = late + more, undone + wrong
+        if n % 10 == 9:
+            print(f"{n + 1} cases in {time.monotonic() - start:.0f} s, no difference", flush=True)
+    count = options.cases if options.only is None else 1
+    print(f"{count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
+    print("no bit differs from the run with a barrier")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

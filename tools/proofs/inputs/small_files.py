@@ -1,0 +1,297 @@
+"""Small valid files of every kind that a user hands to a command: what tools/proofs/inputs/fuzz.py damages."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib
+import json
+import os
+import runpy
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZES = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --distributed-backend gloo "
+    "--eval-iters 0 --num-workers 0"
+)
+NULL = "--tokenizer-type NullTokenizer --vocab-size 127"
+WORDS = {
+    "SIZES": SIZES,
+    "NULL": NULL,
+    "MOCK": f"{SIZES} --mock-data {NULL} --split 1,0,99",
+    "QUICK": f"{SIZES} --split 1,0,0 --train-iters 1",
+    "SP": "--tokenizer-model t.model",
+}
+"""What stands for $NAME in the commands of tools/proofs/inputs/scenes.toml."""
+TEXT = [f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs, \u00e9 \U0001f600." for i in range(60)]
+
+
+def nothing(folder: Path) -> None:
+    """A command that reads no file."""
+
+
+def _call(folder: Path, program: str, words: str) -> None:
+    """A command of ours in a folder, in a process of its own, that works."""
+    importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    if not (pid := os.fork()):
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        os.chdir(folder)
+        sys.argv = [str(ROOT / program), *words.split()]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            os._exit(end.code if isinstance(end.code, int) else 0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert not os.waitpid(pid, 0)[1], f"{program} {words}"
+
+
+def costs(folder: Path) -> None:
+    """Of stages, of messages, and of a device."""
+    from megapipe.schedule import Costs
+    from megapipe.schedule.costs_file import dump_costs
+
+    of_stages = Costs(
+        f=(1.0, 1.5, 1.0, 2.0), b=(1.0, 1.0, 1.0, 2.5), w=(1.0, 0.5, 1.0, 1.0), comm=(0.1, 0.1, 0.2), g=1.0, u=0.5
+    )
+    (folder / "costs.json").write_text(dump_costs(of_stages))
+    message = '{"latency": 0.1, "bytes": [1, 2, 3], "bandwidth": 10}'
+    (folder / "costs2.json").write_text(
+        f'{{"f": 10, "b": [11, 12, 13, 14], "w": 8, "comm": {message}, "overhead": 0.5}}'
+    )
+    (folder / "device.json").write_text(
+        '{"flops": 1e14, "node": 2, "inside": 1e11, "outside": 1e10, "latency": 1e-5, "overhead": 1e-4}'
+    )
+
+
+def schedules(folder: Path) -> None:
+    """As files of each kind, and functions of a user, good and bad."""
+    from megapipe.schedule import build
+    from megapipe.schedule.text import to_csv, to_json
+
+    (folder / "one.json").write_text(to_json(build("zb-h1", 4, 8)))
+    (folder / "two.csv").write_text(to_csv(build("1f1b", 4, 8)))
+    (folder / "three.json").write_text(to_json(build("zb-v", 4, 8)))
+    (folder / "four.csv").write_text(to_csv(build("dualpipe", 4, 8)))
+    (folder / "five.csv").write_text(to_csv(build("1f1b", 4, 8), torch=True))
+    head = (
+        "from megapipe.schedule import Kind, Pass, Placement, Schedule, build, loop\n"
+        "def make(ranks, microbatches):\n    good = build('1f1b', ranks, microbatches).ranks\n"
+    )
+    bodies = {
+        **{"good": "return build('zb-h1', ranks, microbatches)", "none": "return None", "text": "return 'x'"},
+        **{"raises": "raise KeyError('x')", "ends": "raise SystemExit", "divides": "return 1 / 0"},
+        **{"deep": "return make_deep(ranks, microbatches)", "table": "return [[(Kind.F, 0, 0)]]"},
+        "empty": "return Schedule('x', loop(ranks, 1), microbatches, ())",
+        "rows": "return Schedule('x', loop(ranks, 1), microbatches, ((),) * ranks)",
+        "nones": "return Schedule('x', loop(ranks, 1), microbatches, (None,) * ranks)",
+        "words": "return Schedule('x', loop(ranks, 1), microbatches, (('F', 'B'),) * ranks)",
+        "placement": "return Schedule('x', None, microbatches, good)",
+        "places": "return Schedule('x', Placement((0, 'a', None, 1.5)), microbatches, good)",
+        "name": "return Schedule(None, loop(ranks, 1), microbatches, good)",
+        "huge": "return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, 10**9, 10**9),),),) * ranks)",
+        "negative": "return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, -1, -1),),),) * ranks)",
+        "shares": "return Schedule('x', loop(ranks, 2), microbatches, good)",
+    }
+    for name, body in bodies.items():
+        (folder / f"{name}.py").write_text(f"{head}    {body}\nmake_deep = make\nnumber = 5\n")
+    (folder / "broken.py").write_text("def make(ranks, microbatches:\n")
+    (folder / "import.py").write_text("import nothing_that_exists\n")
+    (folder / "class.py").write_text("class make:\n    def __init__(self, ranks, microbatches):\n        pass\n")
+
+
+def text(folder: Path) -> None:
+    """Lines of JSON and plain text, packed and not."""
+    lines = (
+        "\n".join(json.dumps({"text": line, "n": i, "more": {"x": [1, line]}}) for i, line in enumerate(TEXT)) + "\n"
+    )
+    (folder / "c.jsonl").write_text(lines)
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1, mtime=0))
+    (folder / "ids.jsonl").write_text("\n".join(json.dumps({"text": f"{i} 5 7 9"}) for i in range(60)))
+    (folder / "p.txt").write_text("\n".join(TEXT))
+    (folder / "p.txt.gz").write_bytes(gzip.compress("\n".join(TEXT).encode(), 1, mtime=0))
+
+
+def tokenizers(folder: Path) -> None:
+    """Of each kind, and text for them."""
+    import tokenizers
+
+    text(folder)
+    _call(folder, "tools/train_tokenizer.py", "--input c.jsonl --output t.model --vocab-size 304")
+    library = tokenizers.ByteLevelBPETokenizer(add_prefix_space=False)
+    library.train_from_iterator(TEXT, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.save_model(str(folder))
+    (folder / "hf").mkdir()
+    library.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "hf" / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<|endoftext|>"}, "bos_token": null}'
+    )
+    (folder / "hf" / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "slow").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(folder / name, folder / "slow")
+    slow = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
+    (folder / "slow" / "tokenizer_config.json").write_text(json.dumps(slow))
+    (folder / "slow" / "config.json").write_text('{"model_type": "gpt2"}')
+    ranks = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": "x"} for i in range(256)]
+    ranks += [{"rank": 256, "token_bytes": base64.b64encode(b"th").decode(), "token_str": "th"}]
+    (folder / "tik.json").write_text(json.dumps(ranks))
+
+
+def tokens(folder: Path) -> None:
+    """Pairs, lists of them, an index cache."""
+    text(folder)
+    prepared = f"--input ids.jsonl --output-prefix d {NULL} --append-eod"
+    _call(folder, "tools/preprocess_data.py", prepared)
+    for end in ("bin", "idx"):
+        shutil.copy(folder / f"d_text_document.{end}", folder / f"e.{end}")
+    (folder / "parts.json").write_text(
+        '{"train": ["0.3", "d_text_document", "0.7", "e"], "valid": ["e"], "test": null}'
+    )
+    (folder / "list.txt").write_text("0.3 d_text_document 0.7 e")
+    (folder / "layers.json").write_text('{"0-1,3": {"ffn_hidden_size": 24}, "2": {"num_attention_heads": 1}}')
+    _call(folder, "pretrain_gpt.py", f"{WORDS['QUICK']} {NULL} --data-path d_text_document --data-cache-path cache")
+
+
+def checkpoint(folder: Path) -> None:
+    """Of our own."""
+    _call(
+        folder,
+        "pretrain_gpt.py",
+        f"{WORDS['MOCK']} --num-layers 2 --save ck --save-interval 1",
+    )
+
+
+def hugging_face(folder: Path) -> None:
+    """A Llama in two files and a GPT-2 in one."""
+    _llama(folder)
+    _gpt2(folder)
+
+
+def _llama(folder: Path) -> None:
+    """In two files."""
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "hf").mkdir()
+    config = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32, "head_dim": 4},
+        **{"max_position_embeddings": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
+        **{
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": "float32",
+        },
+    }
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (32, 16), "model.norm": (16,), "lm_head": (32, 16)}
+    for i in range(2):
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (16, 16),
+            "self_attn.k_proj": (8, 16),
+            "self_attn.v_proj": (8, 16),
+        }
+        layer |= {
+            "self_attn.o_proj": (16, 16),
+            "mlp.gate_proj": (24, 16),
+            "mlp.up_proj": (24, 16),
+            "mlp.down_proj": (16, 24),
+        }
+        layer |= {"input_layernorm": (16,), "post_attention_layernorm": (16,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    parts = [dict([*tensors.items()][i::2]) for i in range(2)]
+    names = [f"model-{i + 1:05}-of-00002.safetensors" for i in range(2)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / "hf" / name)
+    where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _gpt2(folder: Path) -> None:
+    """In one file."""
+    import torch
+    from safetensors.torch import save_file
+
+    two = {
+        **{
+            "model_type": "gpt2",
+            "n_embd": 16,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_positions": 16,
+            "n_ctx": 16,
+            "vocab_size": 32,
+        },
+        **{"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1},
+        **{"embd_pdrop": 0.1, "attn_pdrop": 0.1, "scale_attn_weights": True, "architectures": ["GPT2LMHeadModel"]},
+    }
+    folder = folder / "two"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(two))
+    of_layer: dict[str, tuple[int, ...]] = {
+        "ln_1.weight": (16,),
+        "ln_1.bias": (16,),
+        "ln_2.weight": (16,),
+        "ln_2.bias": (16,),
+    }
+    of_layer |= {
+        "attn.c_attn.weight": (16, 48),
+        "attn.c_attn.bias": (48,),
+        "attn.c_proj.weight": (16, 16),
+        "attn.c_proj.bias": (16,),
+    }
+    of_layer |= {
+        "mlp.c_fc.weight": (16, 64),
+        "mlp.c_fc.bias": (64,),
+        "mlp.c_proj.weight": (64, 16),
+        "mlp.c_proj.bias": (16,),
+    }
+    whole: dict[str, tuple[int, ...]] = {
+        "wte.weight": (32, 16),
+        "wpe.weight": (16, 16),
+        "ln_f.weight": (16,),
+        "ln_f.bias": (16,),
+    }
+    whole |= {f"h.0.{name}": shape for name, shape in of_layer.items()}
+    save_file({f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "model.safetensors")
+
+
+def megatron(folder: Path) -> None:
+    """A checkpoint of ours, handed to Megatron-LM."""
+    checkpoint(folder)
+    _call(folder, "tools/convert_checkpoint.py", "--load ck --to-megatron meg")
+
+
+def traces(folder: Path) -> None:
+    """Of two ranks, as torch's profiler writes them."""
+    from megapipe.schedule import build, simulate
+
+    folder = folder / "tr"
+    folder.mkdir()
+    schedule = build("1f1b", 2, 4)
+    timeline = simulate(schedule)
+    for rank, row in enumerate(schedule.ranks):
+        passes = [(str(p), timeline.start[p], timeline.end[p]) for (p,) in row]
+        many = [(n, a + 100 * i, b + 100 * i) for i in range(2) for n, a, b in passes]
+        events = [
+            {"ph": "X", "cat": "user_annotation", "name": n, "ts": a, "dur": b - a, "pid": 7, "tid": 1}
+            for n, a, b in many
+        ]
+        content = json.dumps({"baseTimeNanoseconds": 1000, "traceEvents": events})
+        if rank:
+            (folder / f"rank-{rank}.json").write_text(content)
+        else:
+            (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(content.encode(), 1, mtime=0))

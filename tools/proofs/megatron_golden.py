@@ -1,0 +1,209 @@
+"""Train what Megatron-LM has trained, and compare every number.
+
+    python tools/proofs/megatron_golden.py FOLDER [--case NAME]
+
+FOLDER has golden.json, the flags and numbers of Megatron-LM's own runs, starting weights in Hugging Face's form under
+hf/ and data. Numbers may lie as far apart as four times what Megatron-LM differs from itself when the weights it starts
+from move by half a float32 step; tokens of each expert and the routers' biases not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megapipe.checks.run import validate
+from megapipe.config import Config
+from megapipe.convert import SavedTensors, import_checkpoint, load_full
+from megapipe.data.build import build_datasets
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.layout import layout_of, saved_tensors
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import UserError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import make_plan
+from megapipe.training.pretrain import Run
+from megapipe.training.seams import Callback, Seams
+from megapipe.training.steps.step import StepResult
+from pretrain_gpt import forward_step
+
+TIMES, FLOOR = 4.0, 6e-8
+"""Noise may be exceeded this often; where Megatron-LM did not differ from itself, half a float32 step is the noise."""
+LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
+    "one": ({}, ""),
+    "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
+    "recompute": ({"pp": 2}, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 1"),
+    "dp": ({"dp": 2}, "--use-distributed-optimizer"),
+}
+"""Ranks and flags by name."""
+
+
+class Recorder(Callback):
+    """What a rank says of a run."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, Tensor] = {}
+        self.steps: list[tuple[StepResult, float, dict[int, list[float]]]] = []
+        self.evaluations: list[float] = []
+
+    def before_step(self, run: Run) -> None:
+        if not self.start:
+            self.start = _weights(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        biases = {router.layer: router.expert_bias for router in run.pipeline.routers.own}
+        kept = {layer: bias.tolist() for layer, bias in biases.items() if bias is not None}
+        self.steps.append((result, run.rate(), kept))  # logged with a step is the rate of the next
+
+    def on_evaluation(self, run: Run, where: str, losses: Mapping[str, float]) -> None:
+        self.evaluations.append(losses["lm loss"])
+
+
+def _weights(run: Run) -> dict[str, Tensor]:
+    tensors = (pair for module in run.modules for pair in saved_tensors(module))
+    return {name: x.detach().double().view(layout_of(x).full).clone() for name, x in tensors}
+
+
+@dataclasses.dataclass
+class Trained:
+    """One rank's run: its record, and `KIND NAME` -> what the end has of a tensor in its saved shape."""
+
+    record: Recorder
+    tensors: dict[str, Tensor]
+
+
+def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one") -> list[Trained]:
+    """A case under a layout, the ranks as threads."""
+    ranks, more = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as scratch:
+        start = SavedTensors(import_checkpoint(folder / "hf" / name.partition("/")[0], Path(scratch) / "start").folder)
+        flags = f"{case['flags']} {more} --num-workers 0 --data-cache-path {scratch}"
+        config = parse(Config, [*flags.split(), "--data-path", str(folder / "data" / "t_text_document")])
+        config = dataclasses.replace(config, world_size=math.prod(ranks.values()))
+        validate(config, has_cuda=False)
+        tokenizer = build_tokenizer(config.data)
+        rows = config.model.padded_vocab(tokenizer.vocab_size)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=rows))
+        data, plan = build_datasets(config, tokenizer), make_plan(config)
+
+        def read(key: str) -> Tensor:  # another router may go with the same weights
+            return start.read(key) if key in start.shapes else torch.zeros(config.model.experts)
+
+        def rank(mesh: ProcessMesh) -> Trained:
+            record = Recorder()
+            seams = Seams(callbacks=(record,))
+            began = time.monotonic()
+            run = Run(config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began, plan=plan, seams=seams)
+            load_full(run.modules, read, mesh.tp)
+            run.optimizer.reload_main()
+            run.train()
+            moved = {f"weight {name}": x - record.start[name] for name, x in _weights(run).items()}
+            if run.optimizer.distributed:  # a rank has a share of the moments
+                return Trained(record, moved)
+            moments = {
+                f"{kind} {name}": x.double() for kind, held in run.optimizer.state().items() for name, x in held.items()
+            }
+            return Trained(record, moved | moments)
+
+        return run_threads(rank, **ranks) if ranks else [rank(ProcessMesh.single())]
+
+
+def sketch(key: str, tensor: Tensor) -> list[float]:
+    """L2 norm and three products with random signs, which the tensor's name draws."""
+    flat = tensor.flatten().numpy()
+    draws = np.random.RandomState(int(hashlib.sha256(key.replace(" ", "/", 1).encode()).hexdigest()[:8], 16))
+    return [float(np.linalg.norm(flat)), *(float(flat @ (2 * draws.randint(0, 2, flat.size) - 1)) for _ in range(3))]
+
+
+def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[str]:
+    """A line for every number that is not Megatron-LM's."""
+    noise, said = case["noise"], ranks[-1].record
+
+    def check(what: str, kind: str, mine: float, its: float, unit: float | None = None) -> Iterator[str]:
+        allowed = TIMES * max(noise.get(kind, 0.0), FLOOR)
+        if not abs(mine - its) <= allowed * (abs(its) if unit is None else unit):
+            off = abs(mine - its) / (abs(its) if unit is None else unit)
+            yield f"{what}: {mine!r}, not {its!r}: {off:.2g} apart, {allowed:.2g} allowed"
+
+    if len(said.steps) != len(case["rows"]):
+        yield f"{len(said.steps)} iterations, not {len(case['rows'])}"
+    for row, (result, lr, _) in zip(case["rows"], said.steps, strict=False):
+        at = f"iteration {row['iteration']}"
+        yield from check(f"{at}, lr", "lr", lr, row["lr"])
+        yield from check(f"{at}, grad norm", "grad norm", result.grad_norm, row["grad_norm"])
+        if result.shown.keys() != row["loss"].keys():
+            yield f"{at} logs {', '.join(result.shown)}, not {', '.join(row['loss'])}"
+        for name, its in row["loss"].items():
+            kind = "loss" if name == "lm loss" else "router losses"
+            yield from check(f"{at}, {name}", kind, result.shown.get(name, math.nan), its)
+        for name, layers in row["per layer"].items():
+            of_layers = result.routed.per_layer.get(name, ())
+            for number, (mine, other) in enumerate(zip(of_layers, layers, strict=True)):
+                what = f"{at}, {name} of layer {number}"  # noise is of their mean, which moves less by the root
+                yield from check(what, "router losses", mine, other, abs(other) * len(layers) ** 0.5 + 1e-30)
+        tokens = {f"layer{number}": list(counts) for number, counts in result.routed.tokens.items()}
+        if tokens != row.get("tokens", {}):
+            yield f"{at}, tokens: {tokens}, not {row['tokens']}"
+    for number, row in enumerate(case["rows"]):
+        biases = dict(pair for rank in ranks for pair in rank.record.steps[number][2].items())
+        for (layer, bias), its in zip(sorted(biases.items()), row.get("expert_bias", []), strict=True):
+            if [round(x, 6) for x in bias] != its:  # as it is written there
+                yield f"iteration {row['iteration']}, bias of layer {layer}: {bias}, not {its}"
+    for number, (mine, its) in enumerate(zip(said.evaluations, case["evaluations"], strict=True)):
+        yield from check(f"evaluation {number}", "evaluation", mine, its["lm loss"])
+    tensors = dict(pair for rank in ranks for pair in rank.tensors.items())
+    for key, its in case["sketches"].items():
+        if key not in tensors and any(key.startswith("exp_avg") for key in tensors):
+            yield f"{key} is not here"
+        elif key in tensors:
+            x = tensors[key][:-45] if "embedding" in key or "output_layer" in key else tensors[key]
+            kind = "weights" if key.startswith("weight") else "moments"
+            (norm, *products), (its_norm, *its_products) = sketch(key, x), its
+            yield from check(f"norm of {key}", kind, norm, its_norm)
+            # A product of a difference with random signs has the difference's length on average, and a tail.
+            apart = float(np.linalg.norm(np.array(products) - np.array(its_products))) / 3**0.5
+            yield from check(f"length of the difference of {key}", kind, apart, 0.0, abs(its_norm))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--case", nargs="*", help="default: all that our flags can say")
+    parser.add_argument("--layout", nargs="*", default=["one"], choices=LAYOUTS)
+    args = parser.parse_args(argv)
+    cases, bad = json.loads((args.folder / "golden.json").read_text())["cases"], 0
+    for name in args.case or cases:
+        for layout in args.layout:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    ranks = trained(args.folder, cases[name], name, layout)
+                found = list(differences(cases[name], ranks))
+            except UserError as error:
+                found = [f"not run: {line}" for line in error.problems]
+            bad += bool(found)
+            print(f"{name} ({layout}): {'as Megatron-LM' if not found else f'{len(found)} differences'}", flush=True)
+            print("\n".join(f"  {line}" for line in found[:12]) + "\n" * bool(found), end="", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
