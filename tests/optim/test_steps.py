@@ -160,8 +160,14 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
             weight.main_grad.fill_(1)
             act()
             seen.append([weight[0].item(), weight[-1].item()])
+        begun = []
+        for b in optimizer.buffers:
+            b.start_gather = lambda real=b.start_gather: begun.append(1) or real()
+        optimizer.start_gather(0)()
+        assert begun == [], "they are there"
         optimizer.step(1.0)
         optimizer.settle()
+        assert begun == [1]
         return [*seen, [weight[0].item(), weight[-1].item()]]
 
     first, second = run_threads(body, dp=2)

@@ -155,6 +155,14 @@ def test_weights_that_are_gathered_reduced_or_updated_are_waited_for() -> None:
     assert time.curves == (((5, 1), (10, 0), (28, 1), (33, 0)),)
 
 
+def test_a_rank_updates_when_all_its_stages_are_reduced() -> None:
+    """Without a barrier too: its part of the norm is of all of them."""
+    time = simulate(with_optimizer(with_reduction(build("zb-v", 1, 2)), barrier=False), Costs(g=9))
+    reduced = [end for x, end in time.end.items() if x.kind is Kind.G]
+    updated = [start for x, start in time.start.items() if x.kind is Kind.U]
+    assert min(updated) == max(reduced) > min(reduced)
+
+
 def test_replicas_wait_for_each_other() -> None:
     """DualPipe's stages s and s + chain: reduced when both have all gradients, gathered when both are updated."""
     table = with_optimizer(with_reduction(build("dualpipe", 2, 4)), gather="behind")
