@@ -32,7 +32,7 @@ def test_a_split_step_is_torchs_adamw_on_the_whole_model(sizes):
         assert params_norm == pytest.approx(whole, rel=1e-13)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}])
 def test_word_embeddings_and_head_may_have_a_rate_of_their_own(sizes):
     params = {name: nn.Parameter(full(name, 0, torch.float64)) for name in MODEL if name != HEAD}
     groups = [

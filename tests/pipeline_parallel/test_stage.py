@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megapipe.pipeline_parallel import engine
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import ScheduleError, build
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
@@ -310,6 +312,20 @@ def test_microbatches_of_several_lengths_are_refused_only_where_the_vocabulary_i
         return len(reported)
 
     assert run_threads(body, pp=2) == [0, 2]
+
+
+def test_a_table_of_ones_own_is_verified_before_its_first_step() -> None:
+    table = build("1f1b", 1, 2)
+    wrong = replace(table, name="mine", ranks=(table.ranks[0][:-1],))
+    with pytest.raises(ScheduleError, match=r"mine is not valid:\n  rank 0: 0BW1 is missing"):
+        get_forward_backward_func(mesh=ProcessMesh.single(), schedule=wrong, config=SimpleNamespace(hidden_size=1))(
+            forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+            data_iterator=None,
+            model=Layers(),
+            num_microbatches=2,
+            seq_length=1,
+            micro_batch_size=1,
+        )
 
 
 def test_a_config_that_says_nothing_of_sequence_parallel_has_whole_sequences() -> None:

@@ -120,6 +120,24 @@ def test_shares_take_their_work_and_a_microbatch_of_memory_and_no_more(name: str
     assert all(extra <= one + 1e-9 for extra, one in zip(more, held, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "costs"),
+    [
+        ("dualpipe-v", 6, Costs(10, 5, 8, s=3, t=4, e=1, comm=3, mem_b=(1.0, 6.0, 1.0, 6.0), mem_w=(0.5,) * 4)),
+        ("hanayo", 4, Costs(2, 11, 8, s=1, t=2, mem_b=(1.0, 6.0, 6.0, 1.0, 6.0, 1.0, 6.0, 1.0), mem_w=(0.5,) * 8)),
+    ],
+)
+def test_a_faster_order_that_holds_more_than_a_microbatch_more_is_not_taken(name: str, m: int, costs: Costs) -> None:
+    """A large stage may wait several times where one is to wait: 0.25 and 1% faster, and 5 more."""
+    plain = build(name, 2, m)
+    table = with_vocabulary(plain, costs)
+    assert isinstance(costs.mem_b, tuple)
+    held = [sum(costs.mem_b[s] for s in plain.placement.stages_on(rank)) for rank in range(2)]
+    most = [peak + one for peak, one in zip(simulate(plain, costs).peak, held, strict=True)]
+    found = activation(table, costs, simulate(table, costs))
+    assert all(now <= limit for now, limit in zip(found, most, strict=True))
+
+
 PICTURES = {
     ("dualpipe-v", 2, 4, Costs(10, 14, 7, s=9, t=4, e=2, comm=1)): (
         "0E0 0E1 0F0 0E2 0F1 0E3 0F2 3F0 0S0 3F1 3C0 0S1 0F3 3C1 0T0 3B0 3W0 3F2 0S2 3BW1 3C2 0T1 3F3 0S3 0BW0 3C3 "
