@@ -314,6 +314,22 @@ def test_microbatches_of_several_lengths_are_refused_only_where_the_vocabulary_i
     assert run_threads(body, pp=2) == [0, 2]
 
 
+def test_an_engine_that_is_told_no_more_trains_with_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Stream] = []
+    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    model = Layers()
+    engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
+        forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
+        data_iterator=None,
+        model=model,
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    assert [(one.seed, one.sample) for one in seen] == [(0, 0), (0, 1)]
+    assert model.w.grad.item() == 1, "the mean of two losses, unscaled"
+
+
 def test_a_table_of_ones_own_is_verified_before_its_first_step() -> None:
     table = build("1f1b", 1, 2)
     wrong = replace(table, name="mine", ranks=(table.ranks[0][:-1],))
