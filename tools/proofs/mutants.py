@@ -1,0 +1,299 @@
+"""Change one line of the core at a time, and see whether the tests of its room notice.
+
+    python tools/proofs/mutants.py --draw 400 --seed 0 --results mutants.jsonl
+
+A mutant has one operator, comparison, constant or condition changed, or one statement of one line left out. It is made
+in a copy of the repository, where a fork of this process, which has imported torch already, runs the room's tests until
+the first fails. What takes a minute, and four times what the tests take without a change, was killed too: it hangs.
+Results are appended to a file, so a run that was cut off goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("megapipe", "tests", "tools", "examples", "docs", "scripts", "README.md", "pretrain_gpt.py", "pyproject.toml")
+WARM = ("hypothesis.strategies", "numpy", "pytest", "safetensors.torch", "torch.distributed.device_mesh", "tokenizers")
+
+ROOMS = {
+    "schedule": (
+        "schedule: verify simulate lower dependencies passes",
+        "schedule: verify verify_step clock lower transforms files own costs views/draw measured/traces measured/slow "
+        "vocabulary schedule_properties generators/formulas",
+    ),
+    "transforms": (
+        "schedule/transforms: optimizer reduction vocabulary",
+        "schedule: transforms vocabulary verify lower",
+    ),
+    "pipeline_parallel": (
+        "pipeline_parallel: engine execute stage messages/messenger contracts/grad_sync",
+        "pipeline_parallel: stage messages/messenger contracts/grad_sync execute contracts/forward_backward overlap "
+        "contracts/megatron_contract own_tables vocabulary contracts/p2p",
+    ),
+    "optim": (
+        "optim: optimizer reduction norm",
+        "optim: steps optimizer buckets buffers rules rounded_state distributed",
+    ),
+    "checkpoint": (
+        "checkpoint: commit resume",
+        "checkpoint: folder same_meaning resume checkpoint retention saved_config commit",
+    ),
+}
+"""Of each room the files of the package, and those of the tests that are to hold them, fast ones first."""
+
+
+class Mutant(NamedTuple):
+    """One line of one file, as it is and as it becomes."""
+
+    room: str
+    path: str
+    line: int
+    before: str
+    after: str
+
+
+def draw(rooms: Sequence[str], seed: int) -> list[Mutant]:
+    """All mutants of some rooms, each once, in the order of a seed."""
+    found: dict[Mutant, None] = {}
+    for room in rooms:
+        folder, _, names = ROOMS[room][0].partition(": ")
+        for path in (f"megapipe/{folder}/{name}.py" for name in names.split()):
+            source = (ROOT / path).read_text()
+            lines = source.splitlines()
+            for line, start, end, text in _changes(ast.parse(source), lines):
+                before = lines[line - 1]
+                found[Mutant(room, path, line, before, before[:start] + text + before[end:])] = None
+    drawn = list(found)
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+Change = tuple[int, int, int, str]
+"""Line, from column, to column, what stands there instead."""
+
+OPERATORS = {
+    "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "**": "*", "|": "&", "&": "|", "<<": ">>", ">>": "<<",
+    "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in", "and": "or", "or": "and",
+    "<": "<= >=", "<=": "< >", ">": ">= <=", ">=": "> <",
+}  # fmt: skip
+WORDS = re.compile(r"[\s)]*(is not|not in|\w+|[^\w\s()]+)")
+SIMPLE = (ast.Expr, ast.AugAssign, ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Delete)
+
+
+def _changes(tree: ast.AST, lines: Sequence[str]) -> Iterator[Change]:
+    for node in _what_runs(tree):
+        match node:
+            case ast.BinOp():
+                yield from _between(node.left, node.right, lines)
+            case ast.Compare():
+                for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
+                    yield from _between(left, right, lines)
+            case ast.BoolOp():
+                for left, right in zip(node.values, node.values[1:], strict=False):
+                    yield from _between(left, right, lines)
+            case ast.UnaryOp(op=ast.Not() | ast.USub()):
+                width = len("not ") if isinstance(node.op, ast.Not) else len("-")
+                yield node.lineno, node.col_offset, node.col_offset + width, ""
+            case ast.Constant():
+                yield from _constant(node, lines)
+            case ast.If() | ast.IfExp() | ast.While():
+                yield from _negated(node.test, lines)
+            case ast.comprehension():
+                for test in node.ifs:
+                    yield from _negated(test, lines)
+        # Without the assignment to a name that is read, nothing runs.
+        there = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
+        if (there or isinstance(node, SIMPLE)) and node.lineno == node.end_lineno:  # type: ignore[attr-defined]
+            yield node.lineno, node.col_offset, node.end_col_offset, "pass"  # type: ignore[attr-defined]
+
+
+def _what_runs(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that say nothing of what is done: types, docstrings, decorators, imports, assertions of what
+    cannot be and `strict` of zip among them, and the text of messages."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "op", "ops", "ctx"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            match child:
+                case ast.Import() | ast.ImportFrom() | ast.Assert() | ast.keyword(arg="strict"):
+                    continue
+                case ast.Expr(value=ast.Constant() | ast.Yield(value=None)):
+                    continue
+                case ast.Constant() if isinstance(node, ast.JoinedStr):
+                    continue
+                case ast.Assign(value=ast.Subscript() | ast.BinOp(op=ast.BitOr())) if isinstance(node, ast.Module):
+                    continue  # a type's name
+                case ast.AST():
+                    yield child
+                    yield from _what_runs(child)
+
+
+def _between(left: ast.expr, right: ast.expr, lines: Sequence[str]) -> Iterator[Change]:
+    """The operator between two operands; where the line is broken, it stands before the second."""
+    line = right.lineno
+    start = (left.end_col_offset or 0) if left.end_lineno == line else 0
+    found = WORDS.match(lines[line - 1][start : right.col_offset])
+    if found and found[1] in OPERATORS:
+        for new in re.split(r" (?=[<>])", OPERATORS[found[1]]):
+            yield line, start + found.start(1), start + found.end(1), new
+
+
+def _constant(node: ast.Constant, lines: Sequence[str]) -> Iterator[Change]:
+    line, start, end = node.lineno, node.col_offset, node.end_col_offset or 0
+    text = lines[line - 1][start:end]
+    if isinstance(node.value, bool):
+        yield line, start, end, str(not node.value)
+    elif isinstance(node.value, int | float) and text[:1].isdigit():
+        yield line, start, end, str(node.value + 1)
+    elif isinstance(node.value, str) and re.fullmatch(r"[\"'][\w.-]+[\"']", text):  # a word: no message
+        yield line, start + 1, start + 1, "not_"
+
+
+def _negated(test: ast.expr, lines: Sequence[str]) -> Iterator[Change]:
+    start, end = test.col_offset, test.end_col_offset or 0
+    if not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp) and test.lineno == test.end_lineno:
+        yield test.lineno, start, end, f"not ({lines[test.lineno - 1][start:end]})"
+
+
+class Copy:
+    """The repository where it may be changed, and forks of this process that run tests there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output = folder / "copy", folder / "output"
+        self.limits = dict.fromkeys(ROOMS, 600.0)  # seconds
+        self.folder.mkdir()
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, self.folder)
+        others = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
+        sys.path[:] = [str(self.folder), *others]
+        os.environ |= {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}  # a fork has one thread only
+        for name in WARM:
+            import_module(name)
+
+    def check(self, mutants: Sequence[Mutant]) -> None:
+        """Run the tests on what is not changed yet, which compiles everything; then forget it of what will be changed:
+        a line as long within the same second would pass for the old one. Raises: SystemExit if they fail.
+        """
+        for room in dict.fromkeys(mutant.room for mutant in mutants):
+            result, by, seconds = self.run(room)
+            print(f"{room}: {seconds:.1f} s without a change", flush=True)
+            self.limits[room] = max(60.0, 4 * seconds)
+            if result != "survived":
+                raise SystemExit(f"{self.output.read_text()}\nThe tests of {room} fail without a change: {result} {by}")
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        for path in {self.folder / mutant.path for mutant in mutants}:
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+                compiled.unlink()
+
+    def judge(self, mutant: Mutant) -> dict[str, object]:
+        """What becomes of a mutant: it is killed, hangs, or has survived."""
+        path = self.folder / mutant.path
+        source = path.read_text()
+        lines = source.splitlines()
+        lines[mutant.line - 1] = mutant.after
+        path.write_text("\n".join(lines) + "\n")
+        result, by, seconds = self.run(mutant.room)
+        path.write_text(source)
+        return {**mutant._asdict(), "result": result, "by": by, "seconds": round(seconds, 1)}
+
+    def run(self, room: str) -> tuple[str, str, float]:
+        """The result, the test that failed, and seconds."""
+        begun, ended = time.monotonic(), 0
+        child = os.fork()
+        if not child:
+            folder, _, names = ROOMS[room][1].partition(": ")
+            paths = (Path("tests", folder, name) for name in names.split())
+            self._tests([str(path.with_name(f"test_{path.name}.py")) for path in paths])
+        while not ended and time.monotonic() < begun + self.limits[room]:
+            time.sleep(0.02)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # with the ranks that it has started
+        seconds = time.monotonic() - begun
+        if not ended:
+            os.waitpid(child, 0)
+            return "hangs", "", seconds
+        failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", self.output.read_text(errors="replace"), re.M)
+        return "killed" if status else "survived", failed[1] if failed else "", seconds
+
+    def _tests(self, tests: Sequence[str]) -> None:
+        """The process that runs them; it never returns."""
+        status = 1
+        try:
+            os.setsid()
+            output = os.open(self.output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.chdir(self.folder)
+            sys.modules["__main__"] = type(sys)("__main__")  # what multiprocessing starts would import this file
+            options = ["-x", "-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+            status = import_module("pytest").main([*options, *tests])
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def report(judged: Sequence[dict[str, object]]) -> str:
+    """The survivors, each with its line before and after, and the numbers by room."""
+    lines = []
+    for x in judged:
+        if x["result"] == "survived":
+            lines += [f"{x['path']}:{x['line']}", f"- {str(x['before']).strip()}", f"+ {str(x['after']).strip()}", ""]
+    lines += ["| room | drawn | killed | of these hang | survived |", "|---|---|---|---|---|"]
+    for room in [*ROOMS, "all"]:
+        found = Counter(str(x["result"]) for x in judged if room in (x["room"], "all"))
+        if total := found.total():
+            lines.append(f"| {room} | {total} | {total - found['survived']} | {found['hangs']} | {found['survived']} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The exit status: 1 if fewer than 95% are killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", type=int, default=100, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
+    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="one line each, appended")
+    parser.add_argument("--again", action="store_true", help="run those that have survived again")
+    args = parser.parse_args()
+    drawn, known = draw(args.rooms, args.seed)[: args.draw], {}
+    for line in args.results.read_text().splitlines() if args.results.exists() else ():
+        found = json.loads(line)
+        known[Mutant(*(found[name] for name in Mutant._fields))] = found
+    left = [m for m in drawn if m not in known or (args.again and known[m]["result"] == "survived")]
+    with tempfile.TemporaryDirectory() as folder, args.results.open("a") as results:
+        copy = Copy(Path(folder))
+        copy.check(left)
+        for mutant in left:
+            known[mutant] = found = copy.judge(mutant)
+            print(json.dumps(found), file=results, flush=True)
+            print(f"{found['result']:8} {found['seconds']:5} s {mutant.path}:{mutant.line} {found['by']}", flush=True)
+    judged = [known[mutant] for mutant in drawn]
+    print(report(judged))
+    return int(sum(x["result"] != "survived" for x in judged) < 0.95 * len(judged))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
