@@ -18,7 +18,7 @@ from megapipe.optim.reduction import Reduction
 from megapipe.pipeline_parallel.threads import run_threads
 
 from .test_optimizer import sparse
-from .unsplit import EMBEDDING, HEAD, MODEL, TRAIN, Bag, split, stages_of
+from .unsplit import EMBEDDING, HEAD, MODEL, TRAIN, Bag, full, reference, split, stages_of
 
 SGD = TrainConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
 
@@ -116,6 +116,23 @@ def test_of_weights_that_two_ranks_update_together_each_sends_its_share(monkeypa
 
     weights = run_threads(body, pp=2, dp=2)
     assert sum(sent) == sum(weights) / 2
+
+
+def test_a_tie_across_whose_ends_have_other_shares_takes_torchs_step() -> None:
+    """Under ZeRO-1 each end sums all of it over data parallel first: what one end owns, the other has not reduced."""
+    want, _ = reference(steps=1, dp=2)
+
+    def body(mesh: ProcessMesh) -> dict[str, Tensor]:
+        (stage,) = stages_of(mesh)
+        optimizer = Optimizer([stage], TRAIN, mesh, distributed=True)
+        for name, param in stage.named_parameters():
+            param.main_grad.add_(split(full(name, 1, torch.float64), name, mesh.tp) * (mesh.dp.rank + 1))
+        optimizer.step(1e-2, grad_scale=0.5)
+        return {name: p.detach() for name, p in stage.named_parameters()}
+
+    for found in run_threads(body, pp=2, dp=2):
+        for name, param in found.items():
+            torch.testing.assert_close(param, want[name].view_as(param), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
