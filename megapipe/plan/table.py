@@ -49,8 +49,18 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
-    """The table, what a checkpoint takes, and what context parallelism sends."""
-    return "\n".join(filter(None, (table(plan, parameters), checkpoint_line(plan, config), context_line(plan, config))))
+    """The table, what a token uses of experts, what a checkpoint takes, what context parallelism sends."""
+    lines = (table(plan, parameters), _active(plan), checkpoint_line(plan, config), context_line(plan, config))
+    return "\n".join(filter(None, lines))
+
+
+def _active(plan: Plan) -> str:
+    """How many parameters a token makes use of, where that is not all."""
+    works = plan.works[: plan.schedule.placement.chain]
+    whole, unused = sum(work.parameters for work in works), sum(work.unused for work in works)
+    if not unused:
+        return ""
+    return f"experts: each token uses {whole - unused:,} of {whole:,} parameters; FLOPs and MFU count those alone"
 
 
 def changes(plan: Plan) -> str:

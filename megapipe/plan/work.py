@@ -6,6 +6,7 @@ count as nothing; costs measured on a device can stand in for these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ class Work:
     Attributes:
         f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
         held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
-        parameters: how many, over all tensor-parallel ranks.
+        parameters: how many, over all tensor-parallel ranks; unused: those of them that a token makes no use of.
     """
 
     f: float = 0.0
@@ -39,6 +40,7 @@ class Work:
     held: float = 0.0
     kept: float = 0.0
     parameters: int = 0
+    unused: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -160,7 +162,8 @@ def pieces(
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
-    different = 1 if model.per_layer_overrides is None else model.layers
+    alike = model.per_layer_overrides is None and not model.has_experts
+    different = 1 if alike else model.layers
     layers = tuple(_layer(layer_config(model, layer), load) for layer in range(different)) * (model.layers // different)
     return Pieces(Work(held=masks, parameters=rows * h), layers, _head(model, load))
 
@@ -211,6 +214,8 @@ def _attention(model: ModelConfig, load: _Load) -> Work:
 def _mlp(model: ModelConfig, load: _Load) -> Work:
     if model.no_mlp:
         return Work()
+    if model.has_experts:
+        return _experts(model, load)
     h, ffn, blocks = model.hidden, model.ffn, 2 if model.gated else 1
     products = 2.0 * load.tokens * h * ffn * (blocks + 1)
     again = model.recompute_mlp
@@ -222,6 +227,45 @@ def _mlp(model: ModelConfig, load: _Load) -> Work:
         held=load.bytes(between, 2 * blocks * ffn * (not again), h * bool(model.hidden_dropout)),
         kept=load.bytes(2 * h, (blocks + 1) * ffn),
         parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + _norm(model, h),
+    )
+
+
+def _experts(model: ModelConfig, load: _Load) -> Work:
+    """The router, as many rows as tokens have choices, and the shared expert. Kept of a row are its number in four
+    tables, its weight and fc1's output; of a token with the norm's input and output the router's scores."""
+    h, f, e, k, blocks = model.hidden, model.expert_ffn, model.experts, model.moe_router_topk, 2 if model.gated else 1
+    shared, gate = model.moe_shared_expert_intermediate_size or 0, model.moe_shared_expert_gate
+    mine, again = load.tokens / load.shared, model.recompute_moe
+    rows = float(load.tokens * k)
+    if model.capacity_factor is not None:
+        full = e * load.shared * min(mine, math.ceil(mine * k / e * model.capacity_factor))
+        rows = full if model.moe_pad_expert_input_to_capacity else min(rows, full)
+    one = h * f * (blocks + 1) + (blocks * f + h) * model.bias
+    beside = (
+        h * (e + gate)
+        + e * model.bias
+        + (h * shared * (blocks + 1) + (blocks * shared + h) * model.bias) * bool(shared)
+    )
+    products = 2.0 * h * (rows * f * (blocks + 1) + load.tokens * (e + gate + shared * (blocks + 1)))
+    softmax, wide = model.moe_router_score_function == "softmax", 8 if model.moe_router_dtype == "fp64" else 4
+    all_scores = not softmax or model.moe_router_pre_softmax  # or those of the chosen alone
+    scores = all_scores + bool(model.balancing)
+    router = wide * mine * e * scores
+    tables = rows * (3 * 8 + wide) + load.tokens * k * 8 + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
+    inside = rows * load.element * blocks * f / load.tp + router + tables
+    between = h + h * (not model.recompute_norms)
+    of_shared = 0 if model.recompute_shared_experts else 2 * blocks * shared
+    outside = load.bytes(between + h * gate, of_shared, h * bool(model.hidden_dropout))
+    return Work(
+        products,
+        products * (1 + again),
+        products,
+        held=load.bytes(between, 0, h * bool(model.hidden_dropout)) if again else outside + inside,
+        kept=load.bytes(2 * h, (blocks + 1) * shared)
+        + rows * load.element * (blocks + 1) * f / load.tp
+        + wide * mine * e,
+        parameters=e * one + beside + _norm(model, h),
+        unused=(e - k) * one,
     )
 
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
+from megapipe.models.layer import TransformerLayer
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan import pieces
@@ -60,6 +61,74 @@ def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
         stage(labels=torch.zeros(2, 64, dtype=torch.long))
     real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
     assert pieces(model, 64, 2).stage(span).held == pytest.approx(real, rel=0.12)
+
+
+EXPERTS = {
+    "plain": {},
+    "some layers, with losses": {"moe_layer_freq": "2", "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": (0.1,), "moe_router_topk": 4},
+    "padded": {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True},
+    "shared": {"moe_shared_expert_intermediate_size": 192, "moe_shared_expert_gate": True},
+    "again": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+}
+SPARSE = {"hidden_size": 256, "num_attention_heads": 8, "num_experts": 16, "moe_ffn_hidden_size": 192}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("style", STYLES)
+def test_experts_by_formula_are_those_of_the_built_model(style, kind):
+    """Parameters, those that a token uses, and FLOPs of the rows that experts compute."""
+    small = {
+        "num_experts": 16,
+        "moe_ffn_hidden_size": 24,
+    }  # torch does not count oneDNN's products, which large ones are
+    model = replace(STYLES[style], **small, **EXPERTS[kind], attention_backend="unfused")
+    whole = gpt_provider(model, WHOLE, Axis()).eval()
+    work = pieces(model, 12, 2).stage(WHOLE)
+    assert work.parameters == sum(p.numel() for p in whole.parameters())
+    stacks = [p for name, p in whole.named_parameters() if ".experts." in name]
+    assert work.unused == sum(p.numel() // 16 * (16 - model.moe_router_topk) for p in stacks)
+    for param in whole.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    tokens = torch.arange(24).view(2, 12)
+    with FlopCounterMode(display=False) as counter:
+        whole(tokens, labels=tokens)
+    scores = sum(4 * 12 * 12 * 2 * model.heads * model.head_dim for _ in range(LAYERS))
+    assert work.f == counter.get_total_flops() - scores / 2
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_what_a_layer_of_experts_holds_is_counted_to_a_hundredth(kind):
+    sizes = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "no_attention": True}
+    model = replace(STYLES["gpt2"], **SPARSE, **EXPERTS[kind], **sizes)
+    layer = TransformerLayer(model, Axis(), 0).bfloat16()
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    weights = {param.untyped_storage().data_ptr() for param in layer.parameters()}
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = layer(torch.randn(256, 2, 256).bfloat16().requires_grad_())
+    for rows in (node.how.rows for node in nodes(y.grad_fn) if hasattr(node, "how")):
+        for table in (x for x in rows if x is not None):
+            keep(table)
+    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    held = pieces(model, 256, 2, element_bytes=2).layers[0].held
+    assert held == pytest.approx(real, rel=0.01)
+
+
+def nodes(node):
+    """Of a graph, from its end."""
+    found, left = set(), [node]
+    while left:
+        if (node := left.pop()) is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return found
 
 
 @pytest.mark.parametrize("vocab, holds", [(1 << 16, True), (1 << 17, False)])

@@ -33,7 +33,7 @@ def scores_of(logits: Tensor, function: str, compute: torch.dtype) -> Tensor:
 
 def best(scores: Tensor, k: int) -> Tensor:
     """[..., E] -> [..., k], the places of the largest, the first of equal ones."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k].clone()
 
 
 def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int) -> Tensor:
