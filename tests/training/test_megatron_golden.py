@@ -1,0 +1,46 @@
+"""Megatron-LM's own training numbers of experts: losses, norms, tokens of each expert, biases, weights and moments.
+
+tests/golden/experts has three of its runs; tools/megatron_golden.py compares others, under more layouts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.megatron_golden import LAYOUTS, differences, trained
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "experts"
+CASES = json.loads((GOLDEN / "golden.json").read_text())["cases"]
+FEW = [("mixtral/z", "one"), ("mixtral/expert-bias", "zb-v")]
+ALL = [(name, layout) for name in CASES for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the data unpacked."""
+    folder = tmp_path_factory.mktemp("golden") / "experts"
+    shutil.copytree(GOLDEN, folder)
+    for path in (folder / "data").iterdir():
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL if os.environ.get("MEGAPIPE_NIGHTLY") else FEW)
+def test_experts_train_as_in_megatron(folder, name, layout):
+    assert list(differences(CASES[name], trained(folder, CASES[name], name, layout))) == []
+
+
+def test_the_comparison_sees_a_step_of_float32_in_a_norm_and_one_token_elsewhere(folder):
+    name, layout = FEW[0]
+    case = json.loads(json.dumps(CASES[name]))
+    case["rows"][3]["grad_norm"] *= 1 + 2e-6
+    case["rows"][5]["tokens"]["layer2"][1] += 1
+    first, second = differences(case, trained(folder, case, name, layout))
+    assert first.startswith("iteration 4, grad norm: ")
+    assert second.startswith("iteration 6, tokens: ")
