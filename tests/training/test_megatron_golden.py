@@ -1,6 +1,6 @@
 """Megatron-LM's own training numbers of experts: losses, norms, tokens of each expert, biases, weights and moments.
 
-tests/golden/experts has three of its runs; tools/megatron_golden.py compares others, under more layouts.
+tests/golden/experts has three of its runs; tools/proofs/megatron_golden.py compares others, under more layouts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.megatron_golden import LAYOUTS, differences, trained
+from tools.proofs.megatron_golden import LAYOUTS, differences, trained
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "experts"
 CASES = json.loads((GOLDEN / "golden.json").read_text())["cases"]
