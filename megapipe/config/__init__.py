@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from tyro.conf import Suppress
-
 from megapipe.config.batch import BatchSizes
 from megapipe.config.check import CheckConfig
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.notes import NO_FLAG
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig
 
@@ -31,9 +30,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
-    world_size: Annotated[int, Suppress] = 1
+    world_size: Annotated[int, NO_FLAG] = 1
     """Number of processes, from the launcher; not a flag."""
-    holding: Annotated[tuple[tuple[str, str], ...], Suppress] = field(default=(), compare=False)
+    holding: Annotated[tuple[tuple[str, str], ...], NO_FLAG] = field(default=(), compare=False)
     """Flags given that set no field, each with what happens instead, see flags.holds; not a flag."""
 
     @property

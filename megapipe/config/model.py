@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import Suppress
-
 from megapipe.config.moe import MoEConfig
+from megapipe.config.notes import NO_FLAG
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,9 @@ class ModelConfig(MoEConfig):
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
     per_layer_overrides: str | None = None
     """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
-    no_attention: Annotated[bool, Suppress] = False
+    no_attention: Annotated[bool, NO_FLAG] = False
     """This layer has no attention. Only as an override."""
-    no_mlp: Annotated[bool, Suppress] = False
+    no_mlp: Annotated[bool, NO_FLAG] = False
     """This layer has no MLP. Only as an override."""
 
     # Widths that Megatron derives, valid once the required flags are given.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from megapipe.config.notes import Spelled
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class TrainConfig:
     """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
     max_bad_iterations_in_a_row: int = 10
     """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls."""
-    override_opt_param_scheduler: Annotated[bool, arg(name="override-opt_param-scheduler")] = False
+    override_opt_param_scheduler: Annotated[bool, Spelled("override-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
-    use_checkpoint_opt_param_scheduler: Annotated[bool, arg(name="use-checkpoint-opt_param-scheduler")] = False
+    use_checkpoint_opt_param_scheduler: Annotated[bool, Spelled("use-checkpoint-opt_param-scheduler")] = False
     """On --load take learning-rate and weight-decay settings from the checkpoint."""
 
     # Sizes that are required, valid once they are given.

@@ -1,4 +1,4 @@
-"""Flags to configuration and back; tyro prints the help.
+"""Flags to configuration and back.
 
 Megatron takes each name as it is spelled, and a user with three wrong flags wants to read three lines.
 """
@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import os
 import re
+import shutil
 import sys
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import Any, TypeVar, cast
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.flags.flag import Flag as Flag
+from megapipe.flags.flag import flags_of as flags_of
 from megapipe.flags.fork import PADDING, SWITCHES, chosen, uneven
+from megapipe.flags.help import help_text
 from megapipe.flags.holds import HOLDS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
-from megapipe.flags.stop import program
+from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
 
@@ -57,12 +56,8 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     argv = list(sys.argv[1:] if argv is None else argv)
     flags = flags_of(cls)
     if _asks_for_help(argv, flags):
-        try:
-            style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-            tyro.cli(cls, args=["--help"], config=style, prog=program())
-        except BrokenPipeError:  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
-            sys.exit(0)
+        say(help_text(cls, flags, program(), shutil.get_terminal_size().columns))
+        sys.exit(0)
     given, others, problems = _split(argv, flags)
     holding: dict[str, str] = {}
     if issubclass(cls, Config):
@@ -92,100 +87,6 @@ def to_flags(config: object) -> list[str]:
             values = value if flag.count == "many" else () if flag.count == "none" else (value,)
             tokens += flag.spell([str(v) for v in values])
     return tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """One flag and the field it sets."""
-
-    name: str
-    owner: type
-    section: str
-    field: str
-    kind: Any
-    default: Any
-
-    @property
-    def count(self) -> Literal["none", "one", "many"]:
-        """How many values the flag takes: a switch takes none."""
-        if self.kind is bool:
-            return "none"
-        return "many" if get_origin(self.kind) is tuple else "one"
-
-    @property
-    def allowed(self) -> str:
-        """What a value may be, in words."""
-        kind = get_args(self.kind)[0] if self.count == "many" else self.kind
-        if get_origin(kind) is Literal:
-            *most, last = map(str, get_args(kind))
-            return f"{', '.join(most)} or {last}" if most else f"only {last}"
-        words = {int: "an integer", float: "a number", str: "a text"}
-        return words[kind]
-
-    def spell(self, values: Sequence[str]) -> list[str]:
-        """Tokens of a command line; `=` where a value would look like a flag."""
-        if self.count == "one" and values[0].startswith("-"):
-            return [f"{self.name}={values[0]}"]
-        return [self.name, *values]
-
-    def count_problem(self, values: Sequence[str]) -> str | None:
-        """What is wrong with how many values there are."""
-        text = " ".join(values)
-        if self.count == "none":
-            return f"{self.name} is a switch and takes no value, got {text}" if values else None
-        if not values:
-            dashes = f"; one that begins with a dash is written {self.name}=-..." if self.kind is str else ""
-            return f"{self.name} needs a value: {self.allowed}{dashes}"
-        if self.count == "one" and len(values) > 1:
-            return f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")'
-        return None
-
-    def value_problem(self, values: Sequence[str]) -> str | None:
-        """What is wrong with the values themselves, if there are as many as there should be."""
-        if self.count_problem(values):
-            return None
-        try:
-            self.read(values)
-        except (KeyError, ValueError):
-            return f"{self.name} {' '.join(values)}: expected {self.allowed}"
-        return None
-
-    def read(self, values: Sequence[str]) -> Any:
-        """The value of the field. Raises: KeyError or ValueError."""
-        if self.count == "none":
-            return not self.default
-        kind = get_args(self.kind)[0] if self.count == "many" else self.kind
-        read = {str(choice): choice for choice in get_args(kind)}.__getitem__ if get_origin(kind) is Literal else kind
-        found = tuple(map(read, values))
-        return found if self.count == "many" else found[0]
-
-
-def flags_of(cls: type) -> dict[str, Flag]:
-    """Every flag of a configuration class, by name."""
-    return {flag.name: flag for flag in _flags(cls, "")}
-
-
-@functools.cache
-def _flags(cls: type, section: str) -> tuple[Flag, ...]:
-    found: list[Flag] = []
-    hints = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
-        if tyro.conf.Suppress in notes:
-            continue
-        if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            assert not section, "two levels: a configuration and its sections"
-            found += _flags(kind, field.name)
-            continue
-        named = next((note.name for note in notes if getattr(note, "name", None)), field.name.replace("_", "-"))
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
-        if get_origin(kind) in (Union, types.UnionType):
-            kind = next(k for k in get_args(kind) if k is not types.NoneType)
-        found.append(Flag(f"--{named}", cls, section, field.name, kind, default))
-    return tuple(found)
 
 
 def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:

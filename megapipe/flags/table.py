@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.flags.different import DIFFERENT, Different
+from megapipe.flags.flag import Flag, flags_of
 from megapipe.flags.fork import SWITCHES
+from megapipe.flags.help import meaning
 from megapipe.flags.holds import HOLDS, MANY
 from megapipe.flags.idle import IDLE
 from megapipe.flags.known import MEGATRON_FLAGS
-from megapipe.flags.parse import OLD_NAMES, Flag, flags_of, text_of
+from megapipe.flags.parse import OLD_NAMES, text_of
 from megapipe.flags.rules import reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -26,7 +25,7 @@ def table() -> str:
     """Markdown: flags that act, hold already, have nothing to act on, or are refused, by reason."""
     ours = flags_of(Config)
     spelled = {spelling for name in ours for spelling in (name, name.replace("_", "-"))}
-    acts = [(f"`{flag.name}`", _default(flag), _help(flag)) for _, flag in sorted(ours.items())]
+    acts = [(f"`{flag.name}`", _default(flag), meaning(flag)) for _, flag in sorted(ours.items())]
     means = {old: text_of(flags) for old, flags in OLD_NAMES.items()}
     means |= SWITCHES
     holds: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -83,19 +82,6 @@ def _different(flag: Flag, row: Different) -> tuple[str, ...]:
 def _values(values: tuple[str, ...]) -> str:
     words = {"*": "any", "#": "an integer", MANY: "or several"}
     return ", ".join(words.get(value, f"`{value}`") for value in values)
-
-
-def _help(flag: Flag) -> str:
-    """The docstring under the field."""
-    for owner in flag.owner.__mro__[:-1]:
-        (body,) = ast.parse(inspect.getsource(owner)).body
-        assert isinstance(body, ast.ClassDef)
-        for pair in pairwise(body.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                    if name == flag.field:
-                        return str(text)
-    raise AssertionError(f"{flag.field} has no docstring")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Flags become a Config and come back; every wrong one is named in a line of its own."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_origin
 
@@ -9,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import flags_of, parse, stop, to_flags
+from megapipe.flags.table import PAGE
 
 
 def problems(*argv: str) -> tuple[str, ...]:
@@ -148,10 +150,58 @@ def test_under_torchrun_the_text_ends_its_report_and_stands_there_once(capsys, m
     assert capsys.readouterr().err == ""
 
 
-def test_help_shows_the_docstring_under_a_field(capsys):
+@dataclass(frozen=True)
+class Small:
+    """What is small.
+
+    The second paragraph of the class is a little longer than forty letters.
+    """
+
+    steps: tuple[int, ...] = (1, 2)
+    """How many."""
+    kind: Literal["a", "b"] | None = None
+    """Which. Default: neither,
+    and that on two lines."""
+    quiet: bool = False
+    """Say nothing."""
+
+
+def help_of(cls, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.argv", ["small.py"])
     with pytest.raises(SystemExit) as exited:
-        parse(Config, ["--help"])
+        parse(cls, ["--help"])
     assert exited.value.code == 0
-    printed = capsys.readouterr().out
-    assert "--micro-batch-size" in printed
-    assert "Sequences per microbatch and data-parallel rank." in printed
+    return capsys.readouterr().out
+
+
+def test_help_is_the_docstrings_of_the_class_and_its_fields(capsys, monkeypatch):
+    expected = """\
+usage: small.py [--flag value ...]
+
+What is small.
+
+The second paragraph of the class is a
+little longer than forty letters.
+
+  -h, --help
+      Print this and end.
+  --steps INT ...
+      How many. (default: 1 2)
+  --kind {a,b}
+      Which. Default: neither, and that
+      on two lines.
+  --quiet
+      Say nothing.
+"""
+    assert help_of(Small, 40, capsys, monkeypatch) == expected
+    assert help_of(Small, 0, capsys, monkeypatch).count("\n") < expected.count("\n")  # no terminal: 80 columns
+
+
+def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
+    printed = help_of(Config, 80, capsys, monkeypatch)
+    assert [line for line in printed.splitlines() if len(line) > 80 and " " in line.strip()] == []
+    told = " ".join(printed.split())
+    rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", PAGE.read_text(), re.M)
+    assert {name for name, _ in rows} >= flags_of(Config).keys()
+    assert [name for name, text in rows if not re.search(rf" {name} (\S+ )?(\.\.\. )?{re.escape(text)}", told)] == []

@@ -148,7 +148,7 @@ def test_schedules_work_without_torch() -> None:
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "numpy", "tyro"):
+        if name.split(".")[0] in ("torch", "numpy"):
             raise ImportError(name)
 sys.meta_path.insert(0, Blocker())
 import megapipe.schedule as schedules
