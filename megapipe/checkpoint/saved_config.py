@@ -92,12 +92,16 @@ def with_checkpoint_args(config: Config) -> Config:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / STATE).read_text())["config"]  # type: ignore[no-any-return]
+        config: dict[str, Any] = json.loads((folder / STATE).read_text())["config"]
     except OSError as error:
         commit.read_manifest(folder)  # says what kind of folder this is, if it is none of ours
         raise CheckpointError(f"{folder / STATE}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _damaged(folder) from None
+    if (folder / commit.MANIFEST).exists():
+        files = commit.read_manifest(folder)
+        commit.verify(folder, files, files.keys() & {STATE})  # another number may be a model of another kind
+    return config
 
 
 def _damaged(folder: Path) -> CheckpointError:

@@ -70,7 +70,11 @@ def test_without_load_there_is_nothing_to_take():
 
 def test_model_training_and_data_are_read_back(root):
     assert saved_config(root / "iter_0000001") == SAVED
-    (root / "iter_0000001" / "state.json").write_text("[]")
+    state = root / "iter_0000001" / "state.json"
+    state.write_text(state.read_text().replace('"hidden_size": 32', '"hidden_size": 31'))
+    with pytest.raises(CheckpointError, match=r"state.json is damaged: its SHA-256 is not that of manifest.json"):
+        saved_config(root / "iter_0000001")
+    state.write_text("[]")
     with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):
         saved_config(root / "iter_0000001")
 

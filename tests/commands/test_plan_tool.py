@@ -57,3 +57,4 @@ def test_the_number_of_processes_has_one_name_and_counts():
     assert "--world-size 3" in refused.stderr or "3 processes" in refused.stderr
     zero = "plan.py: error: --world-size 0 must be at least 1 and at most 100000"
     assert plan("--world-size 0").stderr.startswith(zero)
+    assert "--pipeline-model-parallel-size 0 must be at least 1" in plan("--pipeline-model-parallel-size 0").stderr

@@ -120,7 +120,7 @@ def _plan(config: Config, args: Namespace) -> Plan:
     par, given = config.parallel, config.check.world_size
     pipeline = par.pipeline_model_parallel_size
     least = par.tensor_model_parallel_size * par.context_parallel_size * pipeline
-    config = replace(config, world_size=given if given and given > 0 else least)
+    config = replace(config, world_size=given if given and given > 0 else max(1, least))
     validate(config, has_cuda=has_cuda())
     vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))

@@ -177,8 +177,13 @@ def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
         words = damage_words(words, scene.known, draw)
         done.append("words")
         # A flag or an argument that is missing is none of the words.
-        wanted |= {name for word in words if (name := word.rstrip("/") or word)} | {"--", "argument", "arguments"}
+        wanted |= {_printed(word.rstrip("/") or word) for word in words if word} | {"--", "argument", "arguments"}
     return Drawn(scene, words, frozenset(wanted), done)
+
+
+def _printed(word: str) -> str:
+    """As standard error has it, where the bytes of an argument are no text."""
+    return word.encode(errors="backslashreplace").decode()
 
 
 def _names(path: Path) -> set[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shutil
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,14 +48,16 @@ class Scene:
     @property
     def known(self) -> list[str]:
         """The flags of its program."""
-        return _flags(self.program)
+        return [*_flags(self.program), *(word for word in self.commands.split() if word.startswith("--"))]
 
 
 @cache
 def _flags(program: str) -> list[str]:
     of_a_run = [*flags_of(Config), *KNOWN] if program in _OF_A_RUN else []
-    own = re.findall(r'"(--[a-z-]+)"', (ROOT / program).read_text())
     module = importlib.import_module(_module(program))
+    if hasattr(module, "command"):  # the program alone is a door to it
+        module = sys.modules[module.command.__module__]
+    own = re.findall(r'"(--[a-z-]+)"', inspect.getsource(module))
     own += [*flags_of(module.Flags)] if hasattr(module, "Flags") else []
     return [*own, *of_a_run, "--help"]
 
