@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def load(tmp_path: Path) -> list[str]:
     module = build_stage(next_position, MODEL, LayerSpan(0, LAYERS, True, True), Axis(), 1)
     data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
     counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
-    config = Config(model=MODEL, train=TrainConfig(lr=0.1), data=data)
+    model = replace(MODEL, max_position_embeddings=8)  # a flag that every run has
+    config = Config(model=model, train=TrainConfig(lr=0.1), data=data)
     save_checkpoint(tmp_path, 1, [module], None, counters, config, ProcessMesh.single())
     return ["--load", str(tmp_path), "--prompt", "7 7", "--num-tokens", "3", "--temperature", "0"]
 

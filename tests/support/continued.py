@@ -17,4 +17,5 @@ def go_on(before, after, first, then, root):
     load_checkpoint(folder, training.stages, training.optimizer, training.config, after)
     results.append(training.step(2))
     losses = [*(result.losses["lm loss"] for result in results), training.validation_loss()]
-    return Outcome(losses, [result.grad_norm for result in results], gradients, training.weights())
+    norms, tokens = [result.grad_norm for result in results], [result.routed.tokens for result in results]
+    return Outcome(losses, norms, gradients, training.weights(), [], tokens)

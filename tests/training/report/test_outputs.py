@@ -20,7 +20,7 @@ from megapipe.training.report.metrics import MetricsFile
 
 PROGRAM = """
 import sys
-from megapipe.training.stdout import stdout_may_break
+from megapipe.training.report.stdout import stdout_may_break
 
 @stdout_may_break()
 def run():
