@@ -56,11 +56,6 @@ def _choice(model: ModelConfig) -> Iterator[str]:
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax."
         )
-    if not softmax and model.moe_router_pre_softmax:
-        yield (
-            f"--moe-router-pre-softmax has no effect with --moe-router-score-function "
-            f"{model.moe_router_score_function}. Leave it out."
-        )
     if softmax and model.moe_router_enable_expert_bias:
         yield (
             "--moe-router-enable-expert-bias works on scores of sigmoid or sqrtsoftplus. "

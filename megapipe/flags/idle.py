@@ -30,6 +30,11 @@ _EXPERT_ROWS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "there are no experts, without --num-experts",
     ),
     (
+        "moe_router_pre_softmax",
+        lambda c: c.model.moe_router_score_function != "softmax",
+        "there is no softmax, without --moe-router-score-function softmax",
+    ),
+    (
         "moe_token_drop_policy",
         lambda c: c.model.capacity_factor is None,
         "nothing is dropped, without --moe-expert-capacity-factor",

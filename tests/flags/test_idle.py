@@ -76,7 +76,7 @@ RUNS = [
     "--timing-log-level 1",
     "--num-experts 8",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "
-    "--moe-router-enable-expert-bias --metrics-file a",
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --metrics-file a",
 ]
 
 

@@ -1,0 +1,109 @@
+"""What a user reads about experts that cannot be, each in one line and all at once."""
+
+import pytest
+
+from megapipe.checks.run import validate
+from megapipe.flags.idle import idle
+
+from .sound import config, problem, problems
+
+EXPERTS = "--num-experts 8"
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (
+            "--moe-router-topk 9",
+            "--moe-router-topk 9 is more than --num-experts 8. Use --moe-router-topk 8, or fewer.",
+        ),
+        (
+            "--moe-router-topk 1",
+            "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
+            "Add --moe-router-pre-softmax.",
+        ),
+        ("--moe-layer-freq [0,1]", "--moe-layer-freq [0,1] says 2 layers, and --num-layers 8. Make both agree."),
+        (
+            "--moe-layer-freq [0]*8",
+            "--moe-layer-freq [0]*8 leaves no layer for --num-experts 8. Leave one of them out.",
+        ),
+        (
+            "--moe-layer-freq print(1)",
+            "--moe-layer-freq print(1): an integer of at least 1, or a list with a 0 or 1 for each layer, such as "
+            '"([0]*3+[1]*58)" (in quotes)',
+        ),
+        (
+            "--moe-router-enable-expert-bias",
+            "--moe-router-enable-expert-bias works on scores of sigmoid or sqrtsoftplus. "
+            "Add --moe-router-score-function sigmoid.",
+        ),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            "--moe-router-load-balancing-type sinkhorn is not implemented. "
+            "Use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2.",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1: give 2 numbers, one for each of aux_loss seq_aux_loss.",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
+            "--moe-router-load-balancing-type aux_loss none: each loss once, and none alone.",
+        ),
+        ("--moe-aux-loss-coeff nan", "--moe-aux-loss-coeff nan must be at least 0 and finite"),
+        (
+            "--moe-router-num-groups 3 --moe-router-group-topk 2",
+            "--num-experts 8 does not divide into --moe-router-num-groups 3: 8 = 3 x 2 + 2. Use --num-experts 6 or 9.",
+        ),
+        (
+            "--moe-router-num-groups 8 --moe-router-group-topk 1",
+            "--moe-router-group-topk 1: at most --moe-router-num-groups 8 and --moe-router-topk 2, and together the "
+            "groups must have 2 experts, each has 1.",
+        ),
+        ("--moe-router-group-topk 2", "--moe-router-group-topk 2 of how many? Give --moe-router-num-groups."),
+        (
+            "--moe-pad-expert-input-to-capacity",
+            "--moe-pad-expert-input-to-capacity pads to the rows that --moe-expert-capacity-factor allows. "
+            "Add it, for example --moe-expert-capacity-factor 1.0.",
+        ),
+        (
+            "--moe-expert-capacity-factor 0",
+            "--moe-expert-capacity-factor 0 drops every token. Use 1.0, or leave it out to drop none.",
+        ),
+        ("--moe-expert-capacity-factor inf", "--moe-expert-capacity-factor inf must be finite"),
+    ],
+)
+def test_each_problem_has_its_line(flags, line):
+    assert problem(f"{EXPERTS} {flags}") == line
+
+
+def test_experts_that_do_not_divide_over_tensor_parallel_ranks_are_named():
+    line = "--moe-ffn-hidden-size 31 does not divide by --tensor-model-parallel-size 2: 31 = 2 x 15 + 1. "
+    flags = f"{EXPERTS} --moe-ffn-hidden-size 31 --tensor-model-parallel-size 2"
+    assert problem(flags, 2) == f"{line}Use --moe-ffn-hidden-size 30 or 32."
+
+
+def test_all_problems_are_told_at_once():
+    flags = "--moe-router-topk 9 --moe-layer-freq 0 --moe-expert-capacity-factor 0 --moe-router-group-topk 2"
+    assert len(problems(f"{EXPERTS} {flags}")) == 4
+
+
+MIXTRAL = """--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
+--use-distributed-optimizer --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --moe-permute-fusion"""
+DEEPSEEK = """--num-experts 8 --moe-router-topk 4 --moe-router-load-balancing-type seq_aux_loss
+--moe-aux-loss-coeff 1e-4 --moe-layer-freq ([0]*3+[1]*5) --moe-router-pre-softmax --moe-router-score-function sigmoid
+--moe-router-dtype fp32 --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4
+--moe-router-group-topk 2
+--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap
+--moe-grouped-gemm --moe-token-dispatcher-type flex --moe-enable-deepep --moe-ffn-hidden-size 32 --moe-router-fusion"""
+
+
+@pytest.mark.parametrize("flags", [MIXTRAL, DEEPSEEK])
+def test_launch_lists_of_experts_start(flags):
+    validate(config(flags), has_cuda=False)
+
+
+def test_what_has_nothing_to_act_on_is_said():
+    line = ("--moe-router-pre-softmax", "there is no softmax, without --moe-router-score-function softmax")
+    assert idle(config(DEEPSEEK)) == [line]
