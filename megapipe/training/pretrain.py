@@ -104,12 +104,14 @@ def pretrain(
         keep_freed_memory()
     same = facts(config, plan, (provider, forward_step, datasets)) if config.world_size > 1 else {}
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
+    run = None
     try:
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
             with room(mesh, plan):
                 run = Run(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
             exit_code = run.train()
     finally:
+        del run
         mesh.close()
         gc.collect()  # the parts of a run know each other; with them end the threads and files of its data
     if exit_code:
