@@ -6,13 +6,13 @@ processes. Where ranks share cores, a step takes the work of all of them, and wh
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from html import escape
 from pathlib import Path
@@ -28,8 +28,8 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import UserError
-from megapipe.flags.parse import parse
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.messages.transport import Op
 from megapipe.pipeline_parallel.stopwatch import ran_by_all
@@ -117,59 +117,72 @@ class Kept:
         self.held.add(self.key, self.size, -1)
 
 
-def main() -> int:
-    """Train, print, write. Returns the exit status."""
-    args = _arguments()
+@dataclass(frozen=True)
+class Flags:
+    """The same small GPT trained under every schedule, and what each took: a table, and files of it.
+
+    Ranks are processes of this machine with real messages; where they share cores, a step takes the work of all.
+    """
+
+    pp: tuple[int, ...] = (2, 4)
+    """Pipeline ranks, each a process."""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Names, files, FILE.py:NAME."""
+    microbatches: int = 8
+    """Of one sequence each."""
+    layers: int = 8
+    """Of the model."""
+    hidden: int = 128
+    """Its width."""
+    seq: int = 128
+    """Tokens of a sequence."""
+    steps: int = 5
+    """Measured ones; one before them warms up."""
+    why: bool = False
+    """Also what the bubble of the rank that waits most is made of."""
+    out: str | None = None
+    """Write runs.md, runs.csv and runs.svg into this folder."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train, print, write."""
+    flags = parse(Flags, argv)
+    if wrong := [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]:
+        raise ConfigError(wrong)
     rows: list[Row] = []
-    try:
-        for pp in args.pp:
-            configs = [_config(name, pp, args) for name in args.schedules]
-            plans = [make_plan(config) for config in configs]
-            runs = list(zip(configs, plans, strict=True))
-            rows += run_ranks(pp, _rank, runs, args.steps, preload=("megapipe.training.pretrain",))[0]
-    except UserError as error:
-        print(f"compare_runs.py: error: {error}", file=sys.stderr)
-        return 2
-    text = to_markdown(rows, COLUMNS | WHY if args.why else COLUMNS)
+    for pp in flags.pp:
+        configs = [_config(name, pp, flags) for name in flags.schedules]
+        plans = [make_plan(config) for config in configs]
+        runs = list(zip(configs, plans, strict=True))
+        rows += run_ranks(pp, _rank, runs, flags.steps, preload=("megapipe.training.pretrain",))[0]
+    text = to_markdown(rows, COLUMNS | WHY if flags.why else COLUMNS)
     print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "runs.md").write_text(text + "\n", encoding="utf-8")
-        (args.out / "runs.svg").write_text(to_svg(rows), encoding="utf-8")
-        with (args.out / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+    if flags.out is not None:
+        folder = Path(flags.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "runs.md").write_text(text + "\n", encoding="utf-8")
+        (folder / "runs.svg").write_text(to_svg(rows), encoding="utf-8")
+        with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))
-    return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline ranks, each a process")
-    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], help="names, files, FILE.py:NAME")
-    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence each")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=5, help="measured ones; one before them warms up")
-    parser.add_argument(
-        "--why", action="store_true", help="also what the bubble of the rank that waits most is made of"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write runs.md, runs.csv and runs.svg there")
-    return parser.parse_args()
+def _counts(flags: Flags) -> list[tuple[str, int]]:
+    return [*((f"--pp {n}", n) for n in flags.pp), (f"--steps {flags.steps}", flags.steps)]
 
 
-def _config(name: str, pp: int, args: argparse.Namespace) -> Config:
+def _config(name: str, pp: int, flags: Flags) -> Config:
     """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
     free = name in SCHEDULES and name != "zb-auto" and entry_of(name).chunks is None
-    flags = (
-        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 4 --seq-length {args.seq} "
-        f"--max-position-embeddings {args.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
+    line = (
+        f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 --seq-length {flags.seq} "
+        f"--max-position-embeddings {flags.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
         f"--padded-vocab-size {VOCAB + 1} --num-workers 0 --eval-iters 0 --split 1,0,0 --micro-batch-size 1 "
-        f"--global-batch-size {args.microbatches} --train-iters 100 --lr 1e-3 --distributed-backend gloo "
+        f"--global-batch-size {flags.microbatches} --train-iters 100 --lr 1e-3 --distributed-backend gloo "
         f"--pipeline-model-parallel-size {pp} {'--num-virtual-stages-per-pipeline-rank 2' if free else ''}"
     )
-    config = parse(Config, [*flags.split(), "--pipeline-schedule", name])
+    config = parse(Config, [*line.split(), "--pipeline-schedule", name])
     config = replace(config, world_size=pp)
     validate(config, has_cuda=False)
     return config
@@ -270,4 +283,4 @@ def to_svg(rows: list[Row]) -> str:
 
 def command() -> None:
     """This command, as a shell runs it."""
-    sys.exit(main())
+    run(main)

@@ -78,6 +78,32 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     return cast(T, dataclasses.replace(parsed, **top))
 
 
+def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
+    """Flags of a tool that stand among those of a run; `--help` is the tool's.
+
+    Raises: ConfigError with the problems of both.
+    """
+    names = {*flags_of(own), "--help", "-h"}
+    tokens: dict[bool, list[str]] = {True: [], False: []}
+    of_tool, problems = False, list[str]()
+    for token in argv:
+        if _FLAG.match(token):
+            of_tool = token.partition("=")[0] in names
+        tokens[of_tool].append(token)
+    tool, config = own(), Config()
+    try:
+        tool = parse(own, tokens[True])
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        config = parse(Config, tokens[False])
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return tool, config
+
+
 def to_flags(config: object) -> list[str]:
     """The flags that differ from the defaults, such that parse(type(config), to_flags(config)) == config."""
     tokens: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from megapipe.commands import compare
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.schedule import build, simulate
@@ -17,10 +17,9 @@ from megapipe.schedule import build, simulate
 SMALL = "--layers 4 --hidden 32 --seq 16 --microbatches 4"
 
 
-def test_rows_of_real_runs_count_what_is_predicted(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *SMALL.split()])
-    args = compare._arguments()
-    configs = [compare._config(name, 2, args) for name in ("gpipe", "zb-v")]
+def test_rows_of_real_runs_count_what_is_predicted():
+    flags = parse(compare.Flags, SMALL.split())
+    configs = [compare._config(name, 2, flags) for name in ("gpipe", "zb-v")]
     data = build_datasets(configs[0], build_tokenizer(configs[0].data))
     rows = []
     for config in configs:

@@ -83,21 +83,19 @@ def test_what_does_not_fit_is_said():
     assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")
 
 
-def test_a_search_without_a_batch_and_devices_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *MODEL.split(), "--num-layers", "0"])
-    with pytest.raises(SystemExit):
-        main()
-    said = capsys.readouterr().err
+def test_a_search_without_a_batch_and_devices_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        main(["--search", *MODEL.split(), "--num-layers", "0"])
+    said = str(refused.value)
     assert all(words in said for words in ("--num-layers 0", "needs --global-batch-size", "needs --world-size"))
 
 
 @pytest.mark.parametrize("tool", [[], ["--search"]])
-def test_numbers_that_mean_nothing_are_refused_together(tool, monkeypatch, capsys):
+def test_numbers_that_mean_nothing_are_refused_together(tool):
     flags = ["--memory-gib", "nan", "--emulate-ms", "-5", "--repeats", "0", "--global-batch-size", "8"]
-    monkeypatch.setattr("sys.argv", ["plan.py", *tool, *flags, *MODEL.split()])
-    with pytest.raises(SystemExit):
-        main()
-    said = capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        main([*tool, *flags, *MODEL.split()])
+    said = str(refused.value)
     for words in (
         "--memory-gib must be a number above 0, got nan",
         "--emulate-ms must be",
@@ -107,11 +105,10 @@ def test_numbers_that_mean_nothing_are_refused_together(tool, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("flags", ["--gpus 64", "--processes=8"])
-def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all_commands(flags, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plan.py", "--search", *flags.split(), *MODEL.split()])
-    with pytest.raises(SystemExit):
-        main()
-    assert f"{flags[:5]}" in (said := capsys.readouterr().err)
+def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all_commands(flags):
+    with pytest.raises(ConfigError) as refused:
+        main(["--search", *flags.split(), *MODEL.split()])
+    assert f"{flags[:5]}" in (said := str(refused.value))
     assert "is called --world-size, as in pretrain_gpt.py --check and rehearse.py" in said
 
 

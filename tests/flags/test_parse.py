@@ -1,7 +1,9 @@
 """Flags become a Config and come back; every wrong one is named in a line of its own."""
 
+import importlib
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -9,8 +11,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import flags_of, parse, stop, to_flags
+from megapipe.flags.parse import flags_of, parse, parse_among, stop, to_flags
 from megapipe.flags.table import PAGE
+
+ROOT = Path(__file__).parents[2]
 
 
 def problems(*argv: str) -> tuple[str, ...]:
@@ -205,3 +209,33 @@ def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
     rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", PAGE.read_text(), re.M)
     assert {name for name, _ in rows} >= flags_of(Config).keys()
     assert [name for name, text in rows if not re.search(rf" {name} (\S+ )?(\.\.\. )?{re.escape(text)}", told)] == []
+
+
+def test_flags_of_a_tool_stand_among_those_of_a_run():
+    tool, config = parse_among(Small, ["--steps", "3", "4", "--num-layers", "8", "--quiet", "--seed=5", "--kind=b"])
+    assert tool == Small((3, 4), "b", True)
+    assert (config.model.num_layers, config.train.seed) == (8, 5)
+    with pytest.raises(ConfigError) as caught:
+        parse_among(Small, ["--kind", "c", "--num-layer", "8", "--seed", "x"])
+    assert caught.value.problems == (
+        "--kind c: expected a or b",
+        "unknown flag --num-layer; did you mean --num-layers?",
+        "--seed x: expected an integer",
+    )
+
+
+DOORS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "tools" / "bench").glob("*.py")])
+
+
+@pytest.mark.parametrize("door", [path for path in DOORS if path.name != "__init__.py"], ids=lambda path: path.name)
+def test_each_command_has_flags_that_its_help_tells(door, capsys, monkeypatch):
+    """schedules.py has subcommands, bench/flags.py a flag that is given several times; the parser has neither."""
+    module = importlib.import_module(f"{door.relative_to(ROOT).with_suffix('')}".replace("/", "."))
+    module = importlib.import_module(module.command.__module__) if hasattr(module, "command") else module
+    if door.name in ("schedules.py", "flags.py"):
+        assert "argparse" in vars(module)
+        return
+    for flags in {vars(module).get("Flags"), vars(module).get("Options")} - {None}:  # bench/checks.py takes none
+        told = " ".join(help_of(flags, 80, capsys, monkeypatch).split())
+        assert all(f" {name} " in told for name in flags_of(flags))
+    assert "argparse" not in vars(module)

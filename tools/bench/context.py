@@ -8,14 +8,13 @@ Ranks are threads on a CPU, so times are seconds of the process over all ranks; 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
@@ -26,6 +25,7 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import CPU, Axis, Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, positions
+from megapipe.flags.parse import parse, run
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
@@ -116,7 +116,27 @@ def balance(tokens: int, ranks: int) -> str:
     return f"{tokens} tokens, c {ranks}: most over mean {whole:.2%}; {'; '.join(texts)}"
 
 
-def rows(args: argparse.Namespace) -> Iterator[str]:
+@dataclass(frozen=True)
+class Flags:
+    """What context parallelism holds, sends and computes in a layer, beside the plan."""
+
+    tokens: tuple[int, ...] = (8192, 32768)
+    """Lengths of the sequence."""
+    ranks: tuple[int, ...] = (1, 2, 4)
+    """Sizes of context parallelism."""
+    ways: tuple[Literal["p2p", "all_gather", "a2a"], ...] = ("p2p", "all_gather", "a2a")
+    """As --cp-comm-type."""
+    hidden: int = 128
+    """Width."""
+    heads: int = 4
+    """Attention heads."""
+    groups: int = 4
+    """Key and value heads."""
+    balance: bool = False
+    """Count causal work instead."""
+
+
+def rows(args: Flags) -> Iterator[str]:
     yield "tokens  c  way         held MiB (plan)     sent MiB forward (plan)  backward (plan)     CPU us per token"
     for tokens in args.tokens:
         for c in args.ranks:
@@ -148,16 +168,8 @@ def rows(args: argparse.Namespace) -> Iterator[str]:
                 yield f"{tokens:6}  {c}  {way if c > 1 else '-':10}  {'  '.join(cells)}  {us:8.1f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="lengths of the sequence")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="sizes of context parallelism")
-    parser.add_argument("--ways", nargs="+", default=["p2p", "all_gather", "a2a"], help="as --cp-comm-type")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--groups", type=int, default=4, help="key and value heads")
-    parser.add_argument("--balance", action="store_true", help="count causal work instead")
-    args = parser.parse_args()
+def main(argv: Sequence[str]) -> None:
+    args = parse(Flags, argv)
     torch.set_num_threads(1)
     if args.balance:
         print(*(balance(tokens, c) for tokens in args.tokens for c in args.ranks if c > 1), sep="\n")
@@ -167,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

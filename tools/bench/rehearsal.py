@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
 from megapipe.commands.emulate.device import sharpen_sleep
-from megapipe.commands.emulate.pool import Job, run_pool
+from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import Ours
 from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.commands.plan.rehearse import forecast, prepared, world_ranks
@@ -147,7 +146,7 @@ def _bubble(rows: list[list[Ran]]) -> float:
 def emulated(ranks: int, name: str, steps: int) -> tuple[Seen, Seen]:
     """The same of devices that sleep, each rank rehearsed in turn."""
     schedule = unpaired(build(name, ranks, 2 * ranks, chunks=2 if name == "interleaved" else None))
-    settings = Namespace(pp=ranks, dp=1, message_kib=4, repeats=steps)
+    settings = Turns(ranks, repeats=steps)
     (real,) = run_pool([Job("megapipe", schedule)], F_B_W, settings)
     runners = [_alone(rank, schedule) for rank in range(ranks)]
     rows = [[_passes(runner) for _ in range(steps + 1)][1:] for runner in runners]

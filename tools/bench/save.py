@@ -6,50 +6,59 @@ background after a step, and steps go on until it is complete.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.flags.parse import parse
+from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
 from megapipe.training.pretrain import Run
 from pretrain_gpt import forward_step
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Flags:
+    """How long a save blocks training, in milliseconds: one process trains a GPT on synthetic tokens."""
+
+    layers: int = 4
+    """Of the model."""
+    hidden: int = 256
+    """Its width."""
+    batch: int = 8
+    """Sequences of a step."""
+    saves: int = 5
+    """Saves in the background that are timed."""
+
+
+def main(argv: Sequence[str]) -> None:
     """Measure and print a row of a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--saves", type=int, default=5)
-    given = parser.parse_args()
+    given = parse(Flags, argv)
     with tempfile.TemporaryDirectory() as folder:
-        run = _run(given, folder)
-        run.step()
-        waits = _ms(run.saving.save)
+        trained = _run(given, folder)
+        trained.step()
+        waits = _ms(trained.saving.save)
         steps, blocked = [], []
         for _ in range(given.saves):
-            steps.append(_ms(run.step))
-            blocked.append(_ms(run.saving.save))
-            while run.saving.last != run.saving.begun:
-                steps.append(_ms(run.step))
-                run.saving.finish()
-        run.saving.close()
-        size = sum(path.stat().st_size for path in Path(folder, f"iter_{run.saving.last:07d}").iterdir())
+            steps.append(_ms(trained.step))
+            blocked.append(_ms(trained.saving.save))
+            while trained.saving.last != trained.saving.begun:
+                steps.append(_ms(trained.step))
+                trained.saving.finish()
+        trained.saving.close()
+        size = sum(path.stat().st_size for path in Path(folder, f"iter_{trained.saving.last:07d}").iterdir())
     step, behind = statistics.median(steps), statistics.median(blocked)
     print("| a checkpoint has | step | save that waits | blocked by --async-save | of a step |")
     print(f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | {behind / step:.1%} |")
 
 
-def _run(given: argparse.Namespace, folder: str) -> Run:
+def _run(given: Flags, folder: str) -> Run:
     flags = (
         f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 --seq-length 256 "
         f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr 1e-4 --mock-data "
@@ -71,4 +80,4 @@ def _ms(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

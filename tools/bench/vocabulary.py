@@ -7,7 +7,6 @@ python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it befo
 
 from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.main import overhead_here
-from megapipe.commands.emulate.pool import Job, run_pool
+from megapipe.commands.emulate.pool import Job, Turns, run_pool
+from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
@@ -92,37 +92,50 @@ def known(job: Job, overhead: float, comm: float) -> Costs:
     return replace(costs, overhead=overhead, comm=comm, **shared)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=4, help="of a device share")
-    parser.add_argument("--head-layers", type=float, default=4.0, help="layers that output head and loss are worth")
-    parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v,interleaved,dualpipe-v", help="names, by commas")
-    parser.add_argument("--ms", type=times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
-    parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps")
-    parser.add_argument(
-        "--measure-overhead", action="store_true", help="first time what a pass and a message cost here"
-    )
-    parser.add_argument("--balance", action="store_true", help="simulated alone, for vocabularies of 32k to 256k")
-    args = parser.parse_args()
-    args.dp, names = 1, args.schedules.split(",")
-    size = args.pp, args.microbatches, args.layers, args.head_layers, args.ms
+@dataclass(frozen=True)
+class Flags:
+    """A head on the last stage beside one that all ranks share, on emulated devices."""
+
+    pp: int = 4
+    """Ranks, each a process."""
+    microbatches: int = 16
+    """In a step."""
+    layers: int = 4
+    """Layers of a device share."""
+    head_layers: float = 4.0
+    """Layers that output head and loss are worth."""
+    schedules: str = "1f1b,zb-h1,zb-v,interleaved,dualpipe-v"
+    """Names, by commas."""
+    ms: str = "20,20,20"
+    """F,B,W of a device share, in ms."""
+    message_kib: int = 4
+    """Size of each message."""
+    repeats: int = 5
+    """Measured steps."""
+    measure_overhead: bool = False
+    """First time what a pass and a message cost here."""
+    balance: bool = False
+    """Simulated alone, for vocabularies of 32k to 256k."""
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(Flags, argv)
+    names, ms = args.schedules.split(","), times(args.ms)
+    size = args.pp, args.microbatches, args.layers, args.head_layers, ms
     models = [Model(name, *size) for name in names]
     if args.balance:
         print(balances(models))
         return
     overhead, comm = 0.0, 0.0
     if args.measure_overhead:
-        f, b, w = (x / 1000 for x in args.ms)
+        f, b, w = (x / 1000 for x in ms)
         overhead, comm = overhead_here(args.pp, args.message_kib, Costs(f, b, w), args.repeats)
         print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms\n")
     jobs = [job for x in models for job in (x.whole(), x.shared())]
-    measured = run_pool(jobs, Costs(), args)
+    measured = run_pool(jobs, Costs(), Turns(args.pp, message_kib=args.message_kib, repeats=args.repeats))
     print(
         f"pp {args.pp}, {args.microbatches} microbatches, {args.layers} layers a rank and a head worth "
-        f"{args.head_layers:g}, F/B/W of a rank's layers {'/'.join(f'{x:g}' for x in args.ms)} ms, median of "
+        f"{args.head_layers:g}, F/B/W of a rank's layers {'/'.join(f'{x:g}' for x in ms)} ms, median of "
         f"{args.repeats} steps\n"
     )
     print(
@@ -142,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,8 +7,8 @@ autograd's own work.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapipe.errors import ConfigError
 from megapipe.schedule import Kind
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
@@ -29,12 +30,15 @@ def sharpen_sleep() -> None:
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
 
 
-def times(text: str) -> tuple[float, ...]:
-    """Of F, B and W, from the command line."""
-    times = tuple(map(float, text.split(",")))
-    if len(times) != 3 or min(times) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not three times F,B,W from 0, such as 20,20,20")
-    return times
+def times(text: str) -> tuple[float, float, float]:
+    """Of F, B and W, from --ms. Raises: ConfigError."""
+    try:
+        f, b, w = map(float, text.split(","))
+    except ValueError:
+        f = b = w = -1.0
+    if not 0 <= min(f, b, w) <= max(f, b, w) < math.inf:
+        raise ConfigError(f"--ms {text} is not three times F,B,W from 0, such as 20,20,20")
+    return f, b, w
 
 
 @dataclass

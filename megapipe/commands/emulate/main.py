@@ -7,23 +7,23 @@ that whatever else the machine does meets all of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megapipe.commands.emulate import late, reduction
 from megapipe.commands.emulate.device import times
-from megapipe.commands.emulate.pool import Job, run_pool
+from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse, run
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
     Kind,
-    ScheduleError,
     build,
     entry_of,
     is_file,
@@ -60,84 +60,103 @@ class Row:
     cpu_to_torch: float | None = None
 
 
-def main() -> int:
-    """Parse, run, print. Returns the exit status."""
-    args = _arguments()
-    f, b, w = (x / 1000 for x in args.ms)
-    costs = Costs(f, b, w, comm=args.link_ms / 1000)
-    known = costs
-    if args.measure_overhead:
-        overhead, comm = overhead_here(args.pp, args.message_kib, costs, args.repeats)
-        known = Costs(f, b, w, comm=args.link_ms / 1000 + comm, overhead=overhead)
+@dataclass(frozen=True)
+class Flags:
+    """Schedules run for real on emulated devices, beside their prediction and torch's runtime.
+
+    Processes, messages, executor and communicator are real; a pass sleeps instead of computing. All schedules run in
+    one pool of processes and take turns step by step.
+    """
+
+    pp: int = 4
+    """Ranks, each a process."""
+    microbatches: int = 16
+    """In a step."""
+    chunks: int = 2
+    """Stages per rank of interleaved schedules; zb-auto chooses."""
+    schedules: str = ",".join(SCHEDULES)
+    """Names, files, FILE.py:NAME, by commas."""
+    ms: str = "20,20,20"
+    """F,B,W of a device share, in ms."""
+    link_ms: float = 0.0
+    """Latency of each message, costs no CPU."""
+    message_kib: int = 4
+    """Size of each message."""
+    repeats: int = 5
+    """Measured steps of each schedule."""
+    measure_overhead: bool = False
+    """First time what a pass costs here beside its work and a message beside --link-ms; predict and search so."""
+    post_validation: bool = False
+    """Consecutive steps with and without a barrier."""
+    steps: int = 8
+    """Steps of --post-validation, in a row."""
+    reduction: float | None = None
+    """A data-parallel link that takes this part of the compute."""
+    reduction_mib: float = 0.0
+    """gloo instead: MiB of a device share's gradients."""
+    dp: int = 1
+    """Data-parallel ranks, of --reduction-mib."""
+    no_torch: bool = False
+    """Leave torch.distributed.pipelining out."""
+    json: str | None = None
+    """Write all numbers to this file."""
+
+    @property
+    def turns(self) -> Turns:
+        steps = self.steps if self.post_validation else 1
+        return Turns(self.pp, self.dp, self.message_kib, self.repeats, steps, self.reduction_mib)
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    if problems := list(_wrong(flags)):
+        raise ConfigError(problems)
+    f, b, w = (x / 1000 for x in times(flags.ms))
+    known = costs = Costs(f, b, w, comm=flags.link_ms / 1000)
+    if flags.measure_overhead:
+        overhead, comm = overhead_here(flags.pp, flags.message_kib, costs, flags.repeats)
+        known = Costs(f, b, w, comm=flags.link_ms / 1000 + comm, overhead=overhead)
         print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms")
-    try:
-        jobs = _jobs(args, known)
-    except ScheduleError as error:
-        print(f"bench_schedules.py: error: {error}", file=sys.stderr)
-        return 2
-    if args.post_validation:
-        jobs = [Job("megapipe", x) for job in jobs if job.runtime == "megapipe" for x in late.both(job.schedule)]
-        tables = [job.schedule for job in jobs]
-        print(late.table(tables, run_pool(jobs, costs, args), known, args.steps))
-        return 0
-    if args.reduction is not None or args.reduction_mib:
-        tables = [x for job in jobs if job.runtime == "megapipe" for x in reduction.three(job.schedule)]
-        link = reduction.link_of(args)
-        measured = run_pool([Job("megapipe", x) for x in tables], replace(costs, g=link), args)
+    jobs = _jobs(flags, known)
+    own = [job.schedule for job in jobs if job.runtime == "megapipe"]
+    if flags.post_validation:
+        tables = [x for schedule in own for x in late.both(schedule)]
+        measured = run_pool([Job("megapipe", x) for x in tables], costs, flags.turns)
+        print(late.table(tables, measured, known, flags.steps))
+        return
+    if flags.reduction is not None or flags.reduction_mib:
+        tables = [x for schedule in own for x in reduction.three(schedule)]
+        part = flags.reduction or 0.0
+        link = reduction.link_of(flags.turns) if flags.reduction_mib else part * (f + b + w) * flags.microbatches
+        measured = run_pool([Job("megapipe", x) for x in tables], replace(costs, g=link), flags.turns)
         print(reduction.table(tables, measured, replace(known, g=link)))
-        return 0
-    measured = run_pool(jobs, costs, args)
+        return
+    measured = run_pool(jobs, costs, flags.turns)
     rows = [_row(job, known, steps) for job, steps in zip(jobs, measured, strict=True)]
     rows = [_against_torch(i, jobs, rows, measured) for i in range(len(jobs))]
-    print(_table(rows, args))
-    if args.json:
-        written = {"arguments": vars(args), "costs": asdict(known), "rows": [asdict(r) for r in rows]}
-        Path(args.json).write_text(json.dumps(written, indent=1))
-    return 0
+    print(_table(rows, flags))
+    if flags.json:
+        written = {"arguments": asdict(flags), "costs": asdict(known), "rows": [asdict(r) for r in rows]}
+        Path(flags.json).write_text(json.dumps(written, indent=1))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pp", type=int, default=4, help="ranks, each a process")
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=2, help="of interleaved schedules; zb-auto chooses")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, files, FILE.py:NAME, by commas")
-    parser.add_argument("--ms", type=times, default=(20.0, 20.0, 20.0), help="F,B,W of a device share, in ms")
-    parser.add_argument("--link-ms", type=float, default=0.0, help="latency of each message, costs no CPU")
-    parser.add_argument("--message-kib", type=int, default=4, help="size of each message")
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each schedule")
-    parser.add_argument(
-        "--measure-overhead",
-        action="store_true",
-        help="first time what a pass costs here beside its work and a message beside --link-ms; predict and search so",
-    )
-    parser.add_argument("--post-validation", action="store_true", help="consecutive steps with and without a barrier")
-    parser.add_argument("--steps", type=int, default=8, help="of --post-validation, in a row")
-    parser.add_argument("--reduction", type=float, metavar="X", help="a data-parallel link that takes X of the compute")
-    parser.add_argument(
-        "--reduction-mib", type=float, default=0.0, help="gloo instead: MiB of a device share's gradients"
-    )
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks, of --reduction-mib")
-    parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.pipelining out")
-    parser.add_argument("--json", help="write all numbers to this file")
-    args = parser.parse_args()
+def _wrong(flags: Flags) -> Iterator[str]:
     for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    if args.reduction_mib and args.dp < 2:
-        parser.error(f"--reduction-mib {args.reduction_mib:g} needs ranks to sum over; add --dp 2")
-    return args
+        if getattr(flags, name) < 1:
+            yield f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1"
+    if flags.reduction_mib and flags.dp < 2:
+        yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
 
 
-def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
+def _jobs(flags: Flags, costs: Costs) -> list[Job]:
     jobs = []
-    for name in args.schedules.split(","):
+    for name in flags.schedules.split(","):
         fixed = is_file(name) or name.lower() == "zb-auto" or entry_of(name).chunks is not None
-        chunks = None if fixed else args.chunks
-        options: dict[str, Any] = {"objective": "period"} if args.post_validation and name.lower() == "zb-auto" else {}
-        schedule = build(name, args.pp, args.microbatches, chunks=chunks, costs=costs, **options)
+        chunks = None if fixed else flags.chunks
+        options: dict[str, Any] = {"objective": "period"} if flags.post_validation and name.lower() == "zb-auto" else {}
+        schedule = build(name, flags.pp, flags.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
-        if schedule.name in PEERS and not args.no_torch and args.pp > 1:
+        if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
             jobs.append(Job("torch", schedule))
     return jobs
 
@@ -145,7 +164,7 @@ def _jobs(args: argparse.Namespace, costs: Costs) -> list[Job]:
 def overhead_here(ranks: int, message_kib: int, costs: Costs, repeats: int) -> tuple[float, float]:
     """Seconds that a pass and a message cost on this machine beside what `costs` say of passes."""
     job = Job("megapipe", build("zb-h1", ranks, 2 * ranks))
-    settings = argparse.Namespace(pp=ranks, dp=1, message_kib=message_kib, repeats=repeats)
+    settings = Turns(ranks, message_kib=message_kib, repeats=repeats)
     bare = replace(costs, comm=0.0)
     found = measured_costs(run_pool([job], bare, settings, timed=True), job.schedule.placement, bare)
     place = job.schedule.placement
@@ -188,11 +207,11 @@ def _against_torch(i: int, jobs: list[Job], rows: list[Row], measured: list[list
     return replace(rows[i], to_torch=statistics.median(quotients), cpu_to_torch=cpu)
 
 
-def _table(rows: list[Row], args: argparse.Namespace) -> str:
-    f, b, w = args.ms
+def _table(rows: list[Row], flags: Flags) -> str:
+    f, b, w = times(flags.ms)
     lines = [
-        f"pp {args.pp}, {args.microbatches} microbatches, F/B/W {f:g}/{b:g}/{w:g} ms per device share, link "
-        f"{args.link_ms:g} ms, messages of {args.message_kib} KiB, median of {args.repeats} steps",
+        f"pp {flags.pp}, {flags.microbatches} microbatches, F/B/W {f:g}/{b:g}/{w:g} ms per device share, link "
+        f"{flags.link_ms:g} ms, messages of {flags.message_kib} KiB, median of {flags.repeats} steps",
         "",
         "| schedule | runtime | predicted ms | step ms | step/predicted | bubble predicted | measured "
         "| peak predicted | counted | MB sent | CPU us/microbatch | step/torch | CPU/torch |",
@@ -220,4 +239,4 @@ def _table(rows: list[Row], args: argparse.Namespace) -> str:
 
 def command() -> None:
     """This command, as a shell runs it."""
-    sys.exit(main())
+    run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from dataclasses import dataclass
@@ -30,24 +29,42 @@ class Job:
     costs: Costs | None = None
 
 
-def run_pool(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool = False) -> Any:
+@dataclass(frozen=True)
+class Turns:
+    """How the pool measures: pp x dp processes, and what each of the `repeats` turns of a job is.
+
+    Attributes:
+        message_kib: size of each message.
+        steps: of a turn, in a row.
+        reduction_mib: of a device share's gradients, summed over dp by gloo.
+    """
+
+    pp: int
+    dp: int = 1
+    message_kib: int = 4
+    repeats: int = 5
+    steps: int = 1
+    reduction_mib: float = 0.0
+
+
+def run_pool(jobs: list[Job], costs: Costs, turns: Turns, timed: bool = False) -> Any:
     """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
 
     timed: the passes of the first job instead, [repeat][rank].
     """
-    given = (jobs, costs, args, timed)
-    return run_ranks(args.pp * args.dp, _rank, *given, preload=("torch", "megapipe.commands.emulate.runs"))[0]
+    given = (jobs, costs, turns, timed)
+    return run_ranks(turns.pp * turns.dp, _rank, *given, preload=("torch", "megapipe.commands.emulate.runs"))[0]
 
 
-def _rank(jobs: list[Job], costs: Costs, args: argparse.Namespace, timed: bool) -> Any:
-    shape, repeats = (args.message_kib * 256, 1, 1), args.repeats  # float32
+def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
+    shape, repeats = (turns.message_kib * 256, 1, 1), turns.repeats  # float32
     sharpen_sleep()
-    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=args.pp), CPU)
+    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=turns.pp), CPU)
     kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
     runners = [kinds[job.runtime](mesh, job.schedule, job.costs or costs, shape) for job in jobs]
     for runner in runners:
-        runner.steps = args.steps if getattr(args, "post_validation", False) else 1
-        runner.reduced_bytes = int(getattr(args, "reduction_mib", 0.0) * 2**20)
+        runner.steps = turns.steps
+        runner.reduced_bytes = int(turns.reduction_mib * 2**20)
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
     measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]

@@ -6,13 +6,12 @@ With --dp 2 --reduction-mib N the link is real: gloo sums N MiB for each device 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megapipe.commands.emulate.late import Measured
-from megapipe.commands.emulate.pool import Job, run_pool
+from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, simulate, unpaired
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 
@@ -26,15 +25,12 @@ def three(schedule: Schedule) -> list[Schedule]:
     return [plain, at_end, with_reduction(plain)]
 
 
-def link_of(args: argparse.Namespace) -> float:
-    """Seconds that a device share's gradients take: of --reduction, or of gloo here, all ranks at once."""
-    if not args.reduction_mib:
-        seconds: float = args.reduction * sum(args.ms) / 1000 * args.microbatches
-        return seconds
-    bare = Job("megapipe", three(build("1f1b", args.pp, 1))[1])
-    (steps,) = run_pool([bare], Costs(0, 0, 0), args)
+def link_of(turns: Turns) -> float:
+    """Seconds in which gloo sums a device share's gradients here, all ranks at once."""
+    bare = Job("megapipe", three(build("1f1b", turns.pp, 1))[1])
+    (steps,) = run_pool([bare], Costs(0, 0, 0), turns)
     took: float = statistics.median(max(rank[0] for rank in step) for step in steps)
-    print(f"gloo sums {args.reduction_mib:g} MiB over dp {args.dp} in {took * 1e3:.0f} ms here")
+    print(f"gloo sums {turns.reduction_mib:g} MiB over dp {turns.dp} in {took * 1e3:.0f} ms here")
     return took
 
 

@@ -10,10 +10,8 @@ With --search it looks for the best layout, micro batch, recomputation and sched
 from __future__ import annotations
 
 import math
-import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapipe.checks.run import flag_problems, validate
@@ -24,8 +22,8 @@ from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import has_cuda, pick_device
-from megapipe.errors import ConfigError, ScheduleError, UserError
-from megapipe.flags.parse import parse, stop, to_flags
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse_among, run, to_flags
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
@@ -35,87 +33,86 @@ from megapipe.schedule.costs_file import dump_costs
 from megapipe.training.check import vocabulary
 
 
-def main() -> int:
-    """Print the plan. Returns the exit status."""
-    args, flags = _arguments()
-    try:
-        if args.search:
-            print(_search(parse(Config, flags), args))
-            return 0
-        plan = _plan(parse(Config, flags), args)
-    except UserError as error:
-        stop(error)
+@dataclass(frozen=True)
+class Flags:
+    """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
+
+    All other flags are those of pretrain_gpt.py; --world-size is how many processes the run has, by default tensor x
+    context x pipeline ranks.
+    """
+
+    measure: bool = False
+    """Time the model's pieces here instead of counting FLOPs."""
+    costs: str | None = None
+    """A .json of what passes and messages take, as --pipeline-costs of a run."""
+    save_costs: str | None = None
+    """Write such a file of this plan's stages."""
+    emulate_ms: float | None = None
+    """Also run the split, and the even one beside it, on emulated devices: the time that a mean rank computes for one
+    microbatch."""
+    repeats: int = 5
+    """Emulated steps of each split."""
+    search: bool = False
+    """The ten best plans on --world-size devices of --memory-gib."""
+    memory_gib: float = 80.0
+    """Memory of a device, of --search."""
+    device: str | None = None
+    """A .json of a device and its links, of --search: flops, node, inside, outside, latency, overhead
+    (megapipe/commands/plan/links.py)."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the plan."""
+    for old in ("--gpus", "--processes"):
+        if any(token.partition("=")[0] == old for token in argv):
+            raise ConfigError(f"{old} is called --world-size, as in pretrain_gpt.py --check and rehearse.py")
+    flags, config = parse_among(Flags, argv)
+    if flags.search:
+        print(_search(config, flags))
+        return
+    plan = _plan(config, flags)
     if plan.before is not None:
         print(changes(plan))
-    print(table(plan, seconds=args.measure))
+    print(table(plan, seconds=flags.measure))
     print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
-    if args.save_costs:
-        _save(plan.costs, args.save_costs)
-    if args.emulate_ms is not None:
-        _emulate(plan, args)
-    return 0
+    if flags.save_costs:
+        _save(plan.costs, flags.save_costs)
+    if flags.emulate_ms is not None:
+        _emulate(plan, flags.emulate_ms, flags.repeats)
 
 
-def _arguments() -> tuple[Namespace, list[str]]:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="All other flags are those of pretrain_gpt.py; --world-size is how many processes the "
-        "run has, by default tensor x context x pipeline ranks.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--measure", action="store_true", help="time the model's pieces here instead of counting FLOPs")
-    parser.add_argument("--costs", metavar="FILE", help="what passes and messages take, as --pipeline-costs of a run")
-    parser.add_argument("--save-costs", metavar="FILE", help="write such a file of this plan's stages")
-    parser.add_argument("--emulate-ms", type=float, help="time that a mean rank computes for one microbatch")
-    parser.add_argument("--repeats", type=int, default=5, help="emulated steps of each split")
-    parser.add_argument(
-        "--search", action="store_true", help="the ten best plans on --world-size devices of --memory-gib"
-    )
-    parser.add_argument("--memory-gib", type=float, default=80.0, help="of each, of --search")
-    parser.add_argument(
-        "--device",
-        metavar="FILE",
-        help="JSON: flops, node, inside, outside, latency, overhead (megapipe/commands/plan/links.py)",
-    )
-    args, flags = parser.parse_known_args()
-    for old in ("--gpus", "--processes"):
-        if any(flag.partition("=")[0] == old for flag in flags):
-            parser.error(f"{old} is called --world-size, as in pretrain_gpt.py --check and rehearse.py")
-    return args, flags
-
-
-def _wrong(args: Namespace) -> Iterator[str]:
+def _wrong(flags: Flags) -> Iterator[str]:
     """Numbers that mean nothing."""
     for name in ("emulate_ms", "memory_gib"):
-        if (number := getattr(args, name)) is not None and not 0 < number < math.inf:
+        if (number := getattr(flags, name)) is not None and not 0 < number < math.inf:
             yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
-    if args.repeats < 1:
-        yield f"--repeats must be at least 1, got {args.repeats}."
+    if flags.repeats < 1:
+        yield f"--repeats must be at least 1, got {flags.repeats}."
 
 
-def _search(config: Config, args: Namespace) -> str:
-    device = load_device(args.device) if args.device else Device()
+def _search(config: Config, flags: Flags) -> str:
+    device = load_device(flags.device) if flags.device else Device()
     config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
     problems = flag_problems(config)
     if config.train.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
     if (devices := config.check.world_size) is None:
         problems.append("--search needs --world-size, the number of devices. Give it.")
-    if (problems := [*problems, *_wrong(args)]) or devices is None:
+    if (problems := [*problems, *_wrong(flags)]) or devices is None:
         raise ConfigError(problems)
     config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
-    memory = args.memory_gib * GIB
+    memory = flags.memory_gib * GIB
     found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
-    told = f"{devices} devices of {args.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
+    told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
     return "\n".join([told, *said, report(found, memory)])
 
 
-def _plan(config: Config, args: Namespace) -> Plan:
-    if problems := list(_wrong(args)):
+def _plan(config: Config, flags: Flags) -> Plan:
+    if problems := list(_wrong(flags)):
         raise ConfigError(problems)
-    if args.costs is not None:
-        config = replace(config, parallel=replace(config.parallel, pipeline_costs=args.costs))
-    if args.measure and config.parallel.pipeline_costs is not None:
+    if flags.costs is not None:
+        config = replace(config, parallel=replace(config.parallel, pipeline_costs=flags.costs))
+    if flags.measure and config.parallel.pipeline_costs is not None:
         raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
     par, given = config.parallel, config.check.world_size
     pipeline = par.pipeline_model_parallel_size
@@ -124,7 +121,7 @@ def _plan(config: Config, args: Namespace) -> Plan:
     validate(config, has_cuda=has_cuda())
     vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
-    if not args.measure:
+    if not flags.measure:
         return make_plan(config)
     counted = pieces_of(config, config.model)
     return plan_of(config, measure(config, counted, gpt_provider, pick_device(config.parallel)).on(pipeline))
@@ -172,20 +169,21 @@ def _save(costs: Costs, path: str) -> None:
     try:
         Path(path).write_text(dump_costs(costs), encoding="utf-8")
     except OSError as error:
-        stop(ConfigError(f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."))
+        text = f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."
+        raise ConfigError(text) from None
     print(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of tools/schedules.py")
 
 
-def _emulate(plan: Plan, args: Namespace) -> None:
+def _emulate(plan: Plan, ms: float, repeats: int) -> None:
     from megapipe.commands.emulate import main as bench
-    from megapipe.commands.emulate.pool import Job, run_pool
+    from megapipe.commands.emulate.pool import Job, Turns, run_pool
 
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works)
-    unit = args.emulate_ms / 1e3 * place.num_ranks / total
+    unit = ms / 1e3 * place.num_ranks / total
     job = Job("megapipe", plan.schedule)
-    settings = Namespace(pp=place.num_ranks, dp=1, message_kib=64, repeats=args.repeats)
-    print(f"emulated on {place.num_ranks} processes, {args.emulate_ms:g} ms per mean rank and microbatch:")
+    settings = Turns(place.num_ranks, message_kib=64, repeats=repeats)
+    print(f"emulated on {place.num_ranks} processes, {ms:g} ms per mean rank and microbatch:")
     steps = []
     for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
         costs = scaled(plan.pieces.costs(counts), unit)
@@ -209,7 +207,4 @@ def scaled(costs: Costs, unit: float) -> Costs:
 
 def command() -> None:
     """This command, as a shell runs it."""
-    try:
-        sys.exit(main())
-    except ScheduleError as error:
-        sys.exit(f"plan.py: error: {error}")
+    run(main)
