@@ -1,7 +1,8 @@
 """Megatron-LM's `parallel_state` by its names: a view of the current mesh, for code that is handed none.
 
-It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What a dense GPT without FP8 has no
-answer to (experts, FP8's maxima, hybrid and hierarchical groups) raises one ConfigError that names it.
+It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What a GPT without an axis of experts and
+without FP8 has no answer to (expert groups, FP8's maxima, hybrid and hierarchical groups) raises one ConfigError that
+names it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megapipe.errors import ConfigError
 __all__ = ["ProcessGroupCollection", "destroy_model_parallel", "initialize_model_parallel"]
 
 _NOT_HERE = {
-    "expert": "megapipe has no experts",
+    "expert": "megapipe has no axis of experts; they lie as dense layers do",
     "amax": "megapipe has no FP8, whose maxima this group reduces",
     "hybrid": "megapipe has no hybrid context parallelism",
     "hierarchical": "megapipe has no hierarchical context parallelism",
