@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from megapipe.pipeline_parallel.messages.messenger import receive_ahead
 from megapipe.pipeline_parallel.messages.transport import Ahead
-from megapipe.schedule import Exchange, Pass, Placement, Program
-from megapipe.schedule.kinds import Lane, Where
+from megapipe.schedule import Exchange, Pass, Placement, Program, Schedule
+from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.kinds import Lane
 
 
 class Call(NamedTuple):
@@ -21,13 +22,15 @@ class Call(NamedTuple):
             for W.
         gives: how often its result is used here, by passes and by messages.
         ends: is it the last pass of a microbatch on its stage?
-        awaits: passes of other lanes that must have ended.
+        beside: does it run on another lane than compute?
+        awaits: passes beside it, of another lane than its own, that must have ended before it begins.
     """
 
     item: Pass
     takes: tuple[tuple[Pass, int], ...]
     gives: int
     ends: bool
+    beside: bool
     awaits: tuple[Pass, ...]
 
 
@@ -43,17 +46,22 @@ def looked_up(
     takes = {p: [made[what, stage, p.microbatch] for what, stage in placement.sources(p)] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
-    beside = [p for p in passes if p.kind.rule.lane is not Lane.COMPUTE]
+    beside = {p for p in passes if p.kind.rule.lane is not Lane.COMPUTE}
+    needs = Dependencies(_table(passes, placement))
+
+    def awaited(p: Pass) -> Iterator[Pass]:
+        for need in needs.of(p) if beside else ():
+            if need in beside and need.kind.rule.lane is not p.kind.rule.lane and need not in takes[p]:
+                yield need
 
     def call(p: Pass) -> Call:
         taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        return Call(p, taken, uses[p], last.get(p.stage) == p, tuple(_awaited(p, beside)))
+        return Call(p, taken, uses[p], last.get(p.stage) == p, p in beside, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
 
-def _awaited(item: Pass, beside: Sequence[Pass]) -> Iterator[Pass]:
-    """Of the passes on other lanes those whose results a pass needs: its stage's own, or any if it needs all."""
-    for need in item.kind.rule.needs:
-        own = need.where is Where.STEP
-        yield from (p for p in beside if need.made in p.kind.rule.makes and (p.stage == item.stage or not own))
+def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:
+    """What a rank runs in one step, as a table."""
+    numbers = [p.microbatch for p in passes if not p.kind.rule.per_stage]
+    return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),))

@@ -13,17 +13,17 @@ from torch import nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.execute import StartOfStage, execute
+from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import Messages, messages_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import (
     Costs,
-    Kind,
     Placement,
     Program,
     Schedule,
@@ -79,7 +79,7 @@ class Request:
         around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
         on_stage_done: called with a stage's number when its last pass is over.
         on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
-        of_stage: how to begin the table's passes of a stage as a whole, see pipeline_parallel.execute.
+        weights: what the table's passes of a stage as a whole do, of each chunk; None if it has none.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         stopwatch: takes the time of every pass.
     """
@@ -100,7 +100,7 @@ class Request:
     around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
     on_stage_done: Callable[[int], None] | None = None
     on_layer_done: Callable[[int, int, int], None] | None = None
-    of_stage: Mapping[Kind, StartOfStage] | None = None
+    weights: Sequence[Weights] | None = None
     on_loss: Callable[[Loss], None] | None = None
     stopwatch: Stopwatch | None = None
 
@@ -162,7 +162,6 @@ class ForwardBackward:
                 stages,
                 comm,
                 on_stage_done=step.on_stage_done,
-                of_stage=step.of_stage,
                 position=self.mesh.position,
                 watch=step.stopwatch,
             )
@@ -248,10 +247,11 @@ def _stages(
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
             last=table.last.get(number),
+            weights=step.weights[n] if step.weights else None,
             around_last_backward=around and partial(around, number),
             on_layer_done=done and partial(done, number),
         )
-        for number, (module, _) in chunks.items()
+        for n, (number, (module, _)) in enumerate(chunks.items())
     }
 
 

@@ -17,6 +17,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.overlap import Cuts, Layered
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
@@ -97,6 +98,7 @@ class PipelineStage:
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
         last: the microbatches that the table has last, for the two that follow; None without a table.
+        weights: what is done to the stage as a whole.
         around_last_backward: makes what is entered while the last backward runs.
         on_layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of
             those behind have the part of every microbatch.
@@ -119,6 +121,7 @@ class PipelineStage:
     share: VocabularyShare | None = None
     combines: bool = False
     last: Last | None = None
+    weights: Weights | None = None
     around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
     on_layer_done: Callable[[int, int], None] | None = None
 

@@ -1,7 +1,7 @@
 """What a kind of pass is, in one place: where it runs, what it needs, what it leaves for others, what it holds.
 
-Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here and an entry in the
-executor's dispatch.
+Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here and an entry in
+`pipeline_parallel.passes.begin`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_ba
 from megapipe.pipeline_parallel.engine import SLACK
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
@@ -108,16 +110,14 @@ def test_what_is_done_to_a_stage_begins_in_its_place_and_is_waited_for_where_it_
     class Logging(Stage):
         def __init__(self, number: int, _: list[str]) -> None:
             super().__init__(number, log)
+            self.weights = Weights(lambda: self.begin("G"), lambda: self.begin("A"))
 
-    def begin(kind):
-        def start(stage):
-            log.append(f"{kind}{stage} begins")
-            return lambda: log.append(f"{kind}{stage} is there")
-
-        return start
+        def begin(self, kind: str) -> Callable[[], None]:
+            log.append(f"{kind}{self.number} begins")
+            return lambda: log.append(f"{kind}{self.number} is there")
 
     schedule = with_gather(with_reduction(build("zb-v", 4, 8)))
-    run(schedule, 2, Logging, of_stage={kind: begin(kind) for kind in (Kind.G, Kind.A)})
+    run(schedule, 2, Logging)
     assert log[:3] == ["A2 begins", "A5 begins", "A2 is there"], "a forward waits for its own stage's weights"
     for stage in schedule.placement.stages_on(2):
         first = next(i for i, entry in enumerate(log) if entry.startswith(f"{stage}F"))
@@ -132,6 +132,8 @@ def test_a_step_that_v_takes_back_begins_again_with_nothing_in_hand(monkeypatch)
     """Rank 1 of ZB-H2 has begun three microbatches at V, and the input of the fourth is on its way."""
 
     class Again(Stage):
+        weights = Weights(lambda: lambda: None, lambda: lambda: None, lambda: None, lambda: next(validated))
+
         def forget(self) -> None:
             self.log.append("forget")
 
@@ -145,10 +147,8 @@ def test_a_step_that_v_takes_back_begins_again_with_nothing_in_hand(monkeypatch)
     monkeypatch.setattr(Void, "one", lambda self, op: works.append(Counted()) or works[-1])
     schedule = with_optimizer(with_reduction(build("zb-h2", 3, 6)), barrier=False)
     validated = iter([True, True, False])
-    nothing: Any = {kind: lambda stage: lambda: None for kind in (Kind.G, Kind.U)}
-    nothing[Kind.V] = lambda stage: lambda: next(validated)
     watch = Stopwatch(torch.device("cpu"))
-    log = run(schedule, 1, Again, of_stage=nothing, watch=watch)
+    log = run(schedule, 1, Again, watch=watch)
     whole = [x for (x,) in steps_of(build("zb-h2", 3, 6), 1)]
     begun = ["1F0", "1F1", "1F2"]
     assert log == [*begun, "forget", *begun, "forget", *whole]

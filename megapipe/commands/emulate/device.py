@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.schedule import Kind
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
@@ -151,10 +152,11 @@ class Shared:
     Args:
         length: seconds of each kind of pass; size: device shares that it holds from F to W.
         message: what every pass makes.
+        weights: what is done to it as a whole.
     """
 
-    def __init__(self, device: Device, length: Mapping[Kind, float], size: float, message: Tensor) -> None:
-        self.device, self.length, self.size, self.message = device, length, size, message
+    def __init__(self, device: Device, length: Mapping[Kind, float], size: float, message: Tensor, weights: Weights):
+        self.device, self.length, self.size, self.message, self.weights = device, length, size, message, weights
         self.share = self
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:

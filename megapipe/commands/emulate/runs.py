@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import Op, Transport
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
@@ -139,8 +141,9 @@ class Ours(Runner):
 
     def _step(self) -> None:
         place = self.schedule.placement
+        weights = {s: self._weights(s) for s in place.stages_on(self.mesh.pp.rank)}
         stages: Any = (
-            self._shared()
+            self._shared(weights)
             if place.vocabulary
             else {
                 number: PipelineStage(
@@ -152,12 +155,15 @@ class Ours(Runner):
                     per_token=False,
                     collect_non_loss_data=False,
                     stream=lambda microbatch: Stream(0, microbatch),
+                    weights=weights[number],
                 )
                 for number, module in self.modules.items()
             }
         )
-        beside = {Kind.G: self._reduce, Kind.U: self._update, Kind.V: lambda _: self._norm}
-        execute(self.program, place, stages, self.comm, of_stage=beside, watch=self.watch)
+        execute(self.program, place, stages, self.comm, watch=self.watch)
+
+    def _weights(self, stage: int) -> Weights:
+        return Weights(partial(self._reduce, stage), lambda: lambda: None, partial(self._update, stage), self._norm)
 
     def _reduce(self, stage: int) -> Callable[[], None]:
         place = self.schedule.placement
@@ -169,22 +175,24 @@ class Ours(Runner):
         self._link_free = free = max(self._link_free, time.perf_counter()) + took
         return lambda: time.sleep(max(0.0, free - time.perf_counter()))
 
-    def _shared(self) -> dict[int, Shared]:
+    def _shared(self, weights: Mapping[int, Weights]) -> dict[int, Shared]:
         place, length = self.schedule.placement, self.costs.durations(self.schedule.placement)
         size = place.num_ranks / place.chain
         own = {s: {kind: stages[s] for kind, stages in length.items()} for s in place.stages_on(self.mesh.pp.rank)}
-        return {s: Shared(self.device, of, size, self.x) for s, of in own.items()}
+        return {s: Shared(self.device, of, size, self.x, weights[s]) for s, of in own.items()}
 
-    def _update(self, stage: int) -> Callable[[], None]:
+    def _update(self, stage: int) -> None:
         """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""
         if stage == max(self.modules):
             self._pending = self.mesh.world.start_all_reduce(torch.zeros(1))
-        return self._norm if Kind.V not in self.schedule.kinds else lambda: None
+        if Kind.V not in self.schedule.kinds:
+            self._norm()
 
-    def _norm(self) -> None:
+    def _norm(self) -> bool:
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
+        return False
 
 
 class Torchs(Runner):

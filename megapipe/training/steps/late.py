@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapipe.distributed.late import Late, read_together
-from megapipe.schedule import Kind
-from megapipe.training.steps.step import Rates, StepResult, of_chunk
+from megapipe.training.steps.step import Rates, StepResult, weights_of
 from megapipe.training.steps.totals import Totals
 
 if TYPE_CHECKING:
@@ -91,12 +92,12 @@ class PostValidation:
                 buffers.zero_grad()
             return wrong
 
-        passes = {Kind.U: lambda _: update, Kind.V: lambda chunk: lambda: validate(chunk)}
+        own = enumerate(weights_of(self.optimizer))
         totals = run.pipeline.run(
             batches,
             consumed,
             loss_scale=self._scale,
-            of_chunk=of_chunk(self.optimizer) | passes,
+            weights=[replace(weights, update=update, validate=partial(validate, n)) for n, weights in own],
             iteration=number + 1,
         )
         leaving = torch.tensor(float(run.stopping.wanted), dtype=torch.float64, device=run.mesh.device)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -20,9 +19,9 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.engine import ForwardBackward
-from megapipe.pipeline_parallel.execute import StartOfStage
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule
@@ -153,7 +152,7 @@ class Pipeline:
         *,
         evaluate: bool = False,
         loss_scale: Callable[[], float] = lambda: 1.0,
-        of_chunk: Mapping[Kind, StartOfStage] = MappingProxyType({}),
+        weights: Sequence[Weights] | None = None,
         iteration: int | None = None,
     ) -> Late[Totals]:
         """All passes of one step; what is returned waits for what they reported, of all ranks.
@@ -161,7 +160,7 @@ class Pipeline:
         Args:
             microbatches: of this data-parallel rank; read only where a stage needs them.
             consumed: samples trained on before this step, which name its randomness.
-            of_chunk: how to begin what the table has of a stage as a whole, by its number among this rank's.
+            weights: of each of this rank's stages, what the table's passes of it as a whole do.
             iteration: as diagnoses name it; default: by the samples.
         """
         config, dp = self.config, self.mesh.dp
@@ -189,7 +188,7 @@ class Pipeline:
             on_loss=losses.append,
             stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
             on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
-            of_stage={kind: lambda stage, start=start: start(chunk[stage]) for kind, start in of_chunk.items()},
+            weights=weights,
             stream=lambda i: Stream(
                 config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
             ),
@@ -234,9 +233,10 @@ class Pipeline:
         return Rewinding(batch, order)
 
 
-def of_chunk(optimizer: Optimizer) -> dict[Kind, StartOfStage]:
-    """How the table's reductions and gathers begin, by a stage's number among the rank's."""
-    return {Kind.G: optimizer.reduction.start, Kind.A: optimizer.start_gather}
+def weights_of(optimizer: Optimizer) -> list[Weights]:
+    """How the reductions and gathers of each of this rank's stages begin."""
+    reduce, gather = optimizer.reduction.start, optimizer.start_gather
+    return [Weights(partial(reduce, n), partial(gather, n)) for n in range(len(optimizer.chunks))]
 
 
 def train_step(
@@ -259,8 +259,8 @@ def train_step(
         refuses: is nothing to be updated after these losses?
     """
     optimizer.zero_grad()
-    batch, passes = pipeline.config.global_batch_size, of_chunk(optimizer)
-    late = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, of_chunk=passes, iteration=iteration)
+    batch, weights = pipeline.config.global_batch_size, weights_of(optimizer)
+    late = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
     per_token, position = pipeline.config.train.calculate_per_token_loss, pipeline.mesh.position
     scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / pipeline.mesh.dp.size
     position.enter("the optimizer step")

@@ -1,0 +1,73 @@
+"""How every kind of pass begins on its stage: one entry for each, the same for those of a microbatch and of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.schedule import Kind
+
+
+class Begun(NamedTuple):
+    """A pass that has begun; `wait` returns what it makes once it is over."""
+
+    wait: Callable[[], Tensor | None]
+
+
+class Again:
+    """What a pass makes after which the program runs again from its beginning."""
+
+
+AGAIN: Final = Again()
+Made = Tensor | Begun | Again | None
+Begin = Callable[[Any, int, list[Tensor]], Made]
+"""(stage, number of the microbatch or step, what other passes give it) -> what the pass makes for other stages.
+
+The executor waits at once for what is pending on the compute lane, elsewhere where a pass of another lane first needs
+it. Passes of one lane begin in the order of the table, and whoever runs them keeps that order.
+"""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is done to the weights of a stage as a whole. The first two begin it and return what waits for its end.
+
+    Attributes:
+        reduce: sum their gradients over data parallel.
+        gather: the updated weights over data parallel.
+        update: those that the rank owns; None where no table has U.
+        validate: what the step before has updated; returns whether it was wrong, so that what stood before it runs
+            again. None where no table has V.
+    """
+
+    reduce: Callable[[], Callable[[], None]]
+    gather: Callable[[], Callable[[], None]]
+    update: Callable[[], None] | None = None
+    validate: Callable[[], bool] | None = None
+
+
+def sum_of(given: list[Tensor]) -> Tensor | None:
+    """In their order, so that it has the same bits whatever arrives first."""
+    return reduce(torch.add, given) if given else None
+
+
+PASSES: Mapping[Kind, Begin] = {
+    Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, sum_of(given)),
+    Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=False),
+    Kind.BW: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=True),
+    Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),
+    Kind.E: lambda stage, microbatch, _: stage.share.look_up(microbatch),
+    Kind.S: lambda stage, microbatch, given: stage.share.give(microbatch, *given),
+    Kind.C: lambda stage, microbatch, given: stage.combine(microbatch, given),
+    Kind.T: lambda stage, microbatch, given: stage.share.head_gradient(microbatch, *given),
+    Kind.EW: lambda stage, microbatch, given: stage.share.rows_gradient(microbatch, *given),
+    Kind.G: lambda stage, _, __: Begun(stage.weights.reduce()),
+    Kind.U: lambda stage, _, __: stage.weights.update(),
+    Kind.A: lambda stage, _, __: Begun(stage.weights.gather()),
+    Kind.V: lambda stage, _, __: AGAIN if stage.weights.validate() else None,
+}
