@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import MOST, Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
 _SINGLE = ("fb", "overhead")
@@ -59,9 +59,10 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
             raise ScheduleError(f"{path}: comm lacks {', '.join(missing)}; it has {', '.join(_MESSAGE)}.")
         return _message(path, {part: _value(path, part, value[part]) for part in _MESSAGE})
     numbers: list[Any] = value if isinstance(value, list) and name not in _SINGLE else [value]
-    if not numbers or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
+    numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)
+    if not numbers or not numeric or any(abs(x) > MOST for x in numbers):  # the most that float takes is not much more
         lists = "" if name in _SINGLE else " or a list of numbers"
-        raise ScheduleError(f"{path}: {name} must be a number{lists}, got {json.dumps(value)}.")
+        raise ScheduleError(f"{path}: {name} must be a number{lists}, got {json.dumps(value)[:100]}.")
     return tuple(map(float, numbers)) if isinstance(value, list) else float(numbers[0])
 
 

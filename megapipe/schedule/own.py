@@ -41,8 +41,8 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
     """
     try:
         made = generate()
-    except ScheduleError:
-        raise
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: {error}") from error
     except Exception as error:  # whatever the user's code raises
         told = f"{source} failed for {ranks} ranks and {microbatches} microbatches: {place_of(error)}"
         raise ScheduleError(told) from error

@@ -64,6 +64,16 @@ def test_a_case_that_hangs_or_fails_is_ended_and_named(tmp_path):
     assert "exit status 1: ValueError: why" in fails
 
 
+def test_a_case_on_a_cpu_has_one_thread_unless_the_user_says_more(tmp_path, monkeypatch):
+    """Threads that wait for each other beside other programs made 180 s of 3 s."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    case = Case("threads", script="-S -c print(__import__('os').environ['OMP_NUM_THREADS'])")
+    for given, expected in ((None, "1"), ("2", "2")):
+        if given:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert gpu_check._run(case, gpu_check.Flags(device="cpu"), tmp_path, 30, {})[:2] == ("pass", expected)
+
+
 def test_the_command_runs_a_training_and_writes_both_tables(tmp_path, capsys):
     flags = ["--device", "cpu", "--output", str(tmp_path), "--minutes", "2", "--only", "float32"]
     with pytest.raises(SystemExit) as end:
@@ -77,7 +87,7 @@ def test_the_command_runs_a_training_and_writes_both_tables(tmp_path, capsys):
 def test_every_case_that_a_cpu_can_run_passes(tmp_path, monkeypatch, capsys):
     """Each program is forked: the test above has paid for an interpreter and its imports."""
 
-    def forked(command, log, limit):
+    def forked(command, log, limit, default=None):
         ranks, program = (int(command[5]), command[6:]) if command[1] == "-m" else (1, command[1:])
         started = start_ranks(ranks, program, log.parent)
         codes = [rank.wait(limit) for rank in started]

@@ -179,7 +179,7 @@ def test_data_knows_its_tokenizer_whatever_files_it_came_from(made, saved, tmp_p
         assert "cannot be read. Delete it" in next(foreign(prefix, gpt2))
 
 
-@pytest.mark.parametrize("token", [5, ["x"], {"content": 7}, {}, "no such token"])
+@pytest.mark.parametrize("token", [5, ["x"], {"content": 7}, {}, "no such token", "\ud83d"])
 def test_an_end_of_text_that_is_no_token_is_named(saved, tmp_path, token):
     shutil.copy(saved / "plain" / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))

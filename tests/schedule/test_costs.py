@@ -77,3 +77,11 @@ def test_a_costs_file_says_stages_links_and_messages(tmp_path) -> None:
 def test_what_is_one_number_for_all_stages_is_no_list(name) -> None:
     with pytest.raises(ScheduleError, match=rf"^costs.json: {name} must be a number, got \[1, 2\]\.$"):
         read_costs({"f": 1, name: [1, 2]})
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1e300])
+def test_a_number_that_no_time_reaches_is_refused(number) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"^costs.json: f must be a number or a list of numbers|must be a number from"
+    ):
+        read_costs({"f": number})

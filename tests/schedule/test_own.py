@@ -67,6 +67,14 @@ def test_ranks_that_wait_for_each_other_are_found_before_anything_is_simulated(t
     assert told(tmp_path, turned).startswith("mine.py:make cannot proceed:\n  rank 0 waits at step")
 
 
+def test_what_a_function_asks_of_the_catalogue_in_vain_is_said_of_the_function(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from megapipe.schedule import build\ndef make(p, m):\n    return build('1fb', p, m)\n"
+    )
+    with pytest.raises(ScheduleError, match=r"mine.py:make: unknown schedule 1fb; did you mean 1f1b"):
+        build(f"{tmp_path}/mine.py:make", 2, 4)
+
+
 def test_an_entry_of_ones_own_in_the_catalogue_is_verified_too(monkeypatch):
     from megapipe.schedule import SCHEDULES, Entry, Schedule
 

@@ -103,7 +103,9 @@ def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
             token: Any = _json("--tokenizer-model", str(folder / name)).get("eos_token")
             text = token.get("content") if isinstance(token, dict) else token
             if token is not None:
-                i = library.token_to_id(text) if isinstance(text, str) else None
+                i = None
+                if isinstance(text, str) and text.encode(errors="ignore").decode() == text:  # no half of a pair
+                    i = library.token_to_id(text)
                 if i is None:
                     raise DataError(f"{flag}: eos_token {shown(token)} of {folder / name} is none of its tokens")
                 return i
