@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,9 +17,11 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import FREE
 from megapipe.checkpoint.save_load import STATE, find_checkpoint
 from megapipe.checks.numbers import RANGES, REQUIRED, RULES
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.layers import parse_overrides
 from megapipe.errors import CheckpointError, ConfigError
+
+Look = Callable[[CheckpointConfig], Path | None]
 
 
 def saved_config(folder: Path) -> Config:
@@ -64,7 +67,7 @@ def require_provider(folder: Path, given: str | None) -> None:
         )
 
 
-def with_checkpoint_args(config: Config) -> Config:
+def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config:
     """--use-checkpoint-args: the architecture of the checkpoint to load, whatever the flags say of it.
 
     Dropout comes with it, as in Megatron-LM; flags that say how the same model is computed or initialised stay, and so
@@ -72,13 +75,15 @@ def with_checkpoint_args(config: Config) -> Config:
 
     While --load holds no checkpoint yet the flags are all there is, as in the first run of a script that resumes.
 
+    Args:
+        look: finds the checkpoint to load; one that remembers it, where it is asked again.
     Raises: ConfigError without --load; CheckpointError as `require_provider`.
     """
     if not config.checkpoint.use_checkpoint_args:
         return config
     if config.checkpoint.load is None:
         raise ConfigError("--use-checkpoint-args needs --load")
-    folder = find_checkpoint(config.checkpoint)
+    folder = look(config.checkpoint)
     if folder is None:
         return config
     saved = saved_config(folder).model

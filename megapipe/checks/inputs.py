@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from shutil import which
+from typing import TypeVar
 
 from megapipe.config import Config
 from megapipe.data.blend import split_ranges
 from megapipe.data.indexed import glance
 from megapipe.data.sources import blends, choice_problems, in_a_file
-from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
+
+T = TypeVar("T")
 
 
 def data_problems(config: Config) -> Iterator[str]:
@@ -28,15 +30,14 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def path_problems(config: Config) -> Iterator[str]:
-    """Files and folders that cannot be read, of flags that are sound."""
+    """Files and folders that cannot be read, of flags that are sound; the tokenizer is for `answer`."""
     data, load, save = config.data, config.checkpoint.load, config.checkpoint.save
     if not data.mock_data:
-        unread = ask(lambda: blends(data))
+        found, unread = answer(lambda: blends(data))
         yield from unread if in_a_file(data) else ()  # of flags: data_problems
-        for blend in () if unread else filter(None, blends(data)):
+        for blend in filter(None, found or ()):
             for prefix in blend.prefixes:
                 yield from ask(lambda: blend.ask(glance, prefix))  # noqa: B023
-    yield from ask(lambda: build_tokenizer(data))
     if (project := config.log.wandb_project) and not _installed("wandb"):
         yield f"--wandb-project {project} needs the package wandb: pip install wandb, or leave it out."
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
@@ -113,10 +114,14 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
             yield f"--transformer-impl transformer_engine needs a GPU, and {why}. Use --transformer-impl local."
 
 
+def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """What another module knows, or the problems that it finds instead."""
+    try:
+        return question(), []
+    except UserError as error:
+        return None, list(error.problems)
+
+
 def ask(question: Callable[[], object]) -> list[str]:
     """The problems that another module finds."""
-    try:
-        question()
-    except UserError as error:
-        return list(error.problems)
-    return []
+    return answer(question)[1]

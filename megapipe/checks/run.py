@@ -14,6 +14,7 @@ from megapipe.checks.batch import batch_problems, sound_batch
 from megapipe.checks.context import context_problems
 from megapipe.checks.experts import expert_problems
 from megapipe.checks.inputs import (
+    answer,
     ask,
     checkpoint_problems,
     data_problems,
@@ -27,7 +28,7 @@ from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, TrainConfig
 from megapipe.config.layers import layer_config
-from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule
 
@@ -36,18 +37,21 @@ _TOLD = 128
 """Most ranks of a pipeline of which a table is made, for its problems, before the number of processes fits: 2 s."""
 
 
-def validate(config: Config, *, has_cuda: bool) -> None:
+def validate(config: Config, *, has_cuda: bool) -> Tokenizer:
     """Refuse a run that cannot be what its flags say. Changes nothing, starts nothing, reads files but no tokens.
 
     Args:
         config: with `world_size` from the launcher.
         has_cuda: can torch use a GPU here?
+    Returns: the tokenizer, which a start reads once: its file may be large, and slow to parse.
     Raises: ConfigError with every problem.
     """
-    problems = [*flag_problems(config), *path_problems(config), *vocabulary_problems(config)]
+    tokenizer, unread = answer(lambda: build_tokenizer(config.data))
+    problems = [*flag_problems(config), *path_problems(config), *unread, *tokenizer_problems(config, tokenizer)]
     problems += machine_problems(check_numbers(config)[0], has_cuda)
-    if problems:
+    if problems or tokenizer is None:
         raise ConfigError(problems)
+    return tokenizer
 
 
 def flag_problems(config: Config) -> list[str]:
@@ -71,31 +75,27 @@ def flag_problems(config: Config) -> list[str]:
     return problems
 
 
-def vocabulary_problems(config: Config) -> list[str]:
-    """An embedding that does not fit the tokenizer, if that can be read."""
+def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]:
+    """An embedding that does not fit the tokenizer, if that could be read."""
     sound, _ = check_numbers(config)
-    if ask(lambda: build_tokenizer(sound.data)):
-        return []
-    return ask(lambda: validate_vocab(sound, build_tokenizer(sound.data).vocab_size))
+    # Of numbers that are none the tokenizer would be another.
+    return [*vocabulary_problems(sound, tokenizer.vocab_size)] if tokenizer and sound.data == config.data else []
 
 
-def validate_vocab(config: Config, vocab_size: int) -> None:
-    """Refuse an embedding too small for the tokenizer or that does not divide by the tensor-parallel size.
-
-    Raises: ConfigError.
-    """
+def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
+    """An embedding too small for the tokenizer, or that does not divide by the tensor-parallel size."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     rows = model.padded_vocab(vocab_size)
     if rows < vocab_size:
-        raise ConfigError(
+        yield (
             f"--padded-vocab-size {rows} is less than the {vocab_size} ids of the tokenizer. "
             f"Use --padded-vocab-size {_up(vocab_size, 128 * tp)}, or leave it out."
         )
-    if rows % tp:
+    elif rows % tp:
         to = model.make_vocab_size_divisible_by
         given = f"--padded-vocab-size {rows}" if model.padded_vocab_size else f"a vocabulary padded to {rows} rows"
         remedy = f"--padded-vocab-size {_up(rows, tp)}" if model.padded_vocab_size else ""
-        raise ConfigError(
+        yield (
             f"{given} does not divide by --tensor-model-parallel-size {tp}: {division(rows, tp)}. "
             f"Use {remedy or f'--make-vocab-size-divisible-by {_up(to, tp)}'}."
         )

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from megapipe.checkpoint.commit import refuse_without_room
 from megapipe.checkpoint.lock import refuse_living
 from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
 from megapipe.checkpoint.saved_config import with_checkpoint_args
-from megapipe.checks.inputs import ask, machine_problems, path_problems
+from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
-from megapipe.checks.run import flag_problems, vocabulary_problems
+from megapipe.checks.run import flag_problems, tokenizer_problems
 from megapipe.config import Config
 from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, build_datasets, open_parts
 from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.provider import find_provider
@@ -49,23 +50,26 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     Raises: UserError with every problem.
     """
     config = replace(config, world_size=config.check.world_size or int(os.environ.get("WORLD_SIZE", "1")))
-    config = with_checkpoint_args(config)
-    problems, missing = flag_problems(config), list(path_problems(config))
+    look = cache(find_checkpoint)
+    config = with_checkpoint_args(config, look)
+    tokenizer, unread = answer(lambda: build_tokenizer(config.data))
+    problems, missing = flag_problems(config), [*path_problems(config), *unread]
     here = list(machine_problems(config, has_cuda()))
     if config.check.check_paths == "yes":
         problems, missing = [*problems, *missing], []
     if has_cuda():  # a machine like those of the run
         problems, here = [*problems, *here], []
-    problems += vocabulary_problems(config)
+    problems += tokenizer_problems(config, tokenizer)
     if problems:
         raise ConfigError(problems)
-    vocab, said = vocabulary(config)
+    vocab, said = vocabulary(config, tokenizer)
     padded = config.model.padded_vocab(vocab)
     as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
     plan, par = make_plan(as_run), config.parallel
-    found = find_checkpoint(config.checkpoint) if not missing else None
-    if not missing:
-        _refuse(as_run, plan, found, datasets)
+    found = None
+    if not missing and tokenizer is not None:
+        found = look(config.checkpoint)
+        _refuse(as_run, plan, found, datasets, tokenizer)
     lines = [
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
@@ -84,7 +88,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     print("\n".join(line for line in lines if line), flush=True)
 
 
-def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider) -> None:
+def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer) -> None:
     """What the launch would refuse of folders, checkpoint, program and data. Makes no folder and no index.
 
     start: the checkpoint to load. Raises: ConfigError with every problem.
@@ -105,16 +109,15 @@ def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
     if (named := config.model.model_provider) is not None:
         problems += ask(lambda: find_provider(named))
     if datasets is build_datasets:  # a program's own may need what only the launch has
-        problems += ask(lambda: open_parts(config, build_tokenizer(config.data)))
+        problems += ask(lambda: open_parts(config, tokenizer))
     if problems:
         raise ConfigError(problems)
 
 
-def vocabulary(config: Config) -> tuple[int, list[str]]:
+def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
     """Ids of the tokenizer; where it cannot be read, an assumption and the line that says so."""
-    try:
-        return build_tokenizer(config.data).vocab_size, []
-    except DataError:
-        size = assumed_vocab_size(config.data)
-        rows = "" if config.model.padded_vocab_size else f"; the plan assumes {size} ids"
-        return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]
+    if tokenizer is not None:
+        return tokenizer.vocab_size, []
+    size = assumed_vocab_size(config.data)
+    rows = "" if config.model.padded_vocab_size else f"; the plan assumes {size} ids"
+    return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]

@@ -26,7 +26,7 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
 
     Raises: CheckpointError if none is sound, with everything that is wrong.
     """
-    path = find_checkpoint(config, mesh)
+    path = find_checkpoint(config, mesh)  # again, now that --save is this run's alone: who had it may have saved since
     if path is None:
         return None
     found: list[str] = []

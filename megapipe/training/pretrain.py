@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 
 from megapipe.checkpoint.lock import one_run
 from megapipe.checkpoint.save_load import check_save, find_checkpoint, refuse_save
@@ -20,7 +20,6 @@ from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, build_datasets, reads
 from megapipe.data.loader import Microbatch
 from megapipe.data.sources import mapped_files, refuse_cut_off
-from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import (
     be_deterministic,
     device_name,
@@ -86,17 +85,17 @@ def pretrain(
     started = time.monotonic()
     config = as_here(config)
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    config = with_checkpoint_args(config)
-    validate(config, has_cuda=has_cuda())
+    look = cache(find_checkpoint)
+    config = with_checkpoint_args(config, look)
+    tokenizer = validate(config, has_cuda=has_cuda())
     if config.model.model_provider is not None:
         provider = find_provider(config.model.model_provider)
-    tokenizer = build_tokenizer(config.data)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
     config = dataclasses.replace(config, model=model)
     plan = make_plan(config)
-    refuse_save(config.checkpoint, find_checkpoint(config.checkpoint))
+    refuse_save(config.checkpoint, look(config.checkpoint))
     data = datasets(config, tokenizer)
     if config.train.deterministic_mode:
         be_deterministic()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.checks.run import validate, validate_vocab
+from megapipe.checks.run import validate, vocabulary_problems
 from megapipe.errors import ConfigError
 
 from .sound import config, problem, problems, without
@@ -52,7 +52,7 @@ def test_padded_vocabulary():
         "a vocabulary padded to 1001 rows does not divide by --tensor-model-parallel-size 2: 1001 = 2 x 500 + 1. "
         "Use --make-vocab-size-divisible-by 8."
     )
-    validate_vocab(config("--tensor-model-parallel-size 8"), 50257)
+    assert not [*vocabulary_problems(config("--tensor-model-parallel-size 8"), 50257)]
 
 
 def test_save_needs_an_interval():

@@ -6,11 +6,14 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 
 import pretrain_gpt
+from megapipe.checkpoint import commit
 from megapipe.checkpoint.lock import Lock
 from megapipe.checks.machine import on_cpus
 from megapipe.config import Config
@@ -136,3 +139,29 @@ def test_a_torch_without_cuda_runs_a_clusters_flags_and_says_how():
     assert config.parallel.distributed_backend == "gloo"
     assert [flag for flag, _ in config.holding] == [f"--{flag}" for flag in flags.removeprefix("--").split(" --")]
     assert on_cpus(Config()) == Config()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Path]:
+    """First arguments of each call from here on."""
+    calls, original = list[Path](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append(given[0]) or original(*given))
+    return calls
+
+
+@pytest.mark.parametrize("way", ["", "--check"])
+def test_a_start_reads_its_tokenizer_once(way, saved, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("\n".join(f"{n} words of text" for n in range(200)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "t"), vocab_size=32, minloglevel=2
+    )
+    given = flags(saved, f"--train-iters 1 --tokenizer-type SentencePieceTokenizer {way}")
+    read = counted(monkeypatch, Path, "read_bytes")
+    pretrain_gpt.main([*given, "--tokenizer-model", str(tmp_path / "t.model")])
+    assert read.count(tmp_path / "t.model") == 1
+
+
+@pytest.mark.parametrize("way, times", [("", 2), ("--check", 1)])
+def test_a_start_looks_once_for_its_checkpoint_and_once_when_the_folder_is_its_own(way, times, saved, monkeypatch):
+    looked = counted(monkeypatch, commit, "newest")
+    pretrain_gpt.main(flags(saved, f"--load F/c --use-checkpoint-args {way}"))
+    assert looked == [saved / "c"] * times

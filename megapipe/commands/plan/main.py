@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems, validate
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
@@ -100,7 +101,8 @@ def _search(config: Config, flags: Flags) -> str:
         problems.append("--search needs --world-size, the number of devices. Give it.")
     if (problems := [*problems, *_wrong(flags)]) or devices is None:
         raise ConfigError(problems)
-    config, (size, said) = config.with_batch(config.global_batch_size), vocabulary(config)
+    size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
+    config = config.with_batch(config.global_batch_size)
     memory = flags.memory_gib * GIB
     found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
     told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
@@ -118,8 +120,7 @@ def _plan(config: Config, flags: Flags) -> Plan:
     pipeline = par.pipeline_model_parallel_size
     least = par.tensor_model_parallel_size * par.context_parallel_size * pipeline
     config = replace(config, world_size=given if given and given > 0 else max(1, least))
-    validate(config, has_cuda=has_cuda())
-    vocab = config.model.padded_vocab(build_tokenizer(config.data).vocab_size)
+    vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     if not flags.measure:
         return make_plan(config)

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.links import NOTHING, Device, load_device, sums, with_messages
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank
 from megapipe.config import Config
 from megapipe.config.layers import inline, layer_config
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, run
 from megapipe.plan import GIB, Plan, make_plan
@@ -102,7 +104,7 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
         problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
     if problems:
         raise ConfigError(problems)
-    vocab = config.model.padded_vocab(vocabulary(config)[0])
+    vocab = config.model.padded_vocab(vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])[0])
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     config = config.with_batch(config.global_batch_size)
     return config, make_plan(config)

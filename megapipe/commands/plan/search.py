@@ -16,7 +16,7 @@ from math import inf
 from operator import add, itemgetter
 from typing import Literal
 
-from megapipe.checks.run import flag_problems, validate_vocab
+from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.commands.plan.links import Device, sums, with_messages
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
@@ -159,11 +159,7 @@ def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab
 
 
 def _refused(cell: Config, vocab: int) -> bool:
-    try:
-        validate_vocab(cell, vocab)
-    except ConfigError:
-        return True
-    return bool(flag_problems(_short(cell, 1)))
+    return any(vocabulary_problems(cell, vocab)) or bool(flag_problems(_short(cell, 1)))
 
 
 def _schedules(cell: Config) -> list[Config]:
