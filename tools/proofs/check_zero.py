@@ -8,21 +8,22 @@ Each run trains a tiny GPT for twenty steps, ranks as threads over gloo, with gr
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
 import torch
 
+from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES
 from tools.proofs.fuzz_post_validation import Case, Outcome, differences, made_datasets, train
@@ -62,22 +63,34 @@ def _largest(a: Outcome, b: Outcome) -> float:
     return max(apart)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--precision", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16", "fp16"])
-    parser.add_argument(
-        "--overlap", action="store_true", help="ZeRO-1 with --overlap-grad-reduce and --overlap-param-gather"
-    )
-    parser.add_argument("--buckets", type=int, help="so many per stage, each a layer, with --overlap")
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--clip", type=float, default=0.5)
-    parser.add_argument("--within", type=float, default=0.0, help="what may differ; 0: no bit")
-    options = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    """ZeRO-1 beside plain data parallelism under every schedule."""
+
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Names."""
+    precision: tuple[Literal["float32", "bf16", "fp16"], ...] = ("float32", "bf16")
+    """Types to train in."""
+    overlap: bool = False
+    """ZeRO-1 with --overlap-grad-reduce and --overlap-param-gather."""
+    buckets: int | None = None
+    """So many per stage, each a layer, with --overlap."""
+    dp: int = 2
+    """Data-parallel ranks."""
+    pp: int = 2
+    """Pipeline ranks."""
+    microbatches: int = 4
+    """In a step."""
+    steps: int = 20
+    """Of each run."""
+    clip: float = 0.5
+    """As --clip-grad."""
+    within: float = 0.0
+    """What may differ; 0: no bit."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
     for name in options.schedules:
         for precision in options.precision:
@@ -101,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os._exit(1)  # threads may wait for a rank that failed
             largest_text = f", at most {largest:.2g} apart" if options.within else ""
             print(f"{how}: same{largest_text} ({time.process_time() - begun:.1f} CPU s)", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -10,7 +10,6 @@ passes in any order, chains of unequal length; under those Megatron's no_sync is
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it befo
 import torch
 
 from megapipe.checks.context import context_problems
+from megapipe.errors import ConfigError
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
@@ -145,13 +147,22 @@ def fuzz(
     return count, None, []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names, or FILE.py:NAME of your own")
-    parser.add_argument("--case", help="run this one case, as printed")
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Flags:
+    """Drawn schedules, layouts and settings, and their training beside that of one process."""
+
+    seconds: float = 60.0
+    """How long to go on."""
+    seed: int = 0
+    """Of the draws."""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Names, or FILE.py:NAME of your own."""
+    case: str | None = None
+    """Run this one case, as printed."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
     count = 1
     case: Case | None = None
@@ -159,14 +170,14 @@ def main() -> None:
         try:
             case = read(options.case)
         except (ValueError, TypeError, KeyError, ScheduleError) as error:
-            parser.error(f"--case {options.case} is none that was printed here: {error}")
+            raise ConfigError(f"--case {options.case} is none that was printed here: {error}") from None
         found = run(case)
     else:
         try:
             for name in options.schedules:
                 entry_of(name)
         except ScheduleError as error:
-            parser.error(f"--schedules {error}")
+            raise ConfigError(f"--schedules {error}") from None
         count, case, found = fuzz(options.seconds, options.seed, options.schedules)
     if found and case is not None:
         print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
@@ -176,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    stop.run(main)
