@@ -23,14 +23,14 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
         width: of the terminal.
     """
     width = min(max(width, _NARROWEST), _WIDEST)
-    lines = [f"usage: {program} [--flag value ...]", "", *_prose(inspect.getdoc(cls) or "", width), ""]
+    lines = [f"usage: {program} [--flag value ...]", "", *_prose(_about(cls), width), ""]
     lines += ["  -h, --help", "      Print this and end."]
     for section, group in groupby(flags.values(), lambda flag: flag.section):
         some = list(group)
-        lines += ["", *_prose(f"{section}: {inspect.getdoc(some[0].owner)}", width), ""] if section else []
+        lines += ["", *_prose(f"{section}: {_about(some[0].owner)}", width), ""] if section else []
         for flag in some:
             lines += _filled(" ".join(filter(None, (flag.name, values(flag)))), width, "  ", "      ")
-            lines += _filled(meaning(flag) + _default(flag), width, "      ", "      ")
+            lines += _filled((meaning(flag) + _default(flag)).strip(), width, "      ", "      ")
     return "\n".join(lines)
 
 
@@ -45,8 +45,14 @@ def values(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """The docstring under the field, in one line."""
-    return " ".join(_docstrings(flag.owner)[flag.field].split())
+    """The docstring under the field, in one line; a program's own class may have none."""
+    return " ".join(_docstrings(flag.owner).get(flag.field, "").split())
+
+
+def _about(cls: type) -> str:
+    """The docstring of the class, if it has one: a dataclass without has its signature there."""
+    text = inspect.getdoc(cls) or ""
+    return "" if text.startswith(f"{cls.__name__}(") else text
 
 
 def _default(flag: Flag) -> str:
@@ -61,7 +67,11 @@ def _docstrings(cls: type) -> dict[str, str]:
     """By field, those of the classes that it inherits from too."""
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        try:
+            source = inspect.getsource(owner)
+        except (OSError, TypeError):  # typed in at a prompt
+            continue
+        (body,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(body, ast.ClassDef)
         for pair in pairwise(body.body):
             match pair:

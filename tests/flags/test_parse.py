@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -200,6 +200,11 @@ little longer than forty letters.
 """
     assert help_of(Small, 40, capsys, monkeypatch) == expected
     assert help_of(Small, 0, capsys, monkeypatch).count("\n") < expected.count("\n")  # no terminal: 80 columns
+
+
+def test_a_class_and_a_field_without_docstrings_have_help(capsys, monkeypatch):
+    bare = make_dataclass("Bare", [("steps", int, 3)], frozen=True)  # nor has it a source
+    assert help_of(bare, 80, capsys, monkeypatch).splitlines()[-2:] == ["  --steps INT", "      (default: 3)"]
 
 
 def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
