@@ -90,6 +90,15 @@ def test_router_losses_are_logged_under_megatrons_names(tmp_path, capsys):
     assert row["losses"].keys() == {"lm loss"} | NAMES
 
 
+def test_layers_whose_experts_are_overridden_away_have_no_router_losses():
+    """The mean over no layer was a ZeroDivisionError (found by the fuzzer)."""
+    overrides = '{"1-2": {"no_mlp": true}}'
+    result = run_of(ONE, config(replace(MOE, per_layer_overrides=overrides))).step()
+    assert (result.routed.losses, result.routed.tokens) == ({}, {})
+    one = run_of(ONE, config(replace(MOE, per_layer_overrides='{"1": {"no_mlp": true}}'))).step().routed
+    assert one.losses["z_loss"] == pytest.approx(one.per_layer["z_loss"][2])
+
+
 def test_router_losses_are_no_part_of_the_loss_that_may_spike():
     result = run_of(ONE, config(MOE)).step()
     assert result.losses.keys() == {"lm loss"}

@@ -74,6 +74,8 @@ class Routers:
         per_layer = {LOGGED[kind]: tuple(row[i] / times for row in rows) for i, kind in enumerate(self._kinds)}
         own = ((layer, layer_config(model, layer)) for layer in range(model.layers))
         layers = [layer for layer, config in own if config.has_experts and not config.no_mlp]
+        if not layers:  # overrides have left none
+            return Routed()
         losses = {name: sum(of_layers) / len(layers) for name, of_layers in per_layer.items()}
         return Routed(losses, per_layer, {layer: tuple(map(int, rows[layer][n:])) for layer in layers})
 
