@@ -23,7 +23,8 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
         width: of the terminal.
     """
     width = min(max(width, _NARROWEST), _WIDEST)
-    lines = [f"usage: {program} [--flag value ...]", "", *_prose(_about(cls), width), ""]
+    lines = [f"usage: {program} [--flag value ...]", ""]
+    lines += [*_prose(text, width), ""] if (text := _about(cls)) else []
     lines += ["  -h, --help", "      Print this and end."]
     for section, group in groupby(flags.values(), lambda flag: flag.section):
         some = list(group)

@@ -7,30 +7,43 @@ CPU time of one thread, medians, so that other programs on the machine do not co
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
+from megapipe.flags.parse import parse, run
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
 from megapipe.tensor_parallel.rng import initialize
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    for name, default in (("hidden", 512), ("ffn", 768), ("experts", 16), ("topk", 4), ("tokens-per-expert", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Flags:
+    """A layer of experts beside a dense MLP of the same active FLOPs, and beside transformers' own."""
+
+    hidden: int = 512
+    """Width of the model."""
+    ffn: int = 768
+    """Width of an expert."""
+    experts: int = 16
+    """Of the layer."""
+    topk: int = 4
+    """Experts for each token."""
+    tokens_per_expert: int = 64
+    """On average."""
+    repeats: int = 9
+    """Measured ones; two before them warm up."""
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(Flags, argv)
     torch.set_num_threads(1)
     tokens = args.tokens_per_expert * args.experts // args.topk
     model = ModelConfig(
@@ -58,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:<28} {ms:8.1f} ms  {ms / times['experts']:5.2f}")
 
 
-def _theirs(args: Any, way: str) -> nn.Module:
+def _theirs(args: Flags, way: str) -> nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -87,4 +100,4 @@ def _median(step: Callable[[], None], repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
