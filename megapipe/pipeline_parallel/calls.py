@@ -43,11 +43,12 @@ def looked_up(
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
     made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
-    takes = {p: [made[what, stage, p.microbatch] for what, stage in placement.sources(p)] for p in passes}
+    table = _table(passes, placement)
+    takes = {p: [made[what, s, p.microbatch] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
     beside = {p for p in passes if p.kind.rule.lane is not Lane.COMPUTE}
-    needs = Dependencies(_table(passes, placement))
+    needs = Dependencies(table)
 
     def awaited(p: Pass) -> Iterator[Pass]:
         for need in needs.of(p) if beside else ():

@@ -10,8 +10,7 @@ from megapipe.schedule.passes import Pass, Schedule
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.rule.makes) for made in Made
 }
-PER_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
-"""Needs that one microbatch has of another pass of the same: the only ones in a table that ends with its passes."""
+_OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
 
 
 class Dependencies:
@@ -25,29 +24,28 @@ class Dependencies:
         self._schedule = schedule
         self._there = {item for row in schedule.ranks for step in row for item in step}
 
-    def of(self, item: Pass) -> list[Pass]:
-        """The passes that must be done before `item`; those that the table lacks are among them, as B, W, ..."""
-        return [maker for need in needs_of(item.kind, self._schedule) for maker in self._makers(item, need)]
+    def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
+        """The passes that must be done before `item`; those that the table lacks are among them, as B, W, ...
+
+        beyond: only those that are not of its own microbatch.
+        """
+        needs = self._schedule.needs[item.kind]
+        wanted = [need for need in needs if is_beyond(item.kind, need)] if beyond else needs
+        return [maker for need in wanted for maker in self._makers(item, need)]
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
         """For each pass those of its needs that are not of its own microbatch."""
-        found = {}
-        wanted = {
-            kind: tuple(need for need in needs_of(kind, self._schedule) if is_beyond(kind, need))
-            for kind in self._schedule.kinds
-        }
-        for item in self._there:
-            makers = [maker for need in wanted[item.kind] for maker in self._makers(item, need)]
-            if makers:
-                found[item] = makers
-        return found
+        return {item: makers for item in self._there if (makers := self.of(item, beyond=True))}
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
-        for stage, number in _places(item, need, self._schedule):
-            makers = [Pass(kind, stage, number) for kind in _MAKERS[need.made]]
-            there = next((maker for maker in makers if maker in self._there), None)
-            if there is not None or not need.optional:
-                yield there or makers[0]
+        schedule, number = self._schedule, item.microbatch - need.back
+        step = number // schedule.num_microbatches if need.where is Where.STEP else number
+        for stage in schedule.placement.needed(item.stage, need):
+            for n in _carried(stage, number, schedule) if need.where is Where.MICROBATCHES else [step]:
+                makers = [Pass(kind, stage, n) for kind in _MAKERS[need.made]]
+                there = next((maker for maker in makers if maker in self._there), None)
+                if there is not None or not need.optional:
+                    yield there or makers[0]
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
@@ -79,30 +77,9 @@ def can_repeat(kind: Kind) -> bool:
     return kind.rule.evaluates or Made.GATHERED in kind.rule.makes
 
 
-def needs_of(kind: Kind, schedule: Schedule) -> tuple[Need, ...]:
-    """The needs of a kind that apply in this table."""
-    return tuple(
-        need
-        for need in kind.rule.needs
-        if need.unless not in schedule.kinds
-        and not (need.optional and schedule.kinds.isdisjoint(_MAKERS[need.made]))
-        and (need.where is not Where.SHARES or schedule.placement.vocabulary)
-    )
-
-
 def is_beyond(kind: Kind, need: Need) -> bool:
-    """Is it of another pass than of the same microbatch?"""
-    return kind.rule.per_stage or need.where not in PER_MICROBATCH
-
-
-def _places(item: Pass, need: Need, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """The (stage, number) that a need means."""
-    m, number = schedule.num_microbatches, item.microbatch - need.back
-    for stage in schedule.placement.meant(item.stage, need):
-        if need.where is Where.MICROBATCHES:
-            yield from ((stage, i) for i in _carried(stage, number, schedule))
-        else:
-            yield stage, number // m if need.where is Where.STEP else number
+    """Is it of another pass than of the same microbatch, or one that not every microbatch has?"""
+    return kind.rule.per_stage or need.optional or need.where not in _OF_MICROBATCH
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:

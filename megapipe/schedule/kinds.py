@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 
 class Lane(StrEnum):
@@ -63,7 +63,7 @@ class Need(NamedTuple):
         back: steps before this one.
         optional: only if the table has the pass that makes it.
         unless: only in tables without this kind.
-        at: only at this end of the chain.
+        at: only of the stages that this names.
     """
 
     made: Made
@@ -71,7 +71,7 @@ class Need(NamedTuple):
     back: int = 0
     optional: bool = False
     unless: str | None = None
-    at: Literal["first", "last"] | None = None
+    at: Where | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Rule:
         memory: how often (mem_b, mem_w, mem_s) of its stage are taken: when it starts if the first that counts is
             positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
-        shared: of a microbatch on every rank that shares the vocabulary.
+        at: the only stages that have such a pass, where ranks share the vocabulary; None: every stage of any table.
+        reads: takes the next microbatch of the data, the shares' own or that of both ends of the model.
         evaluates: part of an evaluation too, which updates nothing.
     """
 
@@ -97,15 +98,16 @@ class Rule:
     memory: tuple[int, int, int] = (0, 0, 0)
     lane: Lane = Lane.COMPUTE
     per_stage: bool = False
-    shared: bool = False
+    at: Where | None = None
+    reads: bool = False
     evaluates: bool = False
 
 
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
 _VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
 _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
-_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at="first"), _GATHERED
-_LOSS = Need(Made.LOSS, Where.OWN, optional=True, at="last")
+_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED
+_LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
 _BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID
 _BOTH = Made.GRADIENT, Made.WEIGHT_GRADIENT
 _WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
@@ -121,8 +123,11 @@ _VALIDATE = (
     Need(Made.GATHERED, Where.RANK, optional=True),
 )
 _SHARE = Need(Made.OUTPUT, Where.LAST), _GATHERED
+_COMBINE = (Need(Made.SHARE, Where.SHARES),)
 _HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID
 _ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID
+
+_ALL = Where.SHARES
 
 
 class Kind(StrEnum):
@@ -145,7 +150,7 @@ class Kind(StrEnum):
         kind.rule = rule
         return kind
 
-    F = "F", Rule("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True)
+    F = "F", Rule("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True, reads=True)
     B = "B", Rule("input gradient", "#f2a93b", "b", _BACKWARD, (Made.GRADIENT,), (-1, 1, 0))
     W = "W", Rule("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
     BW = "BW", Rule("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, (-1, 0, 0))
@@ -154,11 +159,11 @@ class Kind(StrEnum):
     A = "A", Rule("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
     V = "V", Rule("validate", "#552211", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
 
-    E = "E", Rule("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), shared=True, evaluates=True)
-    S = "S", Rule("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), shared=True, evaluates=True)
-    C = "C", Rule("combine shares", "#904878", "e", (Need(Made.SHARE, Where.SHARES),), (Made.LOSS,), evaluates=True)
-    T = "T", Rule("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), shared=True)
-    EW = "EW", Rule("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), shared=True)
+    E = "E", Rule("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True)
+    S = "S", Rule("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
+    C = "C", Rule("combine shares", "#904878", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
+    T = "T", Rule("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
+    EW = "EW", Rule("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__

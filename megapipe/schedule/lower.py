@@ -61,7 +61,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         # that is behind what it takes and before who takes it.
         within = number if done == tick else -1
         for item in step:
-            for dst in links[item[:2]][1]:
+            for dst in links[item[:2]].sends:
                 entry = (passed[rank], done, within, next(messages), Message(item, rank, dst))
                 entries[rank].append(entry)
                 entries[dst].append(entry)
@@ -74,10 +74,12 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
     ]
-    taken = {(made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]][0]}
+    taken = {
+        (made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]].takes
+    }
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
-        for dst in links[p[:2]][1]:
+        for dst in links[p[:2]].sends:
             changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 

@@ -33,10 +33,6 @@ Step = tuple[Pass, ...]
 """One pass, or a forward and a backward run as one: DualPipe's overlapped pair."""
 
 
-_ENDS = (Made.LOOKED_UP, Made.SHARE)
-"""What shares of the vocabulary give to one end of the model."""
-
-
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage.
@@ -88,33 +84,18 @@ class Placement:
         """Stages of a rank in ascending order; its model chunks are numbered in this order."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
-    def consumers(self, made_by: Pass) -> tuple[int, ...]:
-        """The stages that take what a pass makes: an F's output, a B's input gradient, what shares of the vocabulary
-        are given and give. Other passes make nothing to send."""
-        made, stage = made_by.kind.rule.makes[0], made_by.stage
-        first = stage - self.position(stage)
-        if made in _ENDS:
-            return (first if made is Made.LOOKED_UP else first + self.chain - 1,)
-        if made not in (Made.OUTPUT, Made.GRADIENT, Made.LOSS):
-            return ()
-        near = {Made.OUTPUT: self.next(stage), Made.GRADIENT: self.prev(stage)}.get(made)
-        return self.shares(stage) if near is None else (near,)
-
-    def sources(self, item: Pass) -> tuple[tuple[Made, int], ...]:
-        """What a pass takes of other passes, and the stages that made it: `consumers` seen from the other end."""
-        needs = [need for need in item.kind.rule.needs if need.where in HANDED]
-        return tuple((need.made, stage) for need in needs for stage in self.meant(item.stage, need))
-
-    def meant(self, stage: int, need: Need) -> tuple[int, ...]:
+    def needed(self, stage: int, need: Need) -> tuple[int, ...]:
         """The stages whose results a pass of `stage` needs."""
-        first, where = stage - self.position(stage), need.where
-        last = first + self.chain - 1
-        if need.at is not None and stage != (first if need.at == "first" else last):
-            return ()
+        there = need.at is None or stage in self.meant(stage, need.at)
+        return self.meant(stage, need.where) if there else ()
+
+    def meant(self, stage: int, where: Where) -> tuple[int, ...]:
+        """The stages that the word means, said of `stage`."""
+        first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
         if where in (Where.FIRST, Where.LAST):
-            return (first if where is Where.FIRST else last,)
+            return (first if where is Where.FIRST else first + self.chain - 1,)
         if where in (Where.PREV, Where.NEXT):
             other = self.prev(stage) if where is Where.PREV else self.next(stage)
             return () if other is None else (other,)
@@ -171,6 +152,14 @@ def mirror(ranks: int) -> Placement:
     return Placement((*range(ranks), *reversed(range(ranks))), ranks)
 
 
+class Link(NamedTuple):
+    """What passes of a kind and stage take of others, by what it is and the stage that made it, and the other ranks to
+    which what they make is sent."""
+
+    takes: tuple[tuple[Made, int], ...]
+    sends: tuple[int, ...]
+
+
 class Last(NamedTuple):
     """Of a stage the microbatches that come last in its row: of its backwards, and of the passes that add into the
     gradients of its weights."""
@@ -204,21 +193,32 @@ class Schedule:
         """What there is in the table."""
         return frozenset([item[0] for row in self.ranks for step in row for item in step])
 
-    def consumers(self, made_by: Pass) -> tuple[int, ...]:
-        """Those of the placement, where the table has what takes it: an evaluation's loss goes nowhere."""
-        nowhere = made_by.kind is Kind.C and Kind.T not in self.kinds
-        return () if nowhere else self.placement.consumers(made_by)
+    @cached_property
+    def needs(self) -> dict[Kind, tuple[Need, ...]]:
+        """Of each kind in the table those needs of its row that apply."""
+        return {kind: tuple(filter(self._applies, kind.rule.needs)) for kind in self.kinds}
+
+    def _applies(self, need: Need) -> bool:
+        there = not need.optional or any(need.made in kind.rule.makes for kind in self.kinds)
+        shared = need.where is not Where.SHARES or self.placement.vocabulary
+        return there and shared and need.unless not in self.kinds
 
     @cached_property
-    def links(self) -> dict[tuple[Kind, int], tuple[tuple[tuple[Made, int], ...], tuple[int, ...]]]:
-        """By kind and stage: what a pass takes of others (`Placement.sources`), and to which other ranks it sends."""
-        place, found = self.placement, {}
-        for kind in self.kinds:
-            for stage, rank in enumerate(place.rank_of):
-                item = Pass(kind, stage, 0)
-                dsts = [place.rank_of[consumer] for consumer in self.consumers(item)]
-                found[kind, stage] = place.sources(item), tuple(dst for dst in dsts if dst != rank)
-        return found
+    def links(self) -> dict[tuple[Kind, int], Link]:
+        """By kind and stage; a result that no kind of the table takes goes nowhere."""
+        place = self.placement
+        takes = {
+            (kind, stage): tuple((n.made, x) for n in needs if n.where in HANDED for x in place.needed(stage, n))
+            for stage in range(place.num_stages)
+            for kind, needs in self.needs.items()
+            if kind.rule.at is None or stage in place.meant(stage, kind.rule.at)
+        }
+        takers: dict[tuple[Made, int], dict[int, None]] = {}
+        for (_, stage), taken in takes.items():
+            for one in taken:
+                if place.rank_of[stage] != place.rank_of[one[1]]:
+                    takers.setdefault(one, {})[place.rank_of[stage]] = None
+        return {key: Link(takes[key], tuple(takers.get((key[0].rule.makes[0], key[1]), ()))) for key in takes}
 
     @cached_property
     def last(self) -> dict[int, Last]:

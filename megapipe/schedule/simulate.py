@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.dependencies import Dependencies, is_beyond, needs_of
+from megapipe.schedule.dependencies import Dependencies, is_beyond
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
@@ -106,7 +107,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
         for step, begin, finish in zip(steps, clock.start[rank], clock.end[rank], strict=True):
             for item in step:
                 start[item], end[item] = begin, finish
-                sent[rank] += len(links[item[:2]][1])
+                sent[rank] += len(links[item[:2]].sends)
     ends = [(min(s), max(e)) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
     return Timeline(
         start,
@@ -192,20 +193,36 @@ class _Wires(NamedTuple):
 
 
 def _wire(schedule: Schedule, costs: Costs) -> _Wires:
+    place, m = schedule.placement, schedule.all_microbatches
     tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
-    beyond = any(is_beyond(kind, need) for kind in schedule.kinds for need in needs_of(kind, schedule))
+    needs: dict[Kind, list[list[_Arrival]]] = {}
+    waits: dict[tuple[Made, int], int] = {}  # the rank that may wait for it, its own if no other does
+    beyond = False
+    for kind, rows in schedule.needs.items():
+        needs[kind] = [[] for _ in place.rank_of]
+        within = [need for need in rows if not is_beyond(kind, need)]
+        beyond = beyond or len(within) < len(rows)
+        for need, (stage, rank) in product(within, enumerate(place.rank_of)):
+            for other in place.needed(stage, need):  # neighbours lie m apart
+                src = place.rank_of[other]
+                needs[kind][stage].append(
+                    (tables[need.made], (other - stage) * m, costs.lag(src, rank, place.num_ranks))
+                )
+                if rank != src or (need.made, other) not in waits:
+                    waits[need.made, other] = rank
+    makes = {
+        kind: [
+            [(tables[made], waits[made, s]) for made in kind.rule.makes if (made, s) in waits]
+            for s in range(place.num_stages)
+        ]
+        for kind in schedule.kinds
+    }
     others = Dependencies(schedule).beyond_microbatch() if beyond else {}
     waiters: dict[Pass, set[int]] = {}
     for item, wanted in others.items():
         for maker in wanted:
-            waiters.setdefault(maker, set()).add(schedule.placement.rank_of[item.stage])
-    return _Wires(
-        {kind: _LANES.index(kind.rule.lane) for kind in schedule.kinds},
-        {kind: _arrivals(kind, schedule, costs, tables) for kind in schedule.kinds},
-        {kind: _deliveries(kind, schedule.placement, tables) for kind in schedule.kinds},
-        others,
-        waiters,
-    )
+            waiters.setdefault(maker, set()).add(place.rank_of[item.stage])
+    return _Wires({kind: _LANES.index(kind.rule.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
 
 
 def _lengths(costs: Costs, place: Placement) -> Callable[[Step], float]:
@@ -222,38 +239,6 @@ def _lengths(costs: Costs, place: Placement) -> Callable[[Step], float]:
         return pairs[key]
 
     return length
-
-
-def _arrivals(
-    kind: Kind, schedule: Schedule, costs: Costs, tables: dict[Made, dict[int, float]]
-) -> list[list[_Arrival]]:
-    """For each stage what a pass of this kind needs of other passes of its microbatch: neighbours lie m apart."""
-    place, m = schedule.placement, schedule.all_microbatches
-    found: list[list[_Arrival]] = [[] for _ in range(place.num_stages)]
-    for need in needs_of(kind, schedule):
-        for stage in range(place.num_stages) if not is_beyond(kind, need) else ():
-            for other in place.meant(stage, need):
-                lag = costs.lag(place.rank_of[other], place.rank_of[stage], place.num_ranks)
-                found[stage].append((tables[need.made], (other - stage) * m, lag))
-    return found
-
-
-def _deliveries(
-    kind: Kind, place: Placement, tables: dict[Made, dict[int, float]]
-) -> list[list[tuple[dict[int, float], int]]]:
-    """For each stage where the results of this kind are written down, and the rank that may wait for them."""
-    return [
-        [
-            (tables[made], place.rank_of[(*place.consumers(Pass(kind, stage, 0)), stage)[0]])
-            for made in kind.rule.makes
-            if made in _TAKEN
-        ]
-        for stage in range(place.num_stages)
-    ]
-
-
-_TAKEN = {need.made for kind in Kind for need in kind.rule.needs if not is_beyond(kind, need)}
-"""What some kind needs of its own microbatch."""
 
 
 def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> list[str]:

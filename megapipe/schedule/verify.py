@@ -91,11 +91,10 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
         return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
     if not 0 <= microbatch < m:
         return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
-    at = [s for s in range(place.num_stages) if place.is_last(s)] if kind is Kind.C else None
-    if kind.rule.shared or at is not None:
-        at = [s for s in (place.shares(stage) if at is None else at) if place.vocabulary]
+    if kind.rule.at is not None:
+        at = place.meant(stage, kind.rule.at) if place.vocabulary else ()
         if stage not in at:
-            return f"the vocabulary is {'shared by others: ' + str(at) if at else 'not shared in this placement'}"
+            return f"the vocabulary is {f'shared by others: {[*at]}' if at else 'not shared in this placement'}"
     chain = schedule.chain_of(microbatch)
     if chain != stage // place.chain:
         return f"microbatch {microbatch} runs through chain {chain}, this stage is in another"
@@ -131,8 +130,8 @@ def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
     place = schedule.placement
     for microbatch in range(schedule.all_microbatches if place.vocabulary else 0):
         first = schedule.chain_of(microbatch) * place.chain
-        needed = [Pass(kind, s, microbatch) for s in place.shares(first) for kind in Kind if kind.rule.shared]
-        for item in [*needed, Pass(Kind.C, first + place.chain - 1, microbatch)]:
+        at = [(s, kind, kind.rule.at) for s in range(first, first + place.chain) for kind in Kind]
+        for item in (Pass(kind, s, microbatch) for s, kind, where in at if where and s in place.meant(s, where)):
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
 
@@ -144,8 +143,10 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     for kind, stage, microbatch in seen:
         orders.setdefault((kind, stage), []).append(microbatch)
     for first in range(0, place.num_stages, place.chain):
-        order = orders.get((Kind.F, first), [])
-        for kind, stage in [(Kind.F, first + place.chain - 1), *((Kind.E, s) for s in place.shares(first))]:
+        ends = first, first + place.chain - 1
+        readers = [(k, s) for k in Kind if k.rule.reads for s in (place.meant(first, k.rule.at) if k.rule.at else ends)]
+        order = orders.get(readers[0], [])
+        for kind, stage in readers:
             other = orders.get((kind, stage), [])
             if other != order and sorted(other) == sorted(order):  # else one is missing, which is said
                 at = next(i for i, numbers in enumerate(zip(order, other, strict=True)) if numbers[0] != numbers[1])
@@ -253,7 +254,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                     break
             else:
                 for x in item:
-                    if not here.issuperset([(rank, *source, x.microbatch) for source in schedule.links[x[:2]][0]]):
+                    if not here.issuperset([(rank, *source, x.microbatch) for source in schedule.links[x[:2]].takes]):
                         yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
                 here.update((rank, *_result(x)) for x in item)
             at[rank] += 1

@@ -60,11 +60,15 @@ from tests.pipeline_parallel.relay import RelayStage  # noqa: E402
 M = 4
 
 
-def with_peek(schedule, last=0):
-    """The transform: Q right behind every F, but behind the last `last` passes of its rank's row."""
+def with_peek(schedule, last=0, only=range(M)):
+    """The transform: Q right behind every F of the microbatches `only`, the last `last` of each row at its end."""
     rows = []
     for row in schedule.ranks:
-        new = [s for step in row for s in (step, *((x._replace(kind=Kind.Q),) for x in step if x.kind is Kind.F))]
+        new = [
+            s
+            for step in row
+            for s in (step, *((x._replace(kind=Kind.Q),) for x in step if x.kind is Kind.F and x.microbatch in only))
+        ]
         late = [new.pop(max(i for i, s in enumerate(new) if s[0].kind is Kind.Q)) for _ in range(last)]
         rows.append((*new, *late))
     return replace(schedule, ranks=tuple(rows))
@@ -107,6 +111,7 @@ def main():
         late = "nothing"
     except ScheduleError as error:
         late = str(error)
+    verify(with_peek(plain, only=[1, 3]))
     costs = Costs(e=0.5)
     times = [simulate(x, costs) for x in (plain, table)]
     q = Pass(Kind.Q, 0, 1)

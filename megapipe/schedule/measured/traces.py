@@ -169,7 +169,7 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     first = [{label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)]
     # Two chains carry different microbatches.
     chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
-    shared = any(label.kind.rule.shared for row in rows for label in row)
+    shared = any(label.kind.rule.at for row in rows for label in row)
     placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain, shared)
     count = len({label.microbatch for row in rows for label in row})
     return Schedule("measured", placement, count, tuple(tuple((label,) for label in row) for row in rows))

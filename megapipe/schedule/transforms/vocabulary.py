@@ -180,7 +180,7 @@ class _Merge:
                 self.arrival[taker] = max(self.arrival[taker], comes)
                 self.lacks[taker] -= 1
                 if not self.lacks[taker]:
-                    if taker.kind.rule.shared or taker.kind is Kind.C:
+                    if taker.kind.rule.at:
                         insort(self.ranks[there].due[taker.kind], (self.arrival[taker], taker))
                     heappush(self.events, (self.arrival[taker], there))
 
@@ -196,5 +196,4 @@ def _all_shared(schedule: Schedule) -> Iterator[list[Step]]:
     place = schedule.placement
     for microbatch in range(schedule.num_microbatches):
         first = schedule.chain_of(microbatch) * place.chain
-        yield [(Pass(kind, s, microbatch),) for s in place.shares(first) for kind in Kind if kind.rule.shared]
-        yield [(Pass(Kind.C, first + place.chain - 1, microbatch),)]
+        yield [(Pass(k, s, microbatch),) for k in Kind if k.rule.at for s in place.meant(first, k.rule.at)]

@@ -65,14 +65,10 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """From each pass whose result another rank takes to the pass that takes it."""
-    place = schedule.placement
-    takes = {(*s, x.microbatch, place.rank_of[x.stage]): x for x in time.start for s in place.sources(x)}
-    sent = [
-        (item, place.rank_of[item.stage], place.rank_of[s]) for item in time.start for s in schedule.consumers(item)
-    ]
+    rank_of, links = schedule.placement.rank_of, schedule.links
+    takes = {(*s, x.microbatch, rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
+    sent = [(item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends]
     for number, (item, src, dst) in enumerate(sent):
-        if dst == src:
-            continue
         taker = takes[item.kind.rule.makes[0], item.stage, item.microbatch, dst]
         # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
         leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
