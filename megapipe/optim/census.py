@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -146,3 +147,8 @@ def _tie_problems(user: Row, owner: Row | None, pp: int, *, across: bool) -> lis
             "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the tie"
         ]
     return []
+
+
+def natural(name: str) -> list[str | int]:
+    """Sort key with layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -7,7 +7,6 @@ the two uses of a tied weight are added, and the norm is summed over the model's
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -23,7 +22,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.buckets import buckets_of
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.optim.census import check_trained, frozen, take_census, ties, trained
+from megapipe.optim.census import check_trained, frozen, natural, take_census, ties, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction, all_of
 from megapipe.optim.rule import Groups, Part, usual_groups
@@ -87,7 +86,7 @@ class Optimizer:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
         self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
-        self._stale: set[int] = set()
+        self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
         shares = mesh.dp_cp if self.distributed else ALONE
@@ -97,12 +96,13 @@ class Optimizer:
         if not train.freeze_all_layers:
             check_trained(census)
         self._frozen = frozen(stages, census, mesh)
-        owners = sorted((row.name for row in census.values() if row.tied_to is None), key=_natural)
+        owners = sorted((row.name for row in census.values() if row.tied_to is None), key=natural)
         ties_here, ties_across = ties(census, self.params, mesh)
         borrowed = {user for user, _ in ties_here}
+        chunk_of = {name: n for n, stage in enumerate(stages) for name, _ in trained(stage)}
+        self._lenders = {chunk_of[user]: chunk_of[owner] for user, owner in ties_here}
         self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
-        self.owned: list[FlatBuffers] = []
-        shared: list[tuple[int, str, FlatBuffers]] = []
+        self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
         types = {"grads_as": _dtype(train.main_grads_dtype), "main_as": _dtype(train.main_params_dtype)}
         of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
         for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
@@ -228,11 +228,20 @@ class Optimizer:
             buffers.copy_model_to_main()
 
     def start_gather(self, chunk: int) -> Callable[[], None]:
-        """Begin to gather the weights of this rank's stage number `chunk` if they were updated since; as above."""
-        if chunk not in self._stale:
-            return lambda: None
-        self._stale.remove(chunk)
-        return all_of([buffers.start_gather() for buffers in self.chunks[chunk]])
+        """Begin to gather the weights of this rank's stage number `chunk` if they were updated since; as above.
+
+        They are there when those are that it borrows: a head may run before the stage whose embedding it uses.
+        """
+        chunks = {self._lenders.get(chunk, chunk), chunk}
+        for stale in sorted(chunks & self._stale):
+            self._stale.remove(stale)
+            self._gathering[stale] = all_of([buffers.start_gather() for buffers in self.chunks[stale]])
+
+        def finish() -> None:
+            for under_way in sorted(chunks & self._gathering.keys()):
+                self._gathering.pop(under_way)()
+
+        return finish
 
     def settle(self) -> None:
         """Gather the weights that a step has left for the next. Collective over data parallel."""
@@ -287,8 +296,3 @@ def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
 def _dtype(name: str) -> torch.dtype | None:
     """Of a --...-dtype; None: as wide as is usual."""
     return torch.bfloat16 if name == "bf16" else None
-
-
-def _natural(name: str) -> list[str | int]:
-    """Sort key with layer 2 before layer 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -57,6 +57,14 @@ def test_megatrons_data_parallelism_sums_each_chunk_once_and_whole(table, way):
     assert too_early(made, way) == []
 
 
+def test_a_head_waits_for_the_weights_of_the_embedding_that_it_borrows():
+    """Rank 1 runs the last stage of one chain before the first of the other, and the second step read old weights."""
+    case = Case("zb-v", 2, 2, (1, 1), drawn=162519, dp=2, distributed=True, overlap=True, steps=2)
+    first = [step[0] for step in drawn_table(162519, 2, 2).ranks[1][:2]]
+    assert [(p.kind.value, p.stage) for p in first] == [("F", 1), ("F", 2)]
+    assert fuzz_equivalence.run(case) == []
+
+
 def test_every_transform_of_a_drawn_table_can_be_run():
     """A G waited in its row for passes of a replica that stood behind it there; gathers of two replicas stood
     in two orders; lookups of one chain waited for the forwards of the other."""
