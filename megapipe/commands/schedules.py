@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,10 +76,11 @@ def parser() -> Parser:
     every.set_defaults(run=run_list)
     show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
     show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, a .json or .csv file, or FILE.py:NAME")
+    effort = partial(_positive, most=86400)
     both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
     both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
     both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
-    both.add_argument("--effort", type=_positive, default=4.0, metavar="S", help="S seconds for each of two searches")
+    both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
     for one, needed in ((show, False), (both, True)):
         one.add_argument("--pp", type=_count, required=needed, metavar="P", help="pipeline ranks")
         one.add_argument("--microbatches", type=_count, required=needed, metavar="M")
@@ -95,7 +97,7 @@ def parser() -> Parser:
     show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
-    show.add_argument("--effort", type=_positive, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
+    show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
     shares = "each rank has a share of the vocabulary: what S, T and E take of it"
     share_costs = _costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
     show.add_argument("--vocabulary", type=share_costs, metavar="S,T[,E]", help=shares)
@@ -254,9 +256,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> float:
-    if len(numbers := _numbers(text)) != 1 or not numbers[0]:
-        raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
+def _positive(text: str, most: float = MOST) -> float:
+    if len(numbers := _numbers(text)) != 1 or not 0 < numbers[0] <= most:
+        raise argparse.ArgumentTypeError(f"a number above 0 and at most {most:g} is needed, got {text!r}")
     return numbers[0]
 
 
