@@ -26,14 +26,22 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that replaces `path` when the block ends without an error, and vanishes otherwise."""
-    temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+    """A binary file that replaces `path` when the block ends without an error, and vanishes otherwise.
+
+    A link stays one: what it leads to is replaced. What is no file, such as /dev/null or a pipe, is written to.
+    """
+    real = Path(os.path.realpath(path))
+    if real.exists() and not real.is_file() and not real.is_dir():
+        with writing(path), real.open("wb") as device:
+            yield device
+        return
+    temporary = Path(f"{real}.{os.getpid()}.tmp")
     with writing(path):
         try:
             temporary.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 yield file
-            temporary.rename(path)
+            temporary.rename(real)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
