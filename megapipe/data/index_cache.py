@@ -7,6 +7,7 @@ The lock saves work and disk, no more: two that build side by side, because one 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -70,7 +71,7 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
             if (now := _holder(lock)) != seen:
                 seen, since = now, time.monotonic()
             if now is not None and (_dead(now[0]) or time.monotonic() - since > _STALE_S):
-                lock.unlink(missing_ok=True)
+                _take_away(lock, now)
             else:
                 time.sleep(0.05)
             continue
@@ -103,6 +104,18 @@ def _holder(lock: Path) -> tuple[str, int] | None:
         return lock.read_text(), lock.stat().st_mtime_ns
     except OSError:
         return None
+
+
+def _take_away(lock: Path, seen: tuple[str, int]) -> None:
+    """A lock file whose builder is gone, removed by the first of those that wait; the next one's stays.
+
+    Without the file lock, one that has looked at the old file could remove the new file of one that was faster.
+    """
+    with contextlib.suppress(OSError), lock.open() as file:
+        with contextlib.suppress(OSError):  # a file system without such locks: two may build, and store the same
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if _holder(lock) == seen:
+            lock.unlink()
 
 
 def _dead(holder: str) -> bool:
