@@ -37,7 +37,7 @@ def test_a_folder_of_a_living_run_is_refused_and_that_of_a_killed_one_taken_at_o
         owner.join()
     started = time.monotonic()
     mine = Lock(tmp_path)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20  # not the half minute that one on another machine is given
     assert mine.took_over.startswith(f"--save {tmp_path} belonged to a run that is gone: process {owner.pid} on ")
     mine.release()
     assert os.listdir(tmp_path) == []

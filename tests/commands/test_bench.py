@@ -20,23 +20,38 @@ def device():
     return Device
 
 
-def test_a_message_is_there_a_latency_after_it_was_sent_however_late_it_is_asked_for(device):
-    receiver = device(link=0.05, epoch=time.perf_counter())
-    message, sent = torch.zeros(2, 1, 1), time.perf_counter()
+class Clock:
+    """A clock that only sleep moves: what a loaded machine does to a real one is not the device's."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_message_is_there_a_latency_after_it_was_sent_however_late_it_is_asked_for(device, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("megapipe.commands.emulate.device.time", clock)
+    receiver = device(link=0.05, epoch=99.0)
+    message = torch.zeros(2, 1, 1)
     receiver.stamp(message)
     receiver.arrive(message, remote=False)
-    assert time.perf_counter() - sent < 0.04
+    assert clock.now == 100
+    clock.sleep(0.02)
     receiver.arrive(message, remote=True)
-    assert time.perf_counter() - sent == pytest.approx(0.05, abs=0.04)
-    again = time.perf_counter()
+    assert clock.now == pytest.approx(100.05, abs=1e-5)
+    clock.sleep(1)
     receiver.arrive(message, remote=True)
-    assert time.perf_counter() - again < 0.04
+    assert clock.now == pytest.approx(101.05, abs=1e-5)
 
 
 def test_a_pass_takes_its_time_and_no_cpu(device):
     one, cpu = device(), time.thread_time()
     one.compute(0.05)
-    assert 0.05 <= one.busy < 0.2
+    assert one.busy >= 0.05
     assert time.thread_time() - cpu < 0.02
 
 

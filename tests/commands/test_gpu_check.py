@@ -59,7 +59,7 @@ def test_a_case_that_hangs_or_fails_is_ended_and_named(tmp_path):
     began = time.monotonic()
     hang = gpu_check._process([sys.executable, "-S", "-c", "while True: pass"], tmp_path / "a", 0.5)
     assert "over its time limit" in hang
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     fails = gpu_check._process([sys.executable, "-S", "-c", "raise ValueError('why')"], tmp_path / "b", 30)
     assert "exit status 1: ValueError: why" in fails
 
