@@ -38,3 +38,9 @@ install_megapipe() { # install_megapipe EXTRAS: once per environment, checkout a
   rm -f "$prefix"/.megapipe-*
   echo "$mine" > "$prefix/.megapipe-$1"
 }
+
+cpu_if_fewer_gpus_than() { # cpu_if_fewer_gpus_than RANKS: the flag for a machine with some GPUs, but too few
+  local gpus
+  gpus="$({ nvidia-smi -L || true; } 2> /dev/null | wc -l)"
+  [ "$gpus" -eq 0 ] || [ "$gpus" -ge "$1" ] || echo "--distributed-backend gloo"
+}

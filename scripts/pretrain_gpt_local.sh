@@ -14,8 +14,9 @@ else
   DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 4095)
 fi
 
+# shellcheck disable=SC2046  # words on purpose
 exec torchrun --nproc-per-node "${NPROC:-2}" pretrain_gpt.py \
-  --pipeline-model-parallel-size 2 \
+  $(cpu_if_fewer_gpus_than "${NPROC:-2}") --pipeline-model-parallel-size 2 \
   --num-layers 8 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
   --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size 4 --global-batch-size 32 --train-iters 20 \

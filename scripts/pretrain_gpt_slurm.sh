@@ -58,6 +58,7 @@ COMMAND=("${LAUNCH[@]}" "$PROGRAM"
   --micro-batch-size 1 --global-batch-size 64 --train-iters 100000
   --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
   --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16 --exit-signal-handler
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 4
   --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 "${TOKENS[@]}" "${FILES[@]}" "$@")
 printf '%q ' "${COMMAND[@]}"
 echo

@@ -24,8 +24,9 @@ python tools/preprocess_data.py --input "$RUN/stdlib.jsonl" --output-prefix "$RU
   --tokenizer-model "$RUN/tokenizer.model" --reuse
 
 echo "== 4/5 Pretraining: 2 pipeline stages, 1F1B, 8 microbatches"
+# shellcheck disable=SC2046  # words on purpose
 torchrun --nproc-per-node 2 pretrain_gpt.py \
-  --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b \
+  $(cpu_if_fewer_gpus_than 2) --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b \
   --num-layers 8 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 \
   --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size 4 --global-batch-size 32 --train-iters 120 \

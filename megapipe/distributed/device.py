@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from megapipe.config import ParallelConfig
+from megapipe.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def has_cuda() -> bool:
-    """Is there a GPU that torch can use for each rank of this machine? NCCL refuses two ranks on one."""
-    return torch.cuda.is_available() and _ranks_here() <= torch.cuda.device_count()
+    """Is there a GPU that torch can use for each rank of this machine? NCCL refuses two ranks on one.
+
+    One GPU in sight of several ranks is taken for each one's own: a scheduler that binds a GPU to each task hides the
+    others from it. `ProcessMesh.create` asks whether it was the same one.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return gpus == 1 or gpus >= max(1, _ranks_here())
 
 
 def _ranks_here() -> int:
@@ -29,19 +35,35 @@ def built_for_cpus() -> bool:
 
 
 def pick_device(parallel: ParallelConfig) -> torch.device:
-    """This process's device: its own GPU where each rank has one and gloo was not asked for, else the CPU."""
-    if has_cuda() and parallel.distributed_backend != "gloo":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    gpus = torch.cuda.device_count()
-    if gpus and parallel.distributed_backend != "gloo" and os.environ.get("LOCAL_RANK") == "0":
-        print(
-            f"WARNING: {_ranks_here()} ranks on a machine of {gpus} GPU(s): they compute on the CPU, over gloo. "
-            f"For GPUs start at most {gpus} there (torchrun --nproc-per-node {gpus})",
-            flush=True,
+    """This process's device: its own GPU, or the CPU where there is none or gloo was asked for.
+
+    Raises: ConfigError if this machine has GPUs, but not one for each rank: none trains on the CPU unasked.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus or parallel.distributed_backend == "gloo":
+        return torch.device("cpu")
+    if not has_cuda():
+        raise ConfigError(
+            f"--nproc-per-node {_ranks_here()}, on a machine of {gpus} GPUs: start at most {gpus} ranks there "
+            f"(torchrun --nproc-per-node {gpus}), or compute on the CPU with --distributed-backend gloo."
         )
-    return torch.device("cpu")
+    # A stage's activations and what its W passes keep outlive temporaries: blocks of fixed size fall to pieces.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Plain mode posts messages alone on communicators of one way, where torch's advice to batch them does not hold.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """A GPU's name among all of the world's: two ranks that say the same one share it. None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def waits_for_kernels() -> bool:
+    """Does the host wait for each kernel that it starts? Set by who looks for the one that fails."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def keep_freed_memory() -> None:

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
-from megapipe.distributed.device import backend_of
+from megapipe.distributed.device import backend_of, gpu_name
 from megapipe.distributed.links import num_links
-from megapipe.distributed.meeting.agreement import agree, agree_in
+from megapipe.distributed.meeting.agreement import agree, agree_in, taken
 from megapipe.distributed.meeting.meeting import meet
 from megapipe.distributed.meeting.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
@@ -84,7 +84,7 @@ class ProcessMesh:
 
     @staticmethod
     def required() -> ProcessMesh:
-        """The same. Raises: ConfigError if there is none."""
+        """As `current`. Raises: ConfigError if there is none."""
         if (mesh := _current.get()) is None:
             raise ConfigError(
                 "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
@@ -129,15 +129,15 @@ class ProcessMesh:
         sizes = check_sizes(parallel, world_size)
         if world_size == 1:
             return replace(ProcessMesh.single(device), is_guest=guest).activate()
-        facts = {**(facts or sizes), "the kind of device": device.type}
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        store = None
+        same = {**(facts or sizes), "the kind of device": device.type}
+        timeout, store = timedelta(minutes=parallel.distributed_timeout_minutes), None
         if guest:
             check_backend(device)
-            agree_in(Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device), facts)
+            agree_in(Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device), same)
         else:
             store = meet(rank, world_size, timeout.total_seconds())
-            agree(PrefixStore("agreement", store), rank, world_size, facts)
+            same |= taken(PrefixStore("gpus", store), gpu_name(device))
+            agree(PrefixStore("agreement", store), rank, world_size, same)
         try:
             if store is not None:
                 dist.init_process_group(

@@ -12,7 +12,7 @@ from programs import ROOT, Program
 from torch.distributed import HashStore
 
 from megapipe.data.indexed import IndexedWriter
-from megapipe.distributed.meeting.agreement import agree
+from megapipe.distributed.meeting.agreement import agree, taken
 from megapipe.errors import ConfigError
 from tools.proofs.drawn_starts import starts
 
@@ -47,6 +47,16 @@ def meet(*facts: dict[str, str]) -> tuple[list[object], Counting]:
 
 def test_equal_ranks_go_on():
     assert meet({"--lr": "1"}, {"--lr": "1"}, {"--lr": "1"})[0] == [None] * 3
+
+
+def test_ranks_that_share_a_gpu_are_told_by_its_name_before_nccl_waits_for_ever():
+    store = HashStore()
+    found, _ = meet(*(taken(store, gpu) for gpu in ("GPU-a", "GPU-b", "GPU-b")))
+    (said,) = {problem for (problem,) in found}
+    assert said == (
+        "the GPU (start one rank for each, or compute on the CPU with --distributed-backend gloo) differs between "
+        "ranks: its own on rank 0; GPU-b, which is another rank's on rank 2"
+    )
 
 
 def test_every_rank_reads_the_same_difference_with_its_values_and_ranks():

@@ -6,20 +6,54 @@ import pytest
 import torch
 
 from megapipe.config import ParallelConfig
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.messages.transport import Transport
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of so many GPUs that starts so many ranks; this is the last of them."""
+
+    def made(gpus: int, ranks: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+
+    return made
 
 
 @pytest.mark.parametrize(
-    "gpus, ranks, kind", [(8, 8, "cuda"), (8, 2, "cuda"), (1, 2, "cpu"), (1, 1, "cuda"), (0, 2, "cpu")]
+    "gpus, ranks, device",
+    [(8, 8, "cuda:7"), (8, 2, "cuda:1"), (1, 1, "cuda:0"), (1, 8, "cuda:0"), (0, 2, "cpu")],
 )
-def test_ranks_take_gpus_where_each_has_one(monkeypatch, capsys, gpus, ranks, kind):
-    """Two ranks on one GPU, as the first command of the README starts them, ended with `invalid device ordinal`."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert has_cuda() == (kind == "cuda")
-    assert pick_device(ParallelConfig()).type == kind
-    assert ("WARNING: 2 ranks on a machine of 1 GPU(s)" in capsys.readouterr().out) == (gpus == 1 and ranks == 2)
+def test_a_rank_takes_its_own_gpu_also_the_only_one_that_its_task_sees(machine, gpus, ranks, device):
+    """8 tasks bound to a GPU each (srun --gpus-per-task 1) trained on the CPU."""
+    machine(gpus, ranks)
+    assert has_cuda() == (gpus > 0)
+    assert str(pick_device(ParallelConfig())) == device
     assert pick_device(ParallelConfig(distributed_backend="gloo")).type == "cpu"
+
+
+def test_a_machine_with_gpus_does_not_train_on_its_cpu_unasked(machine):
+    machine(4, 8)
+    assert not has_cuda()
+    with pytest.raises(ConfigError) as error:
+        pick_device(ParallelConfig())
+    assert error.value.problems == (
+        "--nproc-per-node 8, on a machine of 4 GPUs: start at most 4 ranks there (torchrun --nproc-per-node 4), "
+        "or compute on the CPU with --distributed-backend gloo.",
+    )
+    assert pick_device(ParallelConfig(distributed_backend="gloo")).type == "cpu"
+
+
+def test_no_message_is_received_ahead_of_its_turn_where_the_host_waits_for_kernels(monkeypatch):
+    """Every plain pipeline hung at its first step under CUDA_LAUNCH_BLOCKING=1."""
+    pp = Axis(0, 2, (0, 1), device=torch.device("cuda"), links=(object(), object()))
+    for said, places in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", said)
+        assert Transport(pp).receives_ahead.places == places

@@ -46,6 +46,18 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
         raise ConfigError(_differences(everyone, count))
 
 
+def taken(store: Store, gpu: str | None) -> dict[str, str]:
+    """The fact that differs between ranks if two of them have taken one GPU; NCCL would fail or wait for ever.
+
+    Args:
+        gpu: its name among all of the world's; None for a CPU, which ranks share.
+    """
+    if gpu is None:
+        return {}
+    owner = "its own" if store.add(gpu, 1) == 1 else f"{gpu}, which is another rank's"
+    return {"the GPU (start one rank for each, or compute on the CPU with --distributed-backend gloo)": owner}
+
+
 def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
     """The same in a world of groups that is there already. Raises: ConfigError on all ranks alike."""
     everyone = world.gather_json(dict(facts))

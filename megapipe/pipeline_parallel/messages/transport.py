@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import waits_for_kernels
 from megapipe.distributed.links import link
 
 Shape = Sequence[int]
@@ -99,9 +100,10 @@ class Transport:
 
         Over gloo a message whose receive is there saves a round trip. Over NCCL a transfer begins when the passes that
         were enqueued before it are over: posted one place early it runs beside a pass. That needs a communicator of one
-        way, as it holds up what is posted behind it; and a batch must stay together.
+        way, as it holds up what is posted behind it; and a batch must stay together. Where the host waits for each
+        kernel (CUDA_LAUNCH_BLOCKING=1) a receive ahead of its turn would wait for a sender that waits for this rank.
         """
-        if self.mode is not P2PMode.PLAIN:
+        if self.mode is not P2PMode.PLAIN or (self.pp.device.type == "cuda" and waits_for_kernels()):
             return Ahead(0, frozenset())
         if self.pp.device.type == "cpu":
             return Ahead(4, frozenset(range(self.pp.size)))
