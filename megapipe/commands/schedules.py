@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+from megapipe.commands import given  # noqa: E402
 from megapipe.commands.progress import Progress  # noqa: E402
 from megapipe.schedule import (  # noqa: E402
     SCHEDULES,
@@ -30,8 +31,7 @@ from megapipe.schedule import (  # noqa: E402
     vee,
     verify,
 )
-from megapipe.schedule.costs import MOST  # noqa: E402
-from megapipe.schedule.costs_file import load_costs  # noqa: E402
+from megapipe.schedule.costs import SHARES  # noqa: E402
 from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
 from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
@@ -47,6 +47,7 @@ PICTURES["naive"]["microbatches"] = 3
 PICTURES["zb-auto"] = {**PICTURES["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
 PICTURES["1f1b-vocabulary"] = {**PICTURES["1f1b"], "costs": Costs(s=0.5, t=0.25)}
 """What docs/schedules.md shows of each."""
+STDOUT = Path("-")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +59,8 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> int:
     args = parser().parse_args()
+    if (share := getattr(args, "comm_share", None)) is not None:
+        args.costs = replace(args.costs, **dict.fromkeys(SHARES, share))
     try:
         return int(args.run(args))
     except (ScheduleError, OSError) as error:
@@ -76,44 +79,51 @@ def parser() -> Parser:
     every.set_defaults(run=run_list)
     show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
     show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, a .json or .csv file, or FILE.py:NAME")
-    effort = partial(_positive, most=86400)
+    effort = partial(given.positive, most=86400)
     both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
     both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
     both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
     both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
     for one, needed in ((show, False), (both, True)):
-        one.add_argument("--pp", type=_count, required=needed, metavar="P", help="pipeline ranks")
-        one.add_argument("--microbatches", type=_count, required=needed, metavar="M")
+        one.add_argument("--pp", type=given.count, required=needed, metavar="P", help="pipeline ranks")
+        one.add_argument("--microbatches", type=given.count, required=needed, metavar="M")
         one.add_argument(
             "--costs",
-            type=_costs,
+            type=given.costs,
             default=Costs(),
             metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
             help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
             "what every pass costs beside; or a .json of them, also by stage and by link",
         )
+        hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
+        one.add_argument("--comm-share", type=given.share, metavar="Q", help=hidden)
         most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
-        one.add_argument("--memory", type=_positive, metavar="X", help=most)
-    show.add_argument("--chunks", type=_count, metavar="V", help="stages per rank, where the schedule leaves a choice")
+        one.add_argument("--memory", type=given.positive, metavar="X", help=most)
+    show.add_argument(
+        "--chunks", type=given.count, metavar="V", help="stages per rank, where the schedule leaves a choice"
+    )
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
     shares = "each rank has a share of the vocabulary: what S, T and E take of it"
-    share_costs = _costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
+    share_costs = given.costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
     show.add_argument("--vocabulary", type=share_costs, metavar="S,T[,E]", help=shares)
-    step_costs = _costs_of("guav", "G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1")
+    step_costs = given.costs_of("guav", "G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1")
     show.add_argument("--step", type=step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
-        show.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} instead of drawing here")
+        written = f"write {kind} instead of drawing; without FILE it alone is printed"
+        show.add_argument(f"--{kind}", nargs="?", const=STDOUT, type=Path, metavar="FILE", help=written)
     show.set_defaults(run=run_show)
     both.set_defaults(run=run_compare)
     site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)
     site.add_argument("folder", type=Path)
     site.add_argument(
-        "--pp", type=_count, nargs="+", default=RANKS, metavar="P", help="numbers of ranks to choose from"
+        "--pp", type=given.count, nargs="+", default=RANKS, metavar="P", help="numbers of ranks to choose from"
     )
-    site.add_argument("--microbatches", type=_count, nargs="+", default=MICROBATCHES, metavar="M", help="and of these")
+    site.add_argument(
+        "--microbatches", type=given.count, nargs="+", default=MICROBATCHES, metavar="M", help="and of these"
+    )
     site.set_defaults(run=run_site)
     docs = commands.add_parser("docs", help="write the pictures of docs/schedules.md", allow_abbrev=False)
     docs.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "schedules")
@@ -166,8 +176,12 @@ def run_show(args: argparse.Namespace) -> int:
         (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
     ]
     for path, text in files:
-        if path is not None:
+        if path == STDOUT:
+            print(text(), end="")
+        elif path is not None:
             path.write_text(text(), encoding="utf-8")
+    if any(path == STDOUT for path, _ in files):
+        return 0
     if not any(path for path, _ in files):
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
@@ -213,9 +227,9 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     name = args.name.lower()
     options = {k: x for k in ("placement", "objective", "effort") if (x := getattr(args, k)) is not None}
     if is_file(name):
-        given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
-        if given:
-            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
+        said = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
+        if said:
+            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(said)}")
         schedule = load(args.name)
         verify(schedule, memory=args.memory, costs=args.costs)
         return schedule, []
@@ -248,49 +262,6 @@ def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
         f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
     ]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str, most: float = MOST) -> float:
-    if len(numbers := _numbers(text)) != 1 or not 0 < numbers[0] <= most:
-        raise argparse.ArgumentTypeError(f"a number above 0 and at most {most:g} is needed, got {text!r}")
-    return numbers[0]
-
-
-def _costs(text: str) -> Costs:
-    if text.endswith(".json"):
-        try:
-            return load_costs(text)
-        except ScheduleError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    numbers = _numbers(text)
-    if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
-        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got"
-        raise argparse.ArgumentTypeError(f"{wanted} {text!r}")
-    return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
-
-
-def _costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
-    def read(text: str) -> dict[str, float]:
-        if not 2 <= len(numbers := _numbers(text)) <= len(names):
-            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
-        return dict(zip(names, numbers, strict=False))
-
-    return read
-
-
-def _numbers(text: str) -> list[float]:
-    """The numbers from 0 to 1e100 between commas; none if there is anything else."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        return []
-    return numbers if all(0 <= x <= MOST for x in numbers) else []
 
 
 def command() -> None:

@@ -2,11 +2,16 @@
 
 A plain number is per device share (one microbatch through 1/P of the model), so that every schedule does the same work
 on a rank, however many chunks it cuts; a tuple names each stage of the chain and is taken as it is.
+
+Inside a pass arithmetic and communication take turns, layer by layer. Alone a pass takes the time of both. Of two run
+together the communication of one hides behind the arithmetic of the other: they take the makespan of their pieces on
+two lanes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
@@ -15,6 +20,9 @@ from megapipe.schedule.passes import Placement, Step
 PerStage = float | tuple[float, ...]
 MOST = 1e100
 _OF_LAYERS, _OF_RANKS = {"f", "b", "w"}, {"s", "t", "e", "mem_s"}
+SHARES = ("link_f", "link_b", "link_w")
+"""Fields that are a share of another."""
+_TURNS = 256  # of finer pieces the sums alone count
 
 
 @dataclass(frozen=True)
@@ -23,8 +31,12 @@ class Costs:
 
     Attributes:
         f, b, w: forward, input gradient, weight gradient. BW costs b + w.
-        fb: a forward and a fused backward run as one overlapped pair, per device share; None: the sum of the two.
-            A pair whose backward is split takes w less, and none is shorter than one of its passes.
+        link_f, link_b, link_w: the share of f, b and w that is communication within the pass: of experts, of tensor or
+            context parallelism. 0 leaves nothing to hide: two passes run together take the sum of both.
+        piece: time of one such communication, from which follows how often a pass takes turns; 0: so short that of two
+            passes only the sums count, of arithmetic and of communication, the longer of which binds.
+        fb: a forward and a fused backward run as one overlapped pair, per device share, in place of what follows from
+            their pieces. A pair whose backward is split takes w less. No two passes take less than one of them alone.
         comm: time of a message between two ranks, latency and transfer, of all links or of each: link r joins ranks r
             and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
         s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
@@ -54,12 +66,18 @@ class Costs:
     t: PerStage = 0.0
     e: PerStage = 0.0
     mem_s: PerStage = 0.0
+    link_f: float = 0.0
+    link_b: float = 0.0
+    link_w: float = 0.0
+    piece: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not 0 <= number <= MOST:
                     raise ScheduleError(f"Costs.{name} must be a number from 0 to {MOST:g}, got {number}.")
+                if number is not None and name in SHARES and number > 1:
+                    raise ScheduleError(f"Costs.{name} is a share of the pass, from 0 to 1, got {number}.")
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Duration of each kind of pass, by stage."""
@@ -93,13 +111,31 @@ class Costs:
         return mem_b, mem_w, mem_s
 
     def of_step(self, step: Step, placement: Placement) -> float:
-        """Duration of a step: of one pass, or of an overlapped pair."""
+        """Duration of a step: of one pass, or of two run together."""
         table = self.durations(placement)
-        if len(step) == 1 or self.fb is None:
-            return sum(table[x.kind][x.stage] for x in step)
-        split = sum(table[Kind.W][x.stage] - self.overhead for x in step if x.kind.is_split)
-        together = self.fb * placement.num_ranks / placement.chain - split + self.overhead
-        return max(together, *(table[x.kind][x.stage] for x in step))
+        alone = [table[x.kind][x.stage] for x in step]
+        if len(step) == 1:
+            return alone[0]
+        if self.fb is not None and step[0].kind.is_forward and step[1].kind.is_backward:
+            split = sum(table[Kind.W][x.stage] - self.overhead for x in step if x.kind.is_split)
+            return max(self.fb * placement.num_ranks / placement.chain - split + self.overhead, *alone)
+        if not any(getattr(self, name) for name in SHARES):
+            return sum(alone)
+        chains = [chain for x in step for chain in self._chains(x.kind, x.stage, placement)]
+        return max(_together(chains) + self.overhead, *alone)
+
+    def _chains(self, kind: Kind, stage: int, placement: Placement) -> list[_Chain]:
+        """The pieces of a pass; those of weight gradients are a chain of their own, behind that of the input's."""
+        lead = "f" if kind.is_forward else "b"  # W's products stand between the turns of its B
+        turns = 0
+        if self.piece:
+            whole = self._by_stage(lead, placement)[stage] * getattr(self, f"link_{lead}")
+            turns = min(max(1, round(whole / self.piece)), _TURNS)
+        chains: list[_Chain] = []
+        for letter in kind.rule.costs:
+            time, share = self._by_stage(letter, placement)[stage], getattr(self, f"link_{letter}", 0.0)
+            chains.append(_Chain((1 - share) * time, share * time, turns, letter == "b", bool(chains)))
+        return chains
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
         value: PerStage = getattr(self, name)
@@ -111,6 +147,44 @@ class Costs:
             return [value[placement.position(s)] for s in range(placement.num_stages)]
         share = 1 if name in _OF_RANKS else placement.num_ranks / placement.chain
         return [value * share] * placement.num_stages
+
+
+class _Chain(NamedTuple):
+    """Pieces that follow each other: so many turns of arithmetic and of communication, 0 for as many as one likes.
+
+    Attributes:
+        link_first: communication comes first: a backward begins with what its forward ended with.
+        behind: each turn follows that of the chain before it: a weight gradient the gradient of its output.
+    """
+
+    compute: float
+    link: float
+    turns: int
+    link_first: bool
+    behind: bool
+
+
+def _together(chains: list[_Chain]) -> float:
+    """Makespan of chains on one lane for arithmetic and one for communication: the piece that can start first goes
+    first, of several that of the chain with most left."""
+    if not all(chain.turns for chain in chains):
+        return max(sum(chain.compute for chain in chains), sum(chain.link for chain in chains))
+    ends = [[0.0] for _ in chains]  # of a chain's pieces, of what stands before the first at 0
+    free, last = [0.0, 0.0], 0.0
+    for _ in range(sum(2 * chain.turns for chain in chains)):
+        ready: list[tuple[float, float, int, int]] = []
+        for i, chain in enumerate(chains):
+            at = len(ends[i]) - 1
+            lane = (at + chain.link_first) % 2
+            needed = 2 * (at // 2 + 1) if chain.behind else 0  # both have as many turns
+            if at < 2 * chain.turns and needed < len(ends[i - 1]):
+                left = (1 - at / 2 / chain.turns) * (chain.compute + chain.link)
+                ready.append((max(ends[i][-1], free[lane], ends[i - 1][needed]), -left, i, lane))
+        start, _, i, lane = min(ready)
+        free[lane] = start + (chains[i].link if lane else chains[i].compute) / chains[i].turns
+        ends[i].append(free[lane])
+        last = max(last, free[lane])
+    return last
 
 
 UNIT = Costs()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import MOST, Costs
+from megapipe.schedule.costs import MOST, SHARES, Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
-_SINGLE = ("fb", "overhead")
+_SINGLE = ("fb", "overhead", "piece", *SHARES)
 """The same on every stage."""
 
 

@@ -1,9 +1,11 @@
 """A transformer's costs are the tables of the papers, written here a second time."""
 
+from dataclasses import replace
+
 import pytest
 from transformer_costs import transformer
 
-from megapipe.schedule import Costs, ScheduleError
+from megapipe.schedule import Costs, Kind, Pass, ScheduleError, loop
 from megapipe.schedule.costs_file import dump_costs, load_costs, read_costs
 
 H, S, A, MB = 4096, 2048, 32, 2
@@ -73,7 +75,7 @@ def test_a_costs_file_says_stages_links_and_messages(tmp_path) -> None:
         load_costs(path)
 
 
-@pytest.mark.parametrize("name", ["fb", "overhead"])
+@pytest.mark.parametrize("name", ["fb", "overhead", "link_f", "piece"])
 def test_what_is_one_number_for_all_stages_is_no_list(name) -> None:
     with pytest.raises(ScheduleError, match=rf"^costs.json: {name} must be a number, got \[1, 2\]\.$"):
         read_costs({"f": 1, name: [1, 2]})
@@ -85,3 +87,38 @@ def test_a_number_that_no_time_reaches_is_refused(number) -> None:
         ScheduleError, match=r"^costs.json: f must be a number or a list of numbers|must be a number from"
     ):
         read_costs({"f": number})
+
+
+def _together(costs: Costs, one: Kind, two: Kind) -> float:
+    return costs.of_step((Pass(one, 0, 0), Pass(two, 0, 1)), loop(1))
+
+
+def test_of_two_passes_that_take_turns_at_will_the_longer_lane_binds() -> None:
+    half = Costs(10, 11, 8, link_f=0.23, link_b=0.23, link_w=0.23)
+    for one, two, apart in ((Kind.F, Kind.BW, 29), (Kind.F, Kind.F, 20), (Kind.B, Kind.B, 22), (Kind.B, Kind.W, 19)):
+        assert _together(half, one, two) == pytest.approx(0.77 * apart)
+    assert _together(Costs(10, 11, 8, link_f=0.9, link_b=0.9), Kind.F, Kind.B) == pytest.approx(0.9 * 21)
+    assert _together(Costs(10, 11, 8), Kind.F, Kind.BW) == 29
+    assert _together(replace(half, fb=25.0), Kind.F, Kind.BW) == 25, "what was measured stands"
+    assert _together(half, Kind.BW, Kind.W) == pytest.approx(0.77 * 27)
+
+
+def test_two_passes_of_one_layer_take_the_makespan_of_their_pieces() -> None:
+    """Drawn by hand: A is arithmetic, c communication, of 5 each; a backward begins as its forward ended."""
+    costs = Costs(10, 10, 8, link_f=0.5, link_b=0.5, piece=5)
+    assert _together(costs, Kind.F, Kind.B) == 10  # A c  beside  c A
+    assert _together(costs, Kind.F, Kind.F) == 15  # A c -  beside  - A c
+    assert _together(costs, Kind.B, Kind.B) == 15
+    assert _together(costs, Kind.B, Kind.W) == 13  # c A  beside 8 of W
+    assert _together(replace(costs, overhead=1.0), Kind.F, Kind.F) == 16, "two passes have one overhead"
+
+
+def test_finer_pieces_come_to_the_sums_and_never_below() -> None:
+    times = [_together(Costs(10, 11, 8, link_f=0.3, link_b=0.35, piece=x), Kind.F, Kind.BW) for x in (3, 1, 0.1, 0)]
+    assert all(time >= times[-1] - 1e-9 for time in times)
+    assert times[-2] == pytest.approx(times[-1], rel=0.02)
+
+
+def test_a_share_above_the_whole_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"^Costs.link_f is a share of the pass, from 0 to 1, got 1.5.$"):
+        Costs(link_f=1.5)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
-from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.costs import SHARES, UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.simulate import simulate
@@ -246,7 +246,8 @@ def _uneven(best: Row) -> list[str]:
 def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
     """How cheap DualPipeV's overlapped pairs must be to reach the best row, in percent of their passes apart."""
     row = next((row for row in rows if row.label == "dualpipe-v" and row.fits), None)
-    if row is None or row.makespan <= best.makespan or costs.fb is not None:
+    known = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
+    if row is None or row.makespan <= best.makespan or known:
         return []
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
         return []

@@ -1,0 +1,66 @@
+"""Numbers that a shell gives to a command: counts, shares, costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule import Costs
+from megapipe.schedule.costs import MOST
+from megapipe.schedule.costs_file import load_costs
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
+    return int(text)
+
+
+def positive(text: str, most: float = MOST) -> float:
+    """A number above 0."""
+    if len(numbers := _numbers(text)) != 1 or not 0 < numbers[0] <= most:
+        raise argparse.ArgumentTypeError(f"a number above 0 and at most {most:g} is needed, got {text!r}")
+    return numbers[0]
+
+
+def share(text: str) -> float:
+    """A number from 0 to below 1."""
+    if len(numbers := _numbers(text)) != 1 or numbers[0] >= 1:
+        raise argparse.ArgumentTypeError(f"a number from 0 to below 1 is needed, got {text!r}")
+    return numbers[0]
+
+
+def costs(text: str) -> Costs:
+    """`F,B,W[,COMM[,OVERHEAD]]`, or a file of them."""
+    if text.endswith(".json"):
+        try:
+            return load_costs(text)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    numbers = _numbers(text)
+    if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
+        wanted = "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, got"
+        raise argparse.ArgumentTypeError(f"{wanted} {text!r}")
+    return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
+
+
+def costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
+    """A reader of costs for fields of these names, a letter each."""
+
+    def read(text: str) -> dict[str, float]:
+        if not 2 <= len(numbers := _numbers(text)) <= len(names):
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+        return dict(zip(names, numbers, strict=False))
+
+    return read
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers from 0 to 1e100 between commas; none if there is anything else."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(0 <= x <= MOST for x in numbers) else []
