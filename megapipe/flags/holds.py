@@ -51,7 +51,7 @@ accumulate-allreduce-grads-in-fp32: gradients are added in float32, and reduced 
 num-distributed-optimizer-instances=#: optimizer state is split over all data-parallel ranks, which is less
 data-parallel-sharding-strategy=no_shard|optim|optim_grads|optim_grads_params: parameters and gradients are whole on
     each rank
-muon-fp32-matmul-prec=medium|high: Newton-Schulz is computed in float32, so that no rounding depends on the layout
+muon-fp32-matmul-prec=medium|high: Newton-Schulz is computed in bfloat16 on a GPU and in float32 on a CPU
 muon-tp-mode=duplicated|distributed: each tensor-parallel rank makes the whole matrix orthogonal
 muon-use-syrk: a kernel that we do not have; the same products
 muon-scalar-optimizer=adam: all but muon's matrices have adam

@@ -134,7 +134,9 @@ class Muon:
             "unit_rms_norm": (rows / columns) ** 0.5,
         }
         scale = by_mode[t.muon_scale_mode] * t.muon_extra_scale_factor
-        return newton_schulz(x, t.muon_num_ns_steps, NEWTON_SCHULZ[t.muon_coefficient_type]) * scale
+        # A GPU multiplies bfloat16 twenty times as fast as float32, and the steps forgive its rounding (Jordan 2024).
+        products = torch.bfloat16 if x.is_cuda else x.dtype
+        return newton_schulz(x, t.muon_num_ns_steps, NEWTON_SCHULZ[t.muon_coefficient_type], products) * scale
 
 
 def is_matrix(part: Part) -> bool:
@@ -157,15 +159,20 @@ NEWTON_SCHULZ = {
 """Coefficients (a, b, c) of step after step, from the first again after the last."""
 
 
-def newton_schulz(x: Tensor, steps: int, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
-    """About U V^T of x [rows, columns] = U S V^T: singular values between 0.6 and 1.3 after five steps."""
-    tall = x.shape[-2] > x.shape[-1]
+def newton_schulz(
+    x: Tensor, steps: int, coefficients: Sequence[tuple[float, float, float]], products: torch.dtype | None = None
+) -> Tensor:
+    """About U V^T of x [rows, columns] = U S V^T: singular values between 0.6 and 1.3 after five steps.
+
+    products: what the steps are computed in, by default as x comes.
+    """
+    dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / torch.linalg.matrix_norm(x).clamp_min(1e-7)
+    x = (x / torch.linalg.matrix_norm(x).clamp_min(1e-7)).to(products or dtype)
     for a, b, c in islice(cycle(coefficients), steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(dtype)
 
 
 _RULES: dict[str, Callable[[TrainConfig], Rule]] = {"adam": Adam, "sgd": Sgd, "muon": Muon}

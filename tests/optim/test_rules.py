@@ -161,10 +161,11 @@ def test_muon_turns_singular_values_of_whole_matrices_into_ones_also_where_they_
     check(ranks, muon_by_hand(**by_hand))
 
 
+@pytest.mark.parametrize("products", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("coefficients", ["quintic", "simple"])
-def test_newton_schulz_makes_all_singular_values_about_one(coefficients):
+def test_newton_schulz_makes_all_singular_values_about_one(coefficients, products):
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    values = torch.linalg.svdvals(newton_schulz(x, 5, NEWTON_SCHULZ[coefficients]))
+    values = torch.linalg.svdvals(newton_schulz(x, 5, NEWTON_SCHULZ[coefficients], products))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
