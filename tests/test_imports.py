@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "optim": "config distributed errors named",
     "plan": "config errors partition schedule tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
-    "checkpoint": "checks config distributed errors flags optim",
+    "checkpoint": "config distributed errors optim",
     "training": "checkpoint checks config data distributed errors flags models optim partition pipeline_parallel plan "
     "schedule tensor_parallel",
     "convert": "checkpoint config data distributed errors models optim partition schedule",

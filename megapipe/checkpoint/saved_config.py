@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import FREE
 from megapipe.checkpoint.save_load import STATE, find_checkpoint
-from megapipe.checks.numbers import RANGES, REQUIRED, RULES
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.layers import parse_overrides
+from megapipe.config.notes import Range, Required, note_of
 from megapipe.errors import CheckpointError, ConfigError
 
 Look = Callable[[CheckpointConfig], Path | None]
@@ -124,8 +124,9 @@ def _known(cls: type[Any], values: dict[str, Any]) -> Any:
 
 def _sound(config: Config) -> Config:
     """Raises: ValueError for sizes that no run has, of the model, which is built before anything else looks at them."""
+    ranges, required = note_of(ModelConfig, Range), note_of(ModelConfig, Required)
     for name, value in vars(config.model).items():
-        if name in REQUIRED if value is None else name in RANGES and not RULES[RANGES[name]](value):
+        if name in required if value is None else name in ranges and ranges[name].problem(value):
             raise ValueError(name)
     if (text := config.model.per_layer_overrides) is not None:
         parse_overrides(text, config.model.layers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megapipe.checks.numbers import flag
 from megapipe.config import ModelConfig
+from megapipe.config.notes import flag
 
 _WINDOW = re.compile(r"\(?(\d+|-1), *(0|-1)\)?")
 

@@ -23,11 +23,12 @@ from megapipe.checks.inputs import (
     profile_problems,
 )
 from megapipe.checks.model import recompute_problems, variant_problems
-from megapipe.checks.numbers import check_numbers, division, flag, near
+from megapipe.checks.numbers import check_numbers, division, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, TrainConfig
 from megapipe.config.layers import layer_config
+from megapipe.config.notes import flag
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule

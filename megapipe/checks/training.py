@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
 from megapipe.config import Config, TrainConfig
+from megapipe.config.notes import flag
 from megapipe.optim.rules import find_rule, split_problem
 
 
@@ -42,7 +43,7 @@ def training_problems(config: Config) -> Iterator[str]:
 def _dtype_problems(t: TrainConfig) -> Iterator[str]:
     """Of what the optimizer keeps in 16 bits."""
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    asked = [f"--{name.replace('_', '-')} bf16" for name in names if getattr(t, name) == "bf16"]
+    asked = [f"{flag(name)} bf16" for name in names if getattr(t, name) == "bf16"]
     if asked and not t.use_precision_aware_optimizer:
         yield f"{' and '.join(asked)} changes the numbers; say so with --use-precision-aware-optimizer."
     if t.use_precision_aware_optimizer and t.optimizer != "adam":
@@ -50,7 +51,7 @@ def _dtype_problems(t: TrainConfig) -> Iterator[str]:
             f"--use-precision-aware-optimizer is for --optimizer adam, got {t.optimizer}. "
             "Leave --use-precision-aware-optimizer out, or use --optimizer adam."
         )
-    if not t.bf16 and (beyond := [flag for flag in asked if flag.startswith("--main")]):
+    if not t.bf16 and (beyond := [one for one in asked if one.startswith("--main")]):
         yield f"{' and '.join(beyond)} is for weights of --bf16. Add it, or leave {' and '.join(beyond)} out."
 
 

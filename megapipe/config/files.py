@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megapipe.config.moe import EXPERTS
+from megapipe.config.notes import ABOVE_0, Idle, Resume, at_least, needs
+
+SAVES, LOADS = needs("save", "nothing is saved"), needs("load", "nothing is loaded")
+EVALUATES = Idle(
+    lambda c: c.data.eval_interval is None and not c.data.skip_train, "nothing is evaluated, without --eval-interval"
+)
+HAS_BATCHES = needs("eval_iters", "nothing is evaluated", least=1)
+SHOWN = Idle(
+    lambda c: c.log.log_format == "short" and not (c.log.has_board or c.log.metrics_file),
+    "the line has no place for it, with --log-format short",
+)
+DRAWN = needs("tensorboard_dir wandb_project", "nothing is drawn")
+SENT = needs("wandb_project", "nothing is sent")
+PROFILER = needs("use_pytorch_profiler", "nothing is recorded")
+PROFILE = needs("profile", "nothing is recorded")
+NULL, GPT2, TIK, HUGGING = "NullTokenizer", "GPT2BPETokenizer", "TikTokenizer", "HuggingFaceTokenizer"
+OTHER_FILES = Idle(lambda c: c.data.tokenizer in (NULL, GPT2), "it is not read, without a tokenizer that reads it")
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -16,27 +35,32 @@ TokenizerType = Literal[
 ]
 
 
+def of_tokenizer(instead: str, *kinds: str) -> Idle:
+    """Setting of these kinds of tokenizer alone."""
+    return Idle(lambda c: c.data.tokenizer not in kinds, f"{instead}, without {' or '.join(kinds)}")
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Which tokenizer, and its files."""
 
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else SentencePieceTokenizer."""
-    tokenizer_model: str | None = None
+    tokenizer_model: Annotated[str | None, Resume.CONTENTS, OTHER_FILES] = None
     """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
-    vocab_file: str | None = None
+    vocab_file: Annotated[str | None, Resume.CONTENTS, of_tokenizer("it is not read", GPT2)] = None
     """vocab.json of the GPT2BPETokenizer."""
-    merge_file: str | None = None
+    merge_file: Annotated[str | None, Resume.CONTENTS, of_tokenizer("it is not read", GPT2)] = None
     """merges.txt of the GPT2BPETokenizer."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, at_least(1), of_tokenizer("the tokenizer knows its size", NULL, TIK)] = None
     """Ids of the NullTokenizer, or of TikTokenizer with its special ones."""
-    null_tokenizer_eod_id: int | None = None
+    null_tokenizer_eod_id: Annotated[int | None, of_tokenizer("it has its own", NULL)] = None
     """Id that ends a document under the NullTokenizer. Default: the last."""
-    tokenizer_hf_no_include_special_tokens: bool = False
+    tokenizer_hf_no_include_special_tokens: Annotated[bool, of_tokenizer("a text gets none", HUGGING)] = False
     """HuggingFaceTokenizer: a text gets no ids around it, such as one that begins a sequence."""
-    tiktoken_pattern: Literal["v1", "v2"] = "v2"
+    tiktoken_pattern: Annotated[Literal["v1", "v2"], of_tokenizer("there is nothing to cut", TIK)] = "v2"
     """How TikTokenizer cuts a text before it merges pairs."""
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: Annotated[int, of_tokenizer("there is nothing to cut", TIK)] = 1000
     """Ids of TikTokenizer before its first byte string."""
 
     @property
@@ -52,29 +76,32 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Tokens, where they come from and in which order."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
     """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
-    data_args_path: str | None = None
+    data_args_path: Annotated[str | None, Resume.CONTENTS] = None
     """File that holds what --data-path would."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
     """Data to train on, as in --data-path, where each part has files of its own instead of --split."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
     """Data of the validation, likewise."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
     """Data of the test, likewise."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: Annotated[str | None, Resume.CONTENTS] = None
     """JSON file that holds what these three would: {"train": [...], "valid": [...], "test": [...]}."""
     split: str | None = None
     """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
-    data_cache_path: str | None = None
+    data_cache_path: Annotated[str | None, Resume.FREE] = None
     """Folder that keeps the sample indices for the next start. Default: they are computed anew."""
     mock_data: bool = False
     """Synthetic tokens, no files; with --tokenizer-type NullTokenizer --vocab-size N."""
-    num_workers: int = 2
+    num_workers: Annotated[int, at_least(0), Resume.FREE] = 2
     """Background threads that read ahead; 0 reads in the training loop."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
-    no_data_sharding: bool = False
+    no_data_sharding: Annotated[
+        bool,
+        needs("dataloader_type", "samples are read in order", "cyclic"),
+    ] = False
     """Of cyclic: shuffle all samples together, instead of a part of them for each data-parallel rank."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
@@ -82,17 +109,17 @@ class DataConfig(TokenizerConfig):
     """Positions, learned or rotary, start again at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
     """A token attends only to tokens of its own document."""
-    eval_iters: int = 100
+    eval_iters: Annotated[int, at_least(-1), Resume.FREE, EVALUATES] = 100
     """Batches per evaluation; with 0 or -1 nothing is evaluated."""
-    eval_global_batch_size: int | None = None
+    eval_global_batch_size: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
     """Sequences of a batch of the evaluation. Default: --global-batch-size."""
-    eval_micro_batch_size: int | None = None
+    eval_micro_batch_size: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
     """Sequences of its microbatches. Default: --micro-batch-size."""
-    eval_interval: int | None = None
+    eval_interval: Annotated[int | None, at_least(1), Resume.FREE, HAS_BATCHES] = None
     """Evaluate every so many steps."""
-    start_eval_at_iter: int | None = None
+    start_eval_at_iter: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
     """From this step on. Default: from the first."""
-    skip_train: bool = False
+    skip_train: Annotated[bool, Resume.FREE] = False
     """Train nothing: evaluate what --load gives on validation and test data, each from its first sample."""
 
     @property
@@ -107,35 +134,37 @@ class CheckpointConfig:
 
     save: str | None = None
     """Folder for checkpoints."""
-    save_interval: int | None = None
+    save_interval: Annotated[int | None, at_least(1), SAVES] = None
     """Save every so many steps."""
-    save_retain_interval: int | None = None
+    save_retain_interval: Annotated[int | None, at_least(1), SAVES] = None
     """Keep of this run's checkpoints those of every so many steps and the newest; each removal is a line of the log."""
-    save_keep_last: int | None = None
+    save_keep_last: Annotated[int | None, at_least(1), SAVES] = None
     """Keep so many of the newest checkpoints; remove others of this run, but those of --save-retain-interval."""
-    save_remove_earlier: bool = False
+    save_remove_earlier: Annotated[bool, SAVES, needs("save_keep_last save_retain_interval", "nothing is removed")] = (
+        False
+    )
     """Let these two remove checkpoints of earlier runs too, not only what this run saved or resumed from."""
-    save_failure: Literal["stop", "continue"] = "stop"
+    save_failure: Annotated[Literal["stop", "continue"], SAVES] = "stop"
     """What becomes of the run when a checkpoint cannot be saved; continue: an alarm, and the next save tries again."""
     load: str | None = None
     """Folder to resume from; without a checkpoint in it the run starts fresh."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: Annotated[bool, LOADS] = False
     """Stop if --load holds no checkpoint."""
-    ckpt_step: int | None = None
+    ckpt_step: Annotated[int | None, at_least(0), LOADS] = None
     """Load this iteration instead of the newest."""
-    override_on_load: tuple[str, ...] = ()
+    override_on_load: Annotated[tuple[str, ...], LOADS] = ()
     """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path."""
-    use_checkpoint_args: bool = False
+    use_checkpoint_args: Annotated[bool, LOADS] = False
     """Take the architecture from the checkpoint, if there is one, instead of the flags."""
-    finetune: bool = False
+    finetune: Annotated[bool, LOADS] = False
     """Load the weights only and start at iteration 0."""
-    no_save_optim: bool = False
+    no_save_optim: Annotated[bool, SAVES] = False
     """Leave the optimizer state out."""
-    no_load_optim: bool = False
+    no_load_optim: Annotated[bool, LOADS] = False
     """Do not load the optimizer state."""
     trigger_path: str | None = None
     """Folder looked into every --log-interval steps: a file `save` or `exit` there is removed and obeyed."""
-    async_save: bool = False
+    async_save: Annotated[bool, SAVES] = False
     """Copy a checkpoint into shared memory and let a process beside each rank write it; the run's first waits."""
 
 
@@ -143,63 +172,77 @@ class CheckpointConfig:
 class LogConfig:
     """Console, TensorBoard, profiler."""
 
-    log_interval: int = 100
+    log_interval: Annotated[int, at_least(1)] = 100
     """Print a line every so many steps."""
     log_format: Literal["megatron", "short"] = "megatron"
     """megatron: its line, our fields behind. short: one of 80 characters, and metrics of your own."""
-    log_throughput: bool = False
+    log_throughput: Annotated[bool, SHOWN] = False
     """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
-    log_progress: bool = False
+    log_progress: Annotated[bool, needs("save", "there is no folder for progress.txt")] = False
     """Append to progress.txt in the folder of --save when a job starts and when it saves: throughput, FLOPs, tokens."""
     timing_log_level: Literal[0, 1, 2] = 0
     """1: with every line the time of a step's passes and of its update, over all ranks. 2: also what the passes did."""
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    timing_log_option: Annotated[
+        Literal["max", "minmax", "all"],
+        needs("timing_log_level", "no timers are told", 1, 2),
+    ] = "minmax"
     """Of the ranks: the most, the least and the most, or each."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: Annotated[
+        bool,
+        needs("timing_log_level", "iteration-time alone is in TensorBoard", 1, 2),
+        DRAWN,
+    ] = False
     """The timers of --timing-log-level in TensorBoard too: the most of all ranks, in seconds."""
     log_straggler: bool = False
     """With every line the slowest stage and rank, also while it is not slow enough to be named."""
-    device_peak_tflops: float | None = None
+    device_peak_tflops: Annotated[float | None, ABOVE_0] = None
     """Of one device, for the MFU. Default: of dense 16-bit products by its data sheet, where the device is known."""
     metrics_file: str | None = None
     """Append a JSON object of every step to this file; every step's passes are then collected."""
-    moe_per_layer_logging: bool = False
+    moe_per_layer_logging: Annotated[
+        bool, EXPERTS, needs("tensorboard_dir wandb_project metrics_file", "it is shown nowhere")
+    ] = False
     """Routers' losses of each layer in TensorBoard, and with --metrics-file the load of each expert."""
-    log_params_norm: bool = False
+    log_params_norm: Annotated[bool, SHOWN] = False
     """Norm of the parameters in the line."""
-    log_num_zeros_in_grad: bool = False
+    log_num_zeros_in_grad: Annotated[bool, SHOWN] = False
     """Count of zeros in the gradient in the line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: Annotated[int, at_least(1), DRAWN] = 1
     """Write to TensorBoard every so many steps."""
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: Annotated[int, at_least(1), needs("tensorboard_dir", "nothing is held back")] = 1000
     """Events held back before a write."""
     wandb_project: str | None = None
     """Project of Weights & Biases that gets the same scalars; WANDB_MODE=offline keeps them on disk."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: Annotated[str | None, SENT] = None
     """Name of the run there."""
-    wandb_entity: str | None = None
+    wandb_entity: Annotated[str | None, SENT] = None
     """Whose project it is."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: Annotated[str | None, SENT] = None
     """Folder for its files. Default: wandb in that of --save."""
-    log_validation_ppl_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: Annotated[bool, DRAWN] = False
     """Validation perplexity in TensorBoard too."""
-    log_world_size_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: Annotated[bool, DRAWN] = False
     """World size in TensorBoard too."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: Annotated[bool, DRAWN] = False
     """Device memory in TensorBoard too (GPU only)."""
-    profile: bool = False
+    profile: Annotated[bool, PROFILER] = False
     """Record the steps of the window below, with --use-pytorch-profiler."""
-    use_pytorch_profiler: bool = False
+    use_pytorch_profiler: Annotated[bool, PROFILE] = False
     """One Perfetto-readable trace per rank, torch_profile/rank-N.json.gz beside --tensorboard-dir."""
-    pytorch_profiler_collect_shapes: bool = False
+    pytorch_profiler_collect_shapes: Annotated[bool, PROFILER, PROFILE] = False
     """Shapes of tensors in the trace."""
-    pytorch_profiler_collect_callstack: bool = False
+    pytorch_profiler_collect_callstack: Annotated[bool, PROFILER, PROFILE] = False
     """Lines of Python in the trace."""
-    profile_step_start: int = 10
+    profile_step_start: Annotated[int, at_least(0), PROFILER, PROFILE] = 10
     """First step of the window."""
-    profile_step_end: int = 12
+    profile_step_end: Annotated[int, PROFILER, PROFILE] = 12
     """Step at which the window closes."""
-    profile_ranks: tuple[int, ...] = ()
+    profile_ranks: Annotated[tuple[int, ...], PROFILER, PROFILE] = ()
     """Ranks to profile. Default: all."""
+
+    @property
+    def has_board(self) -> bool:
+        """Are scalars drawn somewhere?"""
+        return bool(self.tensorboard_dir or self.wandb_project)

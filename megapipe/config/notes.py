@@ -1,8 +1,37 @@
-"""Annotations of a field: what its type and default do not say of its flag."""
+"""Annotations of a field: all that its type and default do not say of its flag.
+
+`lr: Annotated[float | None, Required("3e-4"), ABOVE_0, Resume.CURVE] = None`. Whoever has to know asks for the notes of
+one kind: `checks` for ranges, `checkpoint` for what may differ on --load, `flags` for what acts and what is idle.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+
+def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
+    """The notes of a kind, by field of a dataclass, of those that have any."""
+    found = {name: tuple(note for note in notes if isinstance(note, kind)) for name, notes in _notes(cls).items()}
+    return {name: notes for name, notes in found.items() if notes}
+
+
+def note_of(cls: type, kind: type[T]) -> dict[str, T]:
+    """The same of kinds of which a field has one."""
+    return {name: note for name, (note,) in notes_of(cls, kind).items()}
+
+
+@cache
+def _notes(cls: type) -> dict[str, tuple[Any, ...]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(cls)}
 
 
 @dataclass(frozen=True)
@@ -18,3 +47,104 @@ class _NoFlag:
 
 
 NO_FLAG = _NoFlag()
+
+
+@dataclass(frozen=True)
+class Required:
+    """Flag that no run does without. example: what it may be."""
+
+    example: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a flag may have, in words and as a question. NaN and infinity are in none."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a value, if anything is."""
+        if self.holds(value) and value != math.inf:
+            return None
+        return f"must be {self.words}" + " and finite" * self.holds(value)
+
+
+def flag(field: str) -> str:
+    """The usual name of a field's flag."""
+    return f"--{field.replace('_', '-')}"
+
+
+def at_least(least: int) -> Range:
+    return Range(f"at least {least}", lambda v: v >= least)
+
+
+ABOVE_0 = Range("above 0", lambda v: v > 0)
+BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
+LISTED = Range("at least 1 and at most 100000", lambda v: 1 <= v <= 10**5)
+"""What is listed, rank by rank or layer by layer, before anything starts."""
+CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
+"""What a clock of the system can count."""
+
+
+class Resume(StrEnum):
+    """What becomes of a setting that is not the checkpoint's. A field without one has its section's, see Config."""
+
+    MUST = "must match"
+    """Refused: the weights mean something else."""
+    CURVE = "curve"
+    """Refused without --override-opt_param-scheduler or its like."""
+    CONTENTS = "contents"
+    """Those of the files are compared, as NAMED."""
+    NAMED = "when named"
+    """Refused unless --override-on-load has the name."""
+    MICROBATCH = "microbatch"
+    """The same where a number hangs on what is computed together."""
+    FREE = "free"
+    """Decides no number, or its rounding alone."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Run in which the flag, if given, has nothing to act on.
+
+    Attributes:
+        where: of a Config: is it such a run?
+        text: what happens instead; it ends in what there is, or is not. Of several notes the first that fits is told.
+    """
+
+    where: Callable[[Any], bool]
+    text: str
+
+
+def needs(fields: str, instead: str, *values: object, least: int | None = None) -> Idle:
+    """Flag that acts only beside one of some others: if that is given, has one of the values, or is at least so many.
+
+    fields: those of the others. instead: what happens without them.
+    """
+
+    def acts(config: Any) -> bool:
+        given = [getattr(section, name) for name in fields.split() for section in _with(config, name)]
+        return any(x in values if values else x if least is None else x >= least for x in given)
+
+    names = _either(list(map(flag, fields.split())))
+    of = f" of at least {least}" if least is not None else f" {_either([*map(str, values)])}" if values else ""
+    return Idle(lambda config: not acts(config), f"{instead}, without {names}{of}")
+
+
+def _with(config: Any, field: str) -> list[Any]:
+    return [section for section in vars(config).values() if field in getattr(section, "__dataclass_fields__", ())]
+
+
+def _either(names: list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+@dataclass(frozen=True)
+class ReadBy(Idle):
+    """Setting of some optimizers; one of the user's own may read any."""
+
+
+def read_by(*optimizers: str, instead: str) -> ReadBy:
+    return ReadBy(lambda c: c.train.optimizer not in optimizers and ":" not in c.train.optimizer, instead)

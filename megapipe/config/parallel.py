@@ -3,77 +3,110 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, Idle, at_least, needs
+
+SEVERAL_RANKS = needs("pipeline_model_parallel_size", "there is one pipeline rank", least=2)
+SEVERAL_STAGES = Idle(
+    lambda c: c.parallel.pipeline_model_parallel_size == 1 and not (c.parallel.chunks or c.parallel.pipeline_schedule),
+    "one stage has all layers, without --pipeline-model-parallel-size of at least 2",
+)
+REPLICAS = Idle(
+    lambda c: c.weight_replicas <= 1,
+    "there is one copy of the weights, without several data- or context-parallel ranks",
+)
+BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
+
+
+def _one_chunk(config: Any) -> bool:
+    par = config.parallel
+    layout = par.pipeline_model_parallel_layout
+    name = par.pipeline_schedule or ("interleaved" if par.chunks or layout else "1f1b")
+    return "interleaved" not in name.lower()
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the model is spread: tensor, context, pipeline and data parallel."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share the layers among them."""
-    context_parallel_size: int = 1
+    context_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share each sequence: of 2c pieces rank r has the r-th and the r-th from the end."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: Annotated[bool, SEVERAL_RANKS] = False
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
     pipeline_costs: str | None = None
     """A .json of what passes and messages take, as tools/plan.py --save-costs writes it. Default: by FLOPs."""
-    reschedule_after: int | None = None
+    reschedule_after: Annotated[int | None, at_least(2)] = None
     """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: Annotated[int | None, LISTED] = None
     """Layers of each stage, where a rank holds several."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: Annotated[int | None, LISTED] = None
     """Stages of each rank: the same by count."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: Annotated[
+        int | None, at_least(1), Idle(_one_chunk, "there is no chunk to visit, without several stages on a rank")
+    ] = None
     """Microbatches that pass one chunk of a rank before the next begins, under interleaved. Default: pipeline ranks."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
     """Layers of the first pipeline rank, over all its stages; the others share the rest evenly."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
     """Layers of the last pipeline rank."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, SEVERAL_STAGES] = False
     """The embedding counts as a layer where stages are made even."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: Annotated[bool, SEVERAL_STAGES] = False
     """The output head and loss count as a layer where stages are made even."""
     pipeline_model_parallel_layout: str | None = None
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
     vocab_parallel_pipeline: bool = False
     """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
-    memory_limit_gib: float | None = None
+    memory_limit_gib: Annotated[float | None, ABOVE_0] = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: Annotated[bool, REPLICAS] = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
     """Gradient elements that are reduced at once, while a stage's last weight pass does the layers before. Default:
     all of a stage, behind it."""
-    ddp_num_buckets: int | None = None
+    ddp_num_buckets: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
     """The same as a number of buckets per stage."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, REPLICAS] = False
     """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
     enable_optimizer_post_validation: bool = False
     """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier."""
-    post_validation_after: int = 10
+    post_validation_after: Annotated[
+        int, at_least(0), needs("enable_optimizer_post_validation", "each update waits for the norm")
+    ] = 10
     """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
-    no_overlap_p2p_communication: bool = False
+    no_overlap_p2p_communication: Annotated[
+        bool,
+        SEVERAL_RANKS,
+        Idle(lambda c: c.parallel.use_ring_exchange_p2p, "messages go as ring exchanges, with --use-ring-exchange-p2p"),
+    ] = False
     """Post messages between stages in batches instead of one by one."""
-    use_ring_exchange_p2p: bool = False
+    use_ring_exchange_p2p: Annotated[bool, SEVERAL_RANKS] = False
     """Post messages between stages as ring exchanges, each complete as a unit; wins over the flag before."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl with a GPU, gloo without."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, CLOCK] = 10.0
     """How long a collective or message may take before the run is stopped."""
-    distributed_timeout_seconds_after_init: float | None = None
+    distributed_timeout_seconds_after_init: Annotated[float | None, CLOCK] = None
     """The same from the second iteration on. Default: --distributed-timeout-minutes."""
 
     @property
     def ranks_of_a_replica(self) -> int:
         """Ranks that see the same samples."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def chunks(self) -> int | None:
+        """Given, if a rank is to hold several stages, as layers of each or as their number."""
+        return self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
