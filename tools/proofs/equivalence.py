@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -31,6 +31,8 @@ from tools.proofs.equivalence_case import EOD, LR, Case, table
 
 # Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+MOVES = 24
+"""Of the initial weights of one process by ulps, which show how much becomes of rounding in 16 bits."""
 
 
 class Part(NamedTuple):
@@ -69,6 +71,7 @@ class Training:
         self.stages = [gpt_provider(self.config.model, places[s], mesh.tp).to(dtype) for s in own]
         for stage in self.stages:
             initialize(stage, 1, mesh.tp)
+            _move(stage, case.moved)
             if case.compile:
                 compile_layers(stage)
         step = case.reporting(forward_step)
@@ -172,14 +175,33 @@ def _equal(case: Case, a: Tensor, b: Tensor) -> bool:
 
 def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome) -> bool:
     """Of losses or norms. In 16 bits they may also lie apart as far as two runs do that are each as far from float64 as
-    one process is: Adam's steps make much of little, so rounding grows from step to step."""
+    one process is, or as it is after every initial weight was moved by at most an ulp: Adam's steps make much of
+    little, and ten layers of small vectors behind RMSNorm double a token's gradient each. Norms of one such case, in
+    the third step of one process: 1.09 in float64, 1.24 in bfloat16, 1.09 to 18.7 in bfloat16 moved so.
+    """
     a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
     if case.same_bits or case.dtype in ("float64", "float32"):
         return _equal(case, a, b)
     exact = torch.tensor(getattr(alone(replace(case.whole, dtype="float64")), kind), dtype=torch.float64)
-    allowed = TOLERANCE[case.dtype] * b.abs() + TOLERANCE[case.dtype] / 100 + 2 * (b - exact).abs()
     alike = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
-    return bool((alike | (a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed))).all())
+    off = torch.zeros_like(b)
+    for seed in range(1 + MOVES):
+        moved = torch.tensor(getattr(alone(replace(case.whole, moved=seed)), kind), dtype=torch.float64)
+        off = torch.fmax(off, (moved - exact).abs())
+        allowed = TOLERANCE[case.dtype] * b.abs() + TOLERANCE[case.dtype] / 100 + 2 * off
+        if (alike | (a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed))).all():
+            return True
+    return False
+
+
+def _move(stage: nn.Module, seed: int) -> None:
+    """Each weight down or up by at most an ulp, or not."""
+    if seed:
+        dice = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in stage.parameters():
+                ways = torch.randint(-1, 2, p.shape, generator=dice)
+                p.copy_(p.double() * (1 + ways * torch.finfo(p.dtype).eps / 2))
 
 
 def _gradients_agree(case: Case, a: Tensor, b: Tensor) -> bool:

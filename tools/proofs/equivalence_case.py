@@ -93,6 +93,7 @@ class Case:
         vocabulary: the ranks of the pipeline share it.
         experts: what the layers have in place of an MLP.
         documents: none, "attention", "positions" or "both" restart at an end of document.
+        moved: seed by which every initial weight is moved by at most an ulp; 0 leaves them.
     """
 
     schedule: str
@@ -130,6 +131,7 @@ class Case:
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
+    moved: int = 0
 
     @property
     def whole(self) -> Case:
