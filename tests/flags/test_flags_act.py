@@ -104,7 +104,7 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     switches = "log_throughput log_params_norm log_world_size_to_tensorboard log_memory_to_tensorboard"
     memory = {"mem-reserved-bytes": 5}
     monkeypatch.setattr(
-        "megapipe.training.report.reporter.memory_bytes", lambda device: memory
+        "megapipe.training.report.numbers.memory_bytes", lambda device: memory
     )  # a CPU has none to report
     for flags in ({}, dict.fromkeys(switches.split(), True)):
         folder = tmp_path / str(len(flags))

@@ -10,16 +10,19 @@ from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.training.report.flops import flops_per_token
+from megapipe.training.report.sinks import Sink
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 
 
-class JobLog:
-    """Written by one rank, the one of which `writes` is said. A file that cannot be written costs one warning."""
+class JobLog(Sink):
+    """Written by one rank, the one of which `writes` is said."""
 
     def __init__(self, config: Config, samples: int, *, writes: bool) -> None:
         wanted = writes and config.log.log_progress and config.checkpoint.save
-        self._path = Path(config.checkpoint.save or "", "progress.txt") if wanted else None
+        path = Path(config.checkpoint.save or "", "progress.txt")
+        super().__init__(f"no --log-progress from here on, {path}")
+        self._to = path if wanted else None
         self._world, self._async = config.world_size, config.checkpoint.async_save
         self._tokens = config.train.sequence
         self._flops = flops_per_token(config.model, self._tokens) * self._tokens
@@ -28,11 +31,11 @@ class JobLog:
 
     def saved(self, iteration: int, samples: int) -> None:
         """A checkpoint is complete, or with --async-save begun, behind so many samples."""
-        if self._path is None:
+        if self._to is None:
             return
         flops, here = self._flops * samples, self._flops * (samples - self._samples)
         with suppress(OSError):
-            began, before = first_job(self._path.read_text(), self._world) or (self._began, 0.0)
+            began, before = first_job(self._to.read_text(), self._world) or (self._began, 0.0)
             speeds = here / (time.time() - self._began), (flops - before) / max(1.0, time.time() - began)
             job, cumulative = (f"throughput: {x / 1e12 / self._world:.1f} TFLOP/s/GPU" for x in speeds)
             what = "Saving async checkpoint" if self._async else "Saved checkpoint"
@@ -47,16 +50,16 @@ class JobLog:
             self._write(f"Saved async checkpoint\tIteration: {iteration}")
 
     def _write(self, what: str) -> None:
-        if self._path is None:
+        if self._to is None:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
+        with self._trying():
+            self._to.parent.mkdir(parents=True, exist_ok=True)
+            with self._to.open("a") as file:
                 file.write(f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {self._world}\t{what}\n")
-        except OSError as error:
-            print(f"WARNING: no --log-progress from here on, {self._path}: {error.strerror}", flush=True)
-            self._path = None
+
+    def _why(self, error: Exception) -> object:
+        return getattr(error, "strerror", error)
 
 
 def first_job(text: str, world: int) -> tuple[float, float] | None:

@@ -7,6 +7,7 @@ import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import STYLES
 
 from megapipe.commands.emulate.runs import Ours, _EmulatedLinks
+from megapipe.config import Config, TrainConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import peak_by_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -24,8 +26,13 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.measured.costs import Spent, measured_costs, spent
+from megapipe.training.progress import Progress
+from megapipe.training.report import numbers
 from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
-from megapipe.training.report.lines import LEGEND, IterationReport, passes_fields, short_line
+from megapipe.training.report.lines import LEGEND, iteration_line, short_line
+from megapipe.training.report.numbers import PASSES, Number, as_json, fields, scalars
+from megapipe.training.report.seen import Seen, Window
+from megapipe.training.steps.step import StepResult
 
 
 class Late:
@@ -137,18 +144,34 @@ def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remai
     assert "left 0:00:00" in lines[1]
 
 
+def first_of_two(losses: dict[str, float]) -> Seen:
+    """The first of two steps of 8 tokens, which takes 100 ms."""
+    asked = Config(train=TrainConfig(micro_batch_size=8, seq_length=1, train_iters=2))
+    result = StepResult(losses, 1.0, 8.0, skipped=False, batch=8)
+    return Seen(asked, Progress(1, 8), result, Window.of(result, 0.1), lr=1e-3)
+
+
+def test_a_row_is_all_that_a_logged_number_needs(monkeypatch):
+    row = Number(lambda seen: 7.5, "rain (mm): {:.2f}", (0, "rain {:.0f}".format), tag="rain", key="rain_mm")
+    monkeypatch.setattr(numbers, "NUMBERS", (*numbers.NUMBERS, row))
+    seen = first_of_two({})
+    assert iteration_line(seen, datetime(2026, 1, 1)).endswith(
+        "| tokens per second: 80 | TFLOP/s per device: 0 | rain (mm): 7.50 |"
+    )
+    assert " rain 8 100 ms" in short_line(seen)
+    assert scalars(seen, line=False)["rain"] == as_json(seen)["rain_mm"] == 7.5
+
+
 def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
-    numbers = {"hardest token": 5.0, "lm loss": 2.0}
-    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, numbers, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
-    assert short_line(one).startswith("1/2 loss 2.0000 hardest token 5 100 ms 80 tok/s norm 1.00 lr 1.00e-03")
+    said = short_line(first_of_two({"hardest token": 5.0, "lm loss": 2.0}))
+    assert said.startswith("1/2 loss 2.0000 hardest token 5 100 ms 80 tok/s norm 1.00 lr 1.00e-03")
 
 
 @pytest.mark.parametrize("own", [{}, {"sure": 0.25}, {f"metric {n}": n / 7 for n in range(9)}])
 def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
-    one = IterationReport(1, 2, 8, 1e2, 1e-3, 8, {}, 1.0, 1.0, None, None, 0, 0, None, None, 80.0, 0.1, None, None)
-    plain = short_line(replace(one, losses={"lm loss": 2.0}))
+    plain = short_line(first_of_two({"lm loss": 2.0}))
     theirs = "".join(f" {name} {value:.4g}" for name, value in own.items())
-    assert short_line(replace(one, losses={"lm loss": 2.0} | own)) == plain.replace("2.0000", f"2.0000{theirs}")
+    assert short_line(first_of_two({"lm loss": 2.0} | own)) == plain.replace("2.0000", f"2.0000{theirs}")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +185,8 @@ def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
 )
 def test_the_parts_stand_behind_the_bubble_that_they_add_up_to(bubble, parts, text):
     now = Measured(1, Costs(), (Spent(1, 1, 1, 0),) * 2, 1.0, bubble, *parts, 1.0, 0.186, Costs(), (), ())
-    *_, said = passes_fields(now)
-    assert said == f" bubble: {text}, predicted bubble: 18.6% |"
+    *_, said = fields(PASSES, now)
+    assert said == f"bubble: {text}, predicted bubble: 18.6%"
 
 
 def test_no_bubble_is_below_nothing_by_rounding():

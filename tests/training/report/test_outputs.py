@@ -15,8 +15,7 @@ import pytest
 from megapipe.config import LogConfig
 from megapipe.errors import DataError
 from megapipe.flags.parse import stop
-from megapipe.training.report.lines import TensorBoard
-from megapipe.training.report.metrics import MetricsFile
+from megapipe.training.report.sinks import MetricsFile, TensorBoard
 
 PROGRAM = """
 import sys

@@ -21,7 +21,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
-from megapipe.training.progress import Window
+from megapipe.training.report.seen import Window
 from megapipe.training.steps.step import Pipeline, StepResult, evaluate, train_step
 from megapipe.training.steps.totals import Adder
 
@@ -205,7 +205,7 @@ def test_the_line_averages_a_name_over_the_steps_that_report_it():
     window = Window()
     for losses, skipped in (({"a": 1.0, "b": 5.0}, False), ({"a": 3.0}, False), ({"a": math.inf}, True)):
         window.add(StepResult(losses, 1.0, 0.0, skipped, finite=not skipped))
-    assert window.mean_losses() == {"a": 2.0, "b": 5.0}
+    assert window.losses == {"a": 2.0, "b": 5.0}
     assert window.nan == 1, "an infinite loss counts too, as in Megatron-LM"
 
 
