@@ -1,4 +1,4 @@
-"""Trains the same small GPT under every schedule and tabulates what each took: markdown, CSV and a chart.
+"""Trains the same small GPT under every schedule and tabulates what each took: markdown, CSV, a figure.
 
 Ranks are processes of this machine with real messages. All schedules of one number of ranks take turns in one pool of
 processes. Where ranks share cores, a step takes the work of all of them, and what a rank waits for is also its core.
@@ -14,9 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,9 +35,13 @@ from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import Plan, make_plan
 from megapipe.schedule import SCHEDULES, entry_of, simulate
 from megapipe.schedule.measured.costs import Ran, measured_costs, spent
+from megapipe.schedule.views.figure import Files
 from megapipe.training.pretrain import Run
 from megapipe.training.report.counters import measured
 from pretrain_gpt import forward_step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VOCAB = 511
 COLUMNS = {
@@ -118,7 +121,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Files):
     """The same small GPT trained under every schedule, and what each took: a table, and files of it.
 
     Ranks are processes of this machine with real messages; where they share cores, a step takes the work of all.
@@ -141,7 +144,7 @@ class Flags:
     why: bool = False
     """Also what the bubble of the rank that waits most is made of."""
     out: str | None = None
-    """Write runs.md, runs.csv and runs.svg into this folder."""
+    """Write runs.md and runs.csv into this folder."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -149,6 +152,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     if wrong := [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]:
         raise ConfigError(wrong)
+    flags.check()
     rows: list[Row] = []
     for pp in flags.pp:
         configs = [_config(name, pp, flags) for name in flags.schedules]
@@ -161,11 +165,12 @@ def main(argv: Sequence[str]) -> None:
         folder = Path(flags.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "runs.md").write_text(text + "\n", encoding="utf-8")
-        (folder / "runs.svg").write_text(to_svg(rows), encoding="utf-8")
         with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))
+    if flags.named:
+        draw(rows, flags)
 
 
 def _counts(flags: Flags) -> list[tuple[str, int]]:
@@ -261,24 +266,33 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     return "\n".join(lines)
 
 
-def to_svg(rows: list[Row]) -> str:
-    """A bar for each step, what the ranks wait of it lighter; one block for each number of ranks."""
-    longest, y, parts = max(r.step_ms for r in rows), 0, []
-    for i, r in enumerate(rows):
-        if not i or rows[i - 1].pp != r.pp:
-            y += 30
-            parts.append(f'<text x="8" y="{y}" font-weight="bold">{r.pp} ranks</text>')
-        y += 18
-        whole = 460 * r.step_ms / longest
-        parts += [
-            f'<text x="150" y="{y}" text-anchor="end">{escape(r.schedule)}</text>',
-            f'<rect x="158" y="{y - 11}" width="{whole:.1f}" height="14" fill="#c9d8ea"/>',
-            f'<rect x="158" y="{y - 11}" width="{whole * (1 - r.bubble):.1f}" height="14" fill="#4573a7"/>',
-            f'<text x="{164 + whole:.1f}" y="{y}">{r.step_ms:.0f} ms, {r.bubble:.0%} waiting</text>',
+def draw(rows: list[Row], files: Files) -> list[Path]:
+    """A bar for each step, what the ranks wait of it lighter, and where the waiting was predicted to begin."""
+    about = (
+        "The same small GPT under every schedule, ranks as processes of one machine: the time of a step, and what part "
+        "of it ranks wait. The mark is where waiting would begin as predicted from the plan's FLOPs."
+    )
+
+    def paint(figure: Figure) -> None:
+        sizes = list(dict.fromkeys(row.pp for row in rows))
+        heights = [sum(row.pp == pp for row in rows) + 1.0 for pp in sizes]
+        panels = figure.subplots(len(sizes), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[
+            :, 0
         ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="780" height="{y + 16}" viewBox="0 0 780 {y + 16}">'
-    style = "<style>text{font:12px sans-serif;fill:#222}</style>"
-    return f'{head}{style}<rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        for axes, pp in zip(panels, sizes, strict=True):
+            of = [row for row in rows[::-1] if row.pp == pp]
+            names = [row.schedule for row in of]
+            axes.barh(names, [r.step_ms for r in of], color="#c9d8ea", label="wait")
+            axes.barh(names, [r.step_ms * (1 - r.bubble) for r in of], color="#4573a7", label="compute")
+            mark = {"color": "#c2185b", "marker": "|", "linestyle": "", "markersize": 6, "label": "predicted"}
+            axes.plot([r.step_ms * (1 - r.bubble_predicted) for r in of], names, **mark)
+            for n, row in enumerate(of):
+                axes.text(row.step_ms, n, f" {row.bubble:.0%}", va="center", fontsize=5)
+            axes.set(title=f"{pp} ranks", ylim=(-0.6, len(of) - 0.4))
+        panels[-1].set_xlabel("ms a step")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+
+    return files.write(0.6 + 0.13 * len(rows) + 0.25 * len({row.pp for row in rows}), about, paint)
 
 
 def command() -> None:

@@ -1,4 +1,4 @@
-"""Pipeline schedules on the command line: list them, draw or save one, compare all, make the pictures of the docs."""
+"""Pipeline schedules on the command line: list them, draw or save one, compare all, here or as figures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
-from megapipe.commands import given  # noqa: E402
-from megapipe.commands.progress import Progress  # noqa: E402
-from megapipe.schedule import (  # noqa: E402
+from megapipe.commands import given
+from megapipe.commands.progress import Progress
+from megapipe.schedule import (
     SCHEDULES,
     Costs,
     Entry,
@@ -27,26 +26,25 @@ from megapipe.schedule import (  # noqa: E402
     is_file,
     loop,
     mirror,
-    simulate,
     vee,
     verify,
 )
-from megapipe.schedule.costs import SHARES  # noqa: E402
-from megapipe.schedule.search.auto import search, zb_auto  # noqa: E402
-from megapipe.schedule.text import load, to_csv, to_json  # noqa: E402
-from megapipe.schedule.transforms.optimizer import repeated, with_whole_step  # noqa: E402
-from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
-from megapipe.schedule.views.compare import Row, advise, compare, measure, to_table  # noqa: E402
-from megapipe.schedule.views.draw import short, to_svg  # noqa: E402
-from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page  # noqa: E402
-from megapipe.schedule.views.perfetto import to_perfetto  # noqa: E402
-from megapipe.schedule.views.terminal import to_terminal  # noqa: E402
+from megapipe.schedule.costs import SHARES
+from megapipe.schedule.search.auto import search
+from megapipe.schedule.text import load, to_csv, to_json
+from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.views.compare import advise, to_table
+from megapipe.schedule.views.draw import short, to_svg
+from megapipe.schedule.views.figure import COLUMN, PAGE, Files
+from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
+from megapipe.schedule.views.perfetto import to_perfetto
+from megapipe.schedule.views.study import study
+from megapipe.schedule.views.study import to_csv as study_to_csv
+from megapipe.schedule.views.study import write as write_study
+from megapipe.schedule.views.terminal import facts, to_terminal
+from megapipe.schedule.views.timeline import write_memory, write_schedule
 
-PICTURES: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
-PICTURES["naive"]["microbatches"] = 3
-PICTURES["zb-auto"] = {**PICTURES["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
-PICTURES["1f1b-vocabulary"] = {**PICTURES["1f1b"], "costs": Costs(s=0.5, t=0.25)}
-"""What docs/schedules.md shows of each."""
 STDOUT = Path("-")
 
 
@@ -59,8 +57,6 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> int:
     args = parser().parse_args()
-    if (share := getattr(args, "comm_share", None)) is not None:
-        args.costs = replace(args.costs, **dict.fromkeys(SHARES, share))
     try:
         return int(args.run(args))
     except (ScheduleError, OSError) as error:
@@ -73,7 +69,7 @@ def main() -> int:
 
 def parser() -> Parser:
     top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
-    commands = top.add_subparsers(required=True, metavar="list|show|compare|site|docs")
+    commands = top.add_subparsers(required=True, metavar="list|show|compare|site")
     every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
     every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
     every.set_defaults(run=run_list)
@@ -84,21 +80,8 @@ def parser() -> Parser:
     both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
     both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
     both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
-    for one, needed in ((show, False), (both, True)):
-        one.add_argument("--pp", type=given.count, required=needed, metavar="P", help="pipeline ranks")
-        one.add_argument("--microbatches", type=given.count, required=needed, metavar="M")
-        one.add_argument(
-            "--costs",
-            type=given.costs,
-            default=Costs(),
-            metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
-            help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
-            "what every pass costs beside; or a .json of them, also by stage and by link",
-        )
-        hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
-        one.add_argument("--comm-share", type=given.share, metavar="Q", help=hidden)
-        most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
-        one.add_argument("--memory", type=given.positive, metavar="X", help=most)
+    _shared(show, several=False)
+    _shared(both, several=True)
     show.add_argument(
         "--chunks", type=given.count, metavar="V", help="stages per rank, where the schedule leaves a choice"
     )
@@ -114,6 +97,9 @@ def parser() -> Parser:
     for kind in ("json", "csv", "svg", "perfetto"):
         written = f"write {kind} instead of drawing; without FILE it alone is printed"
         show.add_argument(f"--{kind}", nargs="?", const=STDOUT, type=Path, metavar="FILE", help=written)
+    show.add_argument("--curves", action="store_true", help="the figure is of what each rank holds over time, alone")
+    for kind in ("svg", "csv"):
+        both.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} of every point too")
     show.set_defaults(run=run_show)
     both.set_defaults(run=run_compare)
     site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)
@@ -125,11 +111,37 @@ def parser() -> Parser:
         "--microbatches", type=given.count, nargs="+", default=MICROBATCHES, metavar="M", help="and of these"
     )
     site.set_defaults(run=run_site)
-    docs = commands.add_parser("docs", help="write the pictures of docs/schedules.md", allow_abbrev=False)
-    docs.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "schedules")
-    docs.add_argument("--only", choices=sorted(PICTURES), nargs="+", default=sorted(PICTURES))
-    docs.set_defaults(run=run_docs)
     return top
+
+
+def _priced(costs: Costs, share: float | None) -> Costs:
+    """With --comm-share, where it is given."""
+    return costs if share is None else replace(costs, **dict.fromkeys(SHARES, share))
+
+
+def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
+    """What show takes once, and compare at several points."""
+    many: dict[str, Any] = {"nargs": "+"} if several else {}
+    also = "; several of these three make a study" * several
+    one.add_argument("--pp", type=given.count, required=several, metavar="P", help=f"pipeline ranks{also}", **many)
+    one.add_argument("--microbatches", type=given.count, required=several, metavar="M", **many)
+    one.add_argument(
+        "--costs",
+        type=given.costs,
+        default=[Costs()] if several else Costs(),
+        metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
+        help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
+        "what every pass costs beside; or a .json of them, also by stage and by link",
+        **many,
+    )
+    hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
+    one.add_argument("--comm-share", type=given.share, metavar="Q", help=hidden)
+    most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
+    one.add_argument("--memory", type=given.positive, metavar="X", help=most)
+    for kind in ("png", "pdf"):
+        one.add_argument(f"--{kind}", metavar="FILE", help=f"write a figure, {kind}")
+    wide = f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}"
+    one.add_argument("--width", type=given.positive, default=COLUMN, metavar="IN", help=wide)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -161,6 +173,7 @@ def _own_entry(name: str) -> Entry:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    args.costs = _priced(args.costs, args.comm_share)
     schedule, found = _schedule(args)
     args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
     if args.vocabulary:
@@ -169,10 +182,14 @@ def run_show(args: argparse.Namespace) -> int:
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
+    figure = Files(args.svg and str(args.svg) if args.curves else None, args.png, args.pdf, args.width)
+    if args.curves and (not figure.named or args.svg == STDOUT):
+        raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
+    figure.check()
     files: list[tuple[Path | None, Callable[[], str]]] = [
         (args.json, lambda: to_json(table)),
         (args.csv, lambda: to_csv(table)),
-        (args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
+        (None if args.curves else args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
         (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
     ]
     for path, text in files:
@@ -180,24 +197,36 @@ def run_show(args: argparse.Namespace) -> int:
             print(text(), end="")
         elif path is not None:
             path.write_text(text(), encoding="utf-8")
+    if figure.named and args.curves:
+        write_memory(schedule, figure, args.costs, args.memory)
+    elif figure.named:
+        write_schedule(schedule, figure, args.costs)
     if any(path == STDOUT for path, _ in files):
         return 0
-    if not any(path for path, _ in files):
+    if not figure.named and not any(path for path, _ in files):
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(to_terminal(schedule, args.costs, width=shutil.get_terminal_size((100, 24)).columns, colour=colour))
-    print("\n".join(_facts(schedule, args.costs, args.memory) + found))
+    print("\n".join(facts(schedule, args.costs, args.memory) + found))
     return 0
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    names = [*(args.only or SCHEDULES), *args.files]
-    rows = compare(
-        args.pp, args.microbatches, args.costs, args.memory, names=names, effort=args.effort, progress=Progress()
-    )
-    print(to_table(rows))
-    print()
-    for line in advise([row for row in rows if isinstance(row, Row)], args.pp, args.microbatches, args.costs):
-        print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
+    names, svg = [*(args.only or SCHEDULES), *args.files], args.svg and str(args.svg)
+    figure = Files(svg, args.png, args.pdf, args.width)
+    figure.check()
+    costs = [_priced(cost, args.comm_share) for cost in args.costs]
+    points = study(args.pp, args.microbatches, costs, args.memory, names, args.effort, Progress())
+    for n, point in enumerate(points):
+        if len(points) > 1:
+            print("\n" * (n > 0) + point.text("ranks", "microbatches", "costs"))
+        print(to_table(point.rows))
+        print()
+        for line in advise(point.measured, point.ranks, point.microbatches, point.costs):
+            print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
+    if args.csv is not None:
+        args.csv.write_text(study_to_csv(points), encoding="utf-8")
+    if figure.named:
+        write_study(points, figure, args.memory)
     return 0
 
 
@@ -206,19 +235,6 @@ def run_site(args: argparse.Namespace) -> int:
     path = args.folder / "index.html"
     path.write_text(to_page(grid(args.pp, args.microbatches), Progress()), encoding="utf-8")
     print(path)
-    return 0
-
-
-def run_docs(args: argparse.Namespace) -> int:
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name in args.only:
-        path = args.folder / f"{name}.svg"
-        costs, memory = PICTURES[name].get("costs", Costs()), PICTURES[name].get("memory")
-        plain = name.removesuffix("-vocabulary")
-        made = zb_auto(**PICTURES[name]) if name == "zb-auto" else build(plain, **PICTURES[name])
-        made = with_vocabulary(made, costs) if plain != name else made
-        path.write_text(to_svg(made, costs, memory), encoding="utf-8")
-        print(path)
     return 0
 
 
@@ -249,19 +265,6 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     except ScheduleError as error:
         hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
         raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None
-
-
-def _facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    timeline, row = simulate(schedule, costs), measure(schedule, costs)
-    limit = "" if memory is None else f" of {short(memory)}"
-    return [
-        f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
-        f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
-        f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
-        f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
-        f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
-        f"parameters: {short(row.parameters)} device share(s) per rank",
-    ]
 
 
 def command() -> None:

@@ -1,4 +1,4 @@
-"""One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, and idle time per rank.
+"""One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, idle time; a figure too.
 
 python tools/merge_traces.py runs/quickstart/torch_profile --output merged.json.gz
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse, run
-from megapipe.schedule.measured.traces import merge, pipelines, predict, read, summarise
+from megapipe.schedule import Placement, Schedule, Timeline
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.measured.traces import RankSummary, RankTrace, merge, pipelines, predict, read, span, summarise
+from megapipe.schedule.views.figure import Files
+from megapipe.schedule.views.timeline import Box, Track, tracks_of, write
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Files):
     """Flags of this tool."""
 
     traces: str | None = None
@@ -35,7 +39,10 @@ def main(argv: Sequence[str]) -> None:
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
     if not paths:
         raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
+    flags.check()
     events: list[dict[str, Any]] = []
+    drawn: list[tuple[list[Track], Placement]] = []
+    about: list[str] = []
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         try:
             schedule, predicted = predict(ranks)
@@ -43,18 +50,52 @@ def main(argv: Sequence[str]) -> None:
             raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
         print(f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches")
         print("rank   step ms   busy ms    idle  predicted ms    idle")
-        for row in summarise(ranks, schedule, predicted):
+        rows = summarise(ranks, schedule, predicted)
+        for row in rows:
             print(
                 f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%} "
                 f"{row.predicted_step_ms:13.1f} {row.predicted_bubble:6.1%}"
             )
         events += merge(ranks, schedule, predicted)
+        if flags.named:
+            drawn.append((_one_step(ranks, schedule, predicted), schedule.placement))
+            about.append(_caption(number, schedule, max(rows, key=lambda row: row.bubble)))
     if not events:
         raise DataError(f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window")
     if flags.output is not None:
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
         Path(flags.output).write_bytes(gzip.compress(text) if flags.output.endswith(".gz") else text)
         print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
+    for path in write(drawn, flags, " ".join(about), "ms") if flags.named else ():
+        print(f"Wrote {path}")
+
+
+def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
+    """worst: of the rank that is idle most."""
+    return (
+        f"Pipeline {number}, {schedule.num_microbatches} microbatches: a step of median length, {worst.step_ms:.0f} "
+        f"ms, rank {worst.rank} idle {worst.bubble:.1%}. Below each rank what its passes' median times predict, with "
+        f"free messages: {worst.predicted_step_ms:.0f} ms, {worst.predicted_bubble:.1%}."
+    )
+
+
+def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
+    """Each rank's step of median length, in ms from the first pass of any; below it the prediction."""
+    spans = [span([trace.steps[n] for trace in ranks]) for n in range(min(len(trace.steps) for trace in ranks))]
+    chosen = sorted(range(len(spans)), key=lambda n: spans[n][1] - spans[n][0])[(len(spans) - 1) // 2]
+    begin, below = spans[chosen][0], tracks_of(schedule, predicted)
+    lines: list[Track] = []
+    for place, trace in enumerate(ranks):
+        for lane in dict.fromkeys(item.lane for item in trace.steps[chosen]):
+            boxes = [
+                Box(item.label, (item.start + item.waited - begin) / 1000, (item.end - begin) / 1000)
+                for item in trace.steps[chosen]
+                if item.lane is lane
+            ]
+            name = f"rank {trace.rank}" if lane is Lane.COMPUTE else lane.value
+            lines.append(Track(name, boxes, first=lane is Lane.COMPUTE))
+        lines += [replace(line, name="predicted" if not n else line.name) for n, line in enumerate(below[place])]
+    return lines
 
 
 def command() -> None:

@@ -18,6 +18,7 @@ from megapipe.commands import progress, schedules
 from megapipe.schedule import SCHEDULES, Costs, build
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
+from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +81,7 @@ SIZE = ("--pp", "4", "--microbatches", "8")
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((), "required: list|show|compare|site|docs"),
+        ((), "required: list|show|compare|site"),
         (("draw",), "invalid choice: 'draw'"),
         (("show", "zb-h1"), "needs --pp and --microbatches, such as --pp 4 --microbatches 8"),
         (("show", "zbv", *SIZE), "did you mean zb-v?"),
@@ -246,14 +247,22 @@ def test_a_search_prints_its_bound_and_keeps_to_the_memory():
     assert bound <= float(re.search(r"makespan ([\d.]+)", done.stdout)[1]) <= 296.5  # V-Half, which fits too
 
 
-def test_committed_pictures_are_what_the_command_makes(tmp_path):
-    names = [*FIXED, "1f1b-vocabulary"]
-    assert tool("docs", tmp_path, "--only", *names).returncode == 0
-    for name in names:
+def test_committed_pictures_are_what_the_command_makes():
+    for name in [*FIXED, "1f1b-vocabulary"]:
         committed = ROOT / "docs" / "schedules" / f"{name}.svg"
-        assert (tmp_path / f"{name}.svg").read_bytes() == committed.read_bytes(), (
-            f"run tools/schedules.py docs ({name})"
-        )
+        assert pictures.drawn(name) == committed.read_text(encoding="utf-8"), f"run tools/docs/pictures.py {name}"
+
+
+def test_compare_takes_several_points_and_curves_need_a_file(tmp_path):
+    done = tool("compare", "--pp", "2", "4", "--microbatches", "4", "--only", "zb-h1", "--csv", tmp_path / "a.csv")
+    heads = [line for line in done.stdout.splitlines() if line.startswith("p = ")]
+    assert heads == [f"p = {p}, m = 4, F:B:W = 1:1:1" for p in (2, 4)]
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 5
+    refused = tool("show", "zb-v", *SIZE, "--curves")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "schedules.py: error: --curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE\n"
+    )
 
 
 def test_the_docs_have_a_section_and_a_picture_for_every_schedule():

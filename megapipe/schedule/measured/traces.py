@@ -196,7 +196,7 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
 def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[RankSummary]:
     """One row per rank of a pipeline."""
     rows = []
-    spans = [_span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))]
+    spans = [span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))]
     for r, trace in enumerate(ranks):
         busy = [
             sum(item.busy for item in step if item.lane is Lane.COMPUTE)
@@ -238,7 +238,7 @@ def merge(pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
         name = f"rank {pipeline[rank].rank}" + (f" {lane.value}" if lane is not Lane.COMPUTE else "")
         yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
     for n in range(min(len(t.steps) for t in pipeline)):
-        begin, _ = _span([trace.steps[n] for trace in pipeline])
+        begin, _ = span([trace.steps[n] for trace in pipeline])
         for label, start in predicted.start.items():
             thread = threads[schedule.placement.rank_of[label.stage], label.kind.rule.lane]
             yield _event(pid, thread, label, "predicted", begin + start * 1000, begin + predicted.end[label] * 1000)
@@ -259,5 +259,6 @@ def order_of(trace: RankTrace, step: int = 0) -> list[str]:
     return [str(item.label) for item in trace.steps[step]]
 
 
-def _span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
+def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
+    """From the first start to the last end of one step's rows."""
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

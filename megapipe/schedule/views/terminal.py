@@ -8,7 +8,8 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import MEANING, chunks, is_dark, on_track, shades, tracks
+from megapipe.schedule.views.compare import measure
+from megapipe.schedule.views.draw import MEANING, chunks, is_dark, on_track, shades, short, tracks
 
 _MOST_PER_PASS = 4
 """Columns of the shortest pass; more would only spread a small schedule out."""
@@ -45,6 +46,20 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
         label = f"rank {rank}" if lane is Lane.COMPUTE else lane.value
         lines.append(f"{label:>{margin}} |{text}{pen.idle * (columns - at)}|")
     return "\n".join([*lines, _key(schedule, pen)])
+
+
+def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
+    """A schedule in numbers, in five lines."""
+    timeline, row = simulate(schedule, costs), measure(schedule, costs)
+    limit = "" if memory is None else f" of {short(memory)}"
+    return [
+        f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
+        f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
+        f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
+        f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
+        f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
+        f"parameters: {short(row.parameters)} device share(s) per rank",
+    ]
 
 
 def _columns(time: Timeline, most: int) -> int:

@@ -134,6 +134,20 @@ def test_dualpipes_two_chains_are_recognised_by_their_microbatches(tmp_path):
         assert row.busy_ms == pytest.approx(busy)  # a pair counts once
 
 
+def test_the_figure_has_each_rank_over_its_prediction(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_traces(tmp_path)
+    traces.main([str(tmp_path), "--svg", str(tmp_path / "a.svg")])
+    ranks = [read(p) for p in sorted(tmp_path.glob("rank-*"))]
+    lines = traces._one_step(ranks, *predict(ranks))
+    assert [line.name for line in lines] == ["rank 0", "predicted", "rank 1", "predicted"]
+    for measured, predicted in (lines[:2], lines[2:]):  # a perfect run: waits are left open, passes lie where predicted
+        for a, b in zip(measured.boxes, predicted.boxes, strict=True):
+            assert (a.label, a.start, a.end) == (b.label, pytest.approx(b.start), pytest.approx(b.end))
+    said = (tmp_path / "a.svg").read_text().replace("\xa0", " ")
+    assert "Pipeline 0, 4 microbatches: a step of median length, 15 ms, rank 0 idle 20.0%" in said
+
+
 def test_a_file_that_is_no_trace_is_named(tmp_path):
     path = tmp_path / "rank-0.json"
     path.write_text("{}")

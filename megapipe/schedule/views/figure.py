@@ -1,0 +1,101 @@
+"""Figures for paper and screen: SVG, PNG and PDF through matplotlib, at the width of a column.
+
+The only file that knows matplotlib, an extra: whoever wants a figure asks `check` before the work that leads to it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megapipe.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMN, PAGE = 3.4, 7.0
+"""Inches: a column of a paper in two columns, and both."""
+_STYLE = {
+    "font.size": 7,
+    "axes.labelsize": 7,
+    "axes.titlesize": 7,
+    "legend.fontsize": 6,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "axes.linewidth": 0.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.linewidth": 0.9,
+    "lines.markersize": 2.5,
+    "xtick.major.width": 0.5,
+    "ytick.major.width": 0.5,
+    "hatch.linewidth": 0.5,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,  # letters that can be searched and that printers take
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megapipe",  # the same drawing has the same bytes
+}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a figure goes, in one format or several; flags of a command may begin with these."""
+
+    svg: str | None = None
+    """Draw a figure to this file."""
+    png: str | None = None
+    """The same as PNG."""
+    pdf: str | None = None
+    """The same as PDF."""
+    width: float = COLUMN
+    """Of the figure in inches; its height follows. A column of a paper has 3.4, a page 7."""
+
+    @property
+    def named(self) -> dict[str, Path]:
+        """The files that were asked for, by format."""
+        paths = {"svg": self.svg, "png": self.png, "pdf": self.pdf}
+        return {name: Path(path) for name, path in paths.items() if path is not None}
+
+    def check(self) -> None:
+        """Raises: ScheduleError if a figure is asked for and nothing here can draw it, or it has no room."""
+        if self.width != COLUMN and not self.named:
+            raise ScheduleError(f"--width {self.width:g} is of a figure, and none is asked for: add --pdf FILE")
+        for kind in self.named:
+            if not 2 <= self.width <= 40:
+                raise ScheduleError(f"--width {self.width:g}: a figure is 2 to 40 inches wide, such as {COLUMN:g}")
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ScheduleError(f"--{kind} needs matplotlib, which is not installed: pip install matplotlib")
+
+    def write(self, height: float, caption: str, paint: Callable[[Figure], object]) -> list[Path]:
+        """Draw once, write every file, and say which. caption: what is seen and of which numbers, above the axes."""
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        lines = textwrap.wrap(caption.replace(" = ", "\xa0=\xa0"), round(19.5 * self.width))
+        with rc_context(_STYLE):
+            figure = Figure(figsize=(self.width, height + 0.12 * len(lines)), layout="constrained")
+            paint(figure)
+            figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=6.5)
+            for kind, path in self.named.items():
+                figure.savefig(path, format=kind, metadata=_about(kind, caption))
+        return [*self.named.values()]
+
+
+def _about(kind: str, caption: str) -> dict[str, Any]:
+    """The caption for who has the file alone; no date, which would change a file that shows the same."""
+    if kind == "png":
+        return {"Title": caption, "Software": "megapipe"}
+    return {"Title": caption, "Creator": "megapipe", ("Date" if kind == "svg" else "CreationDate"): None}
+
+
+def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
+    """One legend below all axes. letters: of its longest name."""
+    handles, names = axes.get_legend_handles_labels()
+    columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
+    figure.legend(handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.8)

@@ -1,0 +1,201 @@
+"""Schedules over numbers of ranks, of microbatches and over costs: what `compare` says at many points, as a figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from megapipe.schedule.catalogue import SCHEDULES
+from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.views.compare import Refusal, Row, compare
+from megapipe.schedule.views.draw import short
+from megapipe.schedule.views.figure import Files, legend
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_AXES = {"microbatches": "microbatches", "ranks": "pipeline ranks", "costs": "F:B:W"}
+"""What a study may vary; the first of which there are several is the figure's axis, the others make its panels."""
+_COLOURS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+    *("#08306b", "#a63603", "#00441b", "#67000d", "#3f007d", "#000000", "#b8860b", "#008080"),
+)
+_MARKS = "osD^vPX"
+
+
+@dataclass(frozen=True)
+class Point:
+    """All schedules at one number of ranks and microbatches under one set of costs."""
+
+    ranks: int
+    microbatches: int
+    costs: Costs
+    rows: tuple[Row | Refusal, ...]
+
+    @property
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if isinstance(row, Row)]
+
+    def text(self, *names: str) -> str:
+        """What of this point is meant by the names of axes: p = 8, m = 16, F:B:W = 10:11:8."""
+        said = {"ranks": f"p = {self.ranks}", "microbatches": f"m = {self.microbatches}", "costs": told(self.costs)}
+        return ", ".join(said[name] for name in names)
+
+
+def told(costs: Costs) -> str:
+    """Costs in a few letters; of stages or links that differ their mean."""
+    f, b, w, message = (fmean(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w, costs.comm))
+    differ = any(isinstance(x, tuple) for x in (costs.f, costs.b, costs.w, costs.comm))
+    beside = {"message": message, "overhead": costs.overhead}
+    links = dict.fromkeys(getattr(costs, name) for name in SHARES)
+    parts = ["mean " * differ + f"F:B:W = {short(f)}:{short(b)}:{short(w)}"]
+    parts += [f"{name} {short(x)}" for name, x in beside.items() if x]
+    parts += [f"communication {short(x)}" for x in links if x and not isinstance(x, tuple)]
+    return " ".join(parts)
+
+
+def study(
+    ranks: Sequence[int],
+    microbatches: Sequence[int],
+    costs: Sequence[Costs],
+    memory: float | None,
+    names: Sequence[str],
+    effort: float,
+    progress: Callable[[float, str], None],
+) -> list[Point]:
+    """`compare` at every combination. Raises: ScheduleError for a name that is none."""
+    places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
+    points = []
+    for n, (p, m, cost) in enumerate(places):
+
+        def report(share: float, doing: str, n: int = n) -> None:
+            progress((n + share) / len(places), doing)
+
+        points.append(
+            Point(p, m, cost, tuple(compare(p, m, cost, memory, names=names, effort=effort, progress=report)))
+        )
+    return points
+
+
+def to_csv(points: Sequence[Point]) -> str:
+    """A line for each schedule at each point; of one that is refused there, why, and no numbers."""
+    text = io.StringIO()
+    numbers = [field.name for field in fields(Row)]
+    writer = csv.DictWriter(text, ["ranks", "microbatches", "costs", *numbers, "bubble_share", "refused"], restval="")
+    writer.writeheader()
+    for point in points:
+        for row in point.rows:
+            place = {"ranks": point.ranks, "microbatches": point.microbatches, "costs": told(point.costs)}
+            if isinstance(row, Refusal):
+                writer.writerow({**place, "label": row.label, "refused": row.reason})
+            else:
+                writer.writerow({**place, **vars(row), "bubble_share": row.bubble_share})
+    return text.getvalue()
+
+
+def write(points: Sequence[Point], files: Files, memory: float | None = None) -> None:
+    """The figure of a study: bars of one point, lines over several."""
+    limit = "" if memory is None else f" Memory {short(memory)} at most."
+    if len(points) == 1:
+        point = points[0]
+        about = (
+            f"Mean time of the ranks until the last is done, and the most activation of one in microbatches of 1/p of "
+            f"the model, at {point.text('ranks', 'microbatches', 'costs')}.{limit}"
+        )
+        files.write(0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory))
+        return
+    varied = [name for name in _AXES if len({getattr(point, name) for point in points}) > 1]
+    same = points[0].text(*(name for name in _AXES if name not in varied))
+    about = (
+        "The bubble, and the most activation of a rank in microbatches of 1/p of the model"
+        f"{', at ' * bool(same)}{same}; lower is better.{limit}"
+    )
+    labels = list(dict.fromkeys(row.label for point in points for row in point.measured))
+    letters = max(map(len, labels), default=1)
+    height = 2.9 + 0.12 * len(labels) * (letters + 5) / files.width / 14
+
+    def paint(figure: Figure) -> None:
+        axes = _lines(figure, points, varied, labels)
+        legend(figure, axes, files.width, letters)
+
+    files.write(height, about, paint)
+
+
+def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]) -> Axes:
+    """Bubbles above, peaks below, a column of panels for each combination of what varies beside the first axis."""
+    first, *others = varied
+    panels: dict[str, list[Point]] = {}
+    for point in points:
+        panels.setdefault(point.text(*others), []).append(point)
+    axes = figure.subplots(2, len(panels), sharex="col", sharey="row", squeeze=False)
+    for column, (title, of) in enumerate(panels.items()):
+        upper, lower = axes[0][column], axes[1][column]
+        upper.set_title(title)
+        ticks = list(range(len(of)))
+        for label in labels:
+            rows = [next((r for r in point.measured if r.label == label and r.fits), None) for point in of]
+            look = _look(label, labels)
+            upper.plot(ticks, [None if r is None else 100 * r.bubble_share for r in rows], label=label, **look)
+            lower.plot(ticks, [None if r is None else r.peak for r in rows], **look)
+        names, unit = _ticks([getattr(point, first) for point in of], _AXES[first])
+        lower.set_xticks(ticks, names)
+        lower.set_xlabel(unit)
+    for row in axes:
+        row[0].set_ylim(bottom=0)
+    axes[0][0].set_ylabel("bubble, % of the period")
+    axes[1][0].set_ylabel("peak activation")
+    first_panel: Axes = axes[0][0]
+    return first_panel
+
+
+def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
+    """What differs at each, and what it is; of costs that differ in their message alone that."""
+    costs = [x for x in values if isinstance(x, Costs)]
+    if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(isinstance(x.comm, tuple) for x in costs):
+        return [f"{x.comm:g}" for x in costs], f"a message, where {told(replace(costs[0], comm=0.0))}"
+    return [
+        told(x).replace("F:B:W = ", "").replace(" ", "\n") if isinstance(x, Costs) else str(x) for x in values
+    ], unit
+
+
+def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
+    """A schedule of the catalogue looks the same in every figure, with four chunks dashed; yours come behind them."""
+    name, _, variant = label.partition(" ")
+    known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
+    number = known.index(name if name in known else label)
+    dashed = "--" if variant in ("v=4", "period") else "-"
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKS[number % len(_MARKS)], "linestyle": dashed}
+
+
+def _bars(figure: Figure, point: Point, memory: float | None) -> None:
+    """The shortest step on top: what ranks compute on the average, what they wait, and beside it the peak."""
+    rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
+    left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
+    left.barh([r.label for r in rows], [r.makespan * (1 - r.idle) for r in rows], color="#4573a7", label="compute")
+    left.barh(
+        [r.label for r in rows],
+        [r.makespan * r.idle for r in rows],
+        left=[r.makespan * (1 - r.idle) for r in rows],
+        color="#c9d8ea",
+        label="idle",
+    )
+    shortest = [r.makespan for r in rows if r.label != "naive"]
+    left.set_xlim(0, 1.15 * max(shortest, default=1.0))  # naive, p times as long, would hide the others
+    left.set_xlabel("makespan")
+    left.set_ylim(-0.6, len(rows) - 0.4)
+    figure.legend(loc="outside lower left", ncols=2)
+    for at, row in enumerate(rows):
+        inside = row.makespan > left.get_xlim()[1]
+        x = left.get_xlim()[1] if inside else row.makespan
+        left.text(x, at, f" {short(row.makespan)} ", va="center", ha="right" if inside else "left", fontsize=5)
+    right.barh([r.label for r in rows], [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows])
+    right.set_xlabel("peak activation")
+    right.tick_params(left=False)
+    if memory is not None:
+        right.axvline(memory, color="#c2185b", linestyle="--", linewidth=0.8)

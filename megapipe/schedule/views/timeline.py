@@ -1,0 +1,146 @@
+"""Passes over time as a figure: what a schedule would do, what a run did above its prediction, what ranks hold."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind, Lane
+from megapipe.schedule.passes import Pass, Placement, Schedule
+from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.views.draw import MEANING, is_dark, on_track, shades, short, tracks
+from megapipe.schedule.views.figure import Files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_IDLE = "#e4e4e4"
+_ROW = 0.17
+"""Inches of a line of passes."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A pass from one time to another. part: which of how many that share its height, (0, 1) for one alone."""
+
+    label: Pass
+    start: float
+    end: float
+    part: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Track:
+    """One line of a figure. first: of a group, which stands a little apart from the one before."""
+
+    name: str
+    boxes: Sequence[Box]
+    first: bool = False
+
+
+def tracks_of(schedule: Schedule, time: Timeline) -> list[list[Track]]:
+    """The lines of each rank, as the clock has them."""
+    lines: list[list[Track]] = [[] for _ in schedule.ranks]
+    for rank, lane in tracks(schedule):
+        boxes = [
+            Box(item, time.start[item], time.end[item], (n, len(step)))
+            for step in on_track(schedule, rank, lane)
+            for n, item in enumerate(step)
+        ]
+        name = f"rank {rank}" if lane is Lane.COMPUTE else lane.value
+        lines[rank].append(Track(name, boxes))
+    return lines
+
+
+def write_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> None:
+    """A schedule as the clock runs it."""
+    time = simulate(schedule, costs)
+    lines = [track for rank in tracks_of(schedule, time) for track in rank]
+    about = (
+        f"{schedule.name} on {len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: makespan "
+        f"{short(time.makespan)}, bubble {short(time.bubble)} "
+        f"({time.bubble / (time.period or 1.0):.1%} of the period), "
+        f"peak activation {short(max(time.peak))}."
+    )
+    write([(lines, schedule.placement)], files, about, "time, in the unit of the costs")
+
+
+def write(figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str) -> list[Path]:
+    """One panel for each pipeline, all on one time axis. Returns: the files."""
+    height = sum(len(lines) for lines, _ in figures) * _ROW + 0.45 * len(figures) + 0.25
+
+    def paint(figure: Figure) -> None:
+        panels = figure.subplots(len(figures), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (lines, placement) in zip(panels, figures, strict=True):
+            _passes(axes, lines, placement, files.width)
+        panels[-1].set_xlabel(unit)
+        kinds = sorted(
+            {box.label.kind for lines, _ in figures for line in lines for box in line.boxes}, key=list(Kind).index
+        )
+        colour = shades(figures[0][1])
+        for kind in kinds:
+            panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {MEANING[kind]}")
+        panels[0].barh([0], [0], color=_IDLE, label="bubble")
+        names = panels[0].get_legend_handles_labels()
+        figure.legend(*names, loc="outside lower left", ncols=len(names[0]), columnspacing=1.0, handlelength=1.0)
+
+    return files.write(height, about, paint)
+
+
+def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: float) -> None:
+    colour = shades(placement)
+    ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0
+    places, y = list[float](), 0.0
+    for line in lines:
+        y -= 1.0 + 0.35 * (line.first and bool(places))
+        places.append(y + 0.45)
+        axes.broken_barh([(0, ends)], (y, 0.9), facecolors=_IDLE)
+        of: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
+        for box in line.boxes:
+            n, parts = box.part
+            where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.label.kind, box.label.stage])
+            of[where].append((box.start, box.end - box.start))
+            letters = str(box.label.microbatch)
+            if parts == 1 and (box.end - box.start) / ends * (width - 0.7) > 0.052 * len(letters):  # inches
+                ink = "white" if is_dark(where[2]) else "#222"
+                middle = (box.start + box.end) / 2
+                axes.text(middle, y + 0.43, letters, ha="center", va="center", fontsize=4.5, color=ink)
+        for (bottom, height, shade), spans in of.items():
+            axes.broken_barh(spans, (bottom, height), facecolors=shade, edgecolor="white", linewidth=0.3)
+    axes.set_yticks(places, [line.name for line in lines])
+    axes.tick_params(left=False)
+    axes.spines.left.set_visible(False)
+    axes.set_xlim(0, ends)
+
+
+def write_memory(schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None) -> None:
+    """What each rank holds over time, all to one scale."""
+    time = simulate(schedule, costs)
+    about = (
+        f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_microbatches} "
+        f"microbatches, most {short(max(time.peak))}{'' if memory is None else f' of {short(memory)}'}."
+    )
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        for rank, curve in enumerate(time.curves):
+            at = dict(curve)  # the last value of an instant: B frees what the next F takes
+            axes.plot(
+                [0.0, *at, time.makespan],
+                [0.0, *at.values(), 0.0],
+                drawstyle="steps-post",
+                label=f"rank {rank}, peak {short(time.peak[rank])}",
+            )
+        if memory is not None:
+            axes.axhline(memory, color="#c2185b", linestyle="--", linewidth=0.8, label="limit")
+        axes.set(xlim=(0, time.makespan or 1.0), xlabel="time, in the unit of the costs")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("microbatches of 1/p")
+        figure.legend(loc="outside lower left", ncols=max(1, int(files.width / 1.1)), columnspacing=1.0)
+
+    files.write(1.6 + 0.12 * len(time.curves) / max(1, int(files.width / 1.1)), about, paint)

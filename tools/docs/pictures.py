@@ -1,0 +1,57 @@
+"""Pictures of docs/: every schedule, and each figure by the command that stands beside it in docs/figures.md.
+
+python tools/docs/pictures.py [NAME ...]        names of docs/schedules/*.svg or docs/figures/*.svg; all by default
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
+from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
+from megapipe.schedule.views.draw import to_svg  # noqa: E402
+
+SHOWN: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}
+SHOWN["naive"]["microbatches"] = 3
+SHOWN["zb-auto"] = {**SHOWN["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0, "effort": 20.0}
+SHOWN["1f1b-vocabulary"] = {**SHOWN["1f1b"], "costs": Costs(s=0.5, t=0.25)}
+"""What docs/schedules.md shows of each."""
+_COMMAND = re.compile(r"^python (tools/.*--svg docs/figures/[\w-]+\.svg)$", re.M)
+FIGURES = {
+    Path(words[-1]).stem: words
+    for words in map(shlex.split, _COMMAND.findall((ROOT / "docs" / "figures.md").read_text(encoding="utf-8")))
+}
+"""Commands of the page by the picture that they make; what was measured needs its run again, and is not among them."""
+
+
+def drawn(name: str) -> str:
+    """A schedule as the docs show it."""
+    of = SHOWN[name]
+    made = build(name.removesuffix("-vocabulary"), **of)
+    made = with_vocabulary(made, of["costs"]) if name.endswith("-vocabulary") else made
+    return to_svg(made, of.get("costs", Costs()), of.get("memory"))
+
+
+def main(names: list[str]) -> int:
+    known = [*SHOWN, *FIGURES]
+    if unknown := [name for name in names if name not in known]:
+        print(f"pictures.py: error: no picture {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    for name in names or known:
+        if name in SHOWN:
+            (ROOT / "docs" / "schedules" / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
+        else:
+            subprocess.run([sys.executable, *FIGURES[name]], cwd=ROOT, check=True)
+        print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
