@@ -31,9 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.checks.run import validate
 from megapipe.config import Config
-from megapipe.convert import SavedTensors, import_checkpoint, load_full
+from megapipe.convert import SavedTensors, import_checkpoint, import_megatron, load_full
+from megapipe.convert.tensors import whole_model
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
@@ -48,6 +50,7 @@ from pretrain_gpt import forward_step
 
 TIMES, FLOOR = 4.0, 6e-8
 """Noise may be exceeded this often; where Megatron-LM did not differ from itself, half a float32 step is the noise."""
+LOGITS = 2e-6
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "one": ({}, ""),
     "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
@@ -184,6 +187,17 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
             yield from check(f"length of the difference of {key}", kind, apart, 0.0, abs(its_norm))
 
 
+def checkpoint_difference(folder: Path) -> float:
+    """Largest difference between logits of the checkpoint that Megatron-LM has written and those it gave, unsplit."""
+    tokens = torch.from_numpy(np.load(folder / "routing.npz")["tokens"])
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        taken = import_megatron(folder / "checkpoint", Path(scratch) / "ours")
+        model = whole_model(taken.config.model).eval()
+        load_full([model], SavedTensors(taken.folder).read, Axis())
+        mine = model(tokens)
+    return float(np.abs(mine.numpy() - np.load(folder / "checkpoint" / "logits.npy")).max())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path)
@@ -191,6 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", nargs="*", default=["one"], choices=LAYOUTS)
     args = parser.parse_args(argv)
     cases, bad = json.loads((args.folder / "golden.json").read_text())["cases"], 0
+    if (args.folder / "checkpoint").exists() and not args.case:
+        off = checkpoint_difference(args.folder)
+        bad += off > LOGITS
+        print(f"checkpoint: logits {off:.1e} from Megatron-LM's, {LOGITS:.0e} allowed", flush=True)
     for name in args.case or cases:
         for layout in args.layout:
             try:
