@@ -33,7 +33,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.messages.transport import Op
 from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import Plan, make_plan
-from megapipe.schedule import SCHEDULES, entry_of, simulate
+from megapipe.schedule import SCHEDULES, simulate
 from megapipe.schedule.measured.costs import Ran, measured_costs, spent
 from megapipe.schedule.views.figure import Files
 from megapipe.training.pretrain import Run
@@ -179,7 +179,7 @@ def _counts(flags: Flags) -> list[tuple[str, int]]:
 
 def _config(name: str, pp: int, flags: Flags) -> Config:
     """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
-    free = name in SCHEDULES and name != "zb-auto" and entry_of(name).chunks is None
+    free = name in SCHEDULES and SCHEDULES[name].any_chunks
     line = (
         f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 --seq-length {flags.seq} "
         f"--max-position-embeddings {flags.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "

@@ -36,7 +36,7 @@ from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES, ScheduleError, build
+from megapipe.schedule import SCHEDULES, ScheduleError, build, entry_of
 from megapipe.training.pretrain import Run
 from megapipe.training.steps.step import StepResult
 from pretrain_gpt import forward_step
@@ -263,7 +263,7 @@ def made_datasets() -> Datasets:
 
 
 def _effort(name: str) -> dict[str, Any]:
-    return {"effort": 0.1} if name == "zb-auto" else {}
+    return {"effort": 0.1} if entry_of(name).searched else {}
 
 
 _spoil: Any = _Spoil.apply

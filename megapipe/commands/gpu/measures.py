@@ -37,7 +37,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan, partition
 from megapipe.schedule import build
-from megapipe.schedule.catalogue import SCHEDULES
+from megapipe.schedule.catalogue import PLAIN, SCHEDULES
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.steps.step import Pipeline, StepResult, train_step
@@ -108,12 +108,12 @@ def schedules(device: torch.device) -> Found:
     be_deterministic()
     size = Size(256, 4, 256, 1024) if device.type == "cuda" else TINY
     names = [name for name in SCHEDULES if _runs_alone(name)]
-    names.sort(key=lambda name: name != "1f1b")
+    names.sort(key=lambda name: name != PLAIN)
     found = {}
     for name in names:
         step = training(name, size, 8 if device.type == "cuda" else 4, device)
         found[name] = [(r.losses["lm loss"], r.grad_norm) for r in (step(), step())]
-    other = [name for name in names if found[name] != found["1f1b"]]
+    other = [name for name in names if found[name] != found[PLAIN]]
     figure = f"{len(names)} schedules, {f'not the bits of 1f1b: {other}' if other else 'the bits of 1f1b'}"
     return Found(figure, not other)
 
