@@ -22,7 +22,7 @@ FLAG = "--optimizer"
 class Adam:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    elementwise = True
+    elementwise, may_round = True, True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
@@ -206,4 +206,14 @@ def split_problem(train: TrainConfig, rule: Rule) -> str | None:
     return (
         f"{FLAG} {train.optimizer} needs whole parameters, and --use-distributed-optimizer splits them over "
         f"data-parallel ranks. Leave --use-distributed-optimizer out, or use {FLAG} adam."
+    )
+
+
+def rounding_problem(train: TrainConfig, rule: Rule) -> str | None:
+    """Why --use-precision-aware-optimizer cannot keep this rule's state in 16 bits."""
+    if getattr(rule, "may_round", False):
+        return None
+    return (
+        f"--use-precision-aware-optimizer is for {FLAG} adam, got {train.optimizer}. "
+        f"Leave --use-precision-aware-optimizer out, or use {FLAG} adam."
     )

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import AUTO
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import LayerSpan, nearly_even, spans
@@ -114,10 +115,15 @@ class Plan:
         return total / self.tp
 
 
+@lru_cache(maxsize=8)
 def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
-    """Of a parameter: its gradient, its moments (SGD has one), and its main parameter beside a rounded weight."""
+    """Of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
+
+    Raises: ConfigError as `find_rule`.
+    """
     size = {"fp32": 4, "bf16": 2}
-    moments = 4 if train.optimizer == "sgd" else size[train.exp_avg_dtype] + size[train.exp_avg_sq_dtype]
+    kept_as = {"exp_avg": train.exp_avg_dtype, "exp_avg_sq": train.exp_avg_sq_dtype}
+    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(train).state)
     return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
 
 
