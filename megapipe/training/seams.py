@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.optim.rule import Groups, usual_groups
 from megapipe.partition.spans import LayerSpan
+from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
-
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
 
 
 class Callback:
@@ -34,11 +32,6 @@ class Callback:
         """The checkpoint of this iteration is complete."""
 
 
-def no_other(span: LayerSpan) -> bool:
-    """Only stages with embedding or loss read."""
-    return False
-
-
 @dataclass(frozen=True)
 class Seams:
     """Attributes:
@@ -52,7 +45,7 @@ class Seams:
     groups: Groups = usual_groups
     lr: Callable[[int], float] | None = None
     callbacks: tuple[Callback, ...] = ()
-    reads_on: Callable[[LayerSpan], bool] = no_other
+    reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
     def tell(self, event: str, *what: Any) -> None:
         """Call a method of every callback."""

@@ -43,7 +43,8 @@ from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
+from megapipe.training.run import Run
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 from pretrain_gpt import forward_step
@@ -73,7 +74,7 @@ class Recorder(Callback):
             self.start = _weights(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        biases = {router.layer: router.expert_bias for router in run.pipeline.routers.own}
+        biases = {router.layer: router.expert_bias for router in run.stages.routers.own}
         kept = {layer: bias.tolist() for layer, bias in biases.items() if bias is not None}
         self.steps.append((result, run.rate(), kept))  # logged with a step is the rate of the next
 
@@ -115,10 +116,12 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             record = Recorder()
             seams = Seams(callbacks=(record,))
             began = time.monotonic()
-            run = Run(config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began, plan=plan, seams=seams)
+            given = config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began
+            training = Training(*given, plan=plan, seams=seams)
+            run = training.run
             load_full(run.modules, read, mesh.tp)
             run.optimizer.reload_main()
-            run.train()
+            training.train()
             moved = {f"weight {name}": x - record.start[name] for name, x in _weights(run).items()}
             if run.optimizer.distributed:  # a rank has a share of the moments
                 return Trained(record, moved)

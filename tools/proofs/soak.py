@@ -28,7 +28,8 @@ from megapipe.data.indexed import IndexedWriter
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
-from megapipe.training.pretrain import Run, pretrain
+from megapipe.training.pretrain import pretrain
+from megapipe.training.run import Run
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 from pretrain_gpt import forward_step
