@@ -70,7 +70,7 @@ class Driver:
         self.run.report.iteration(result, self.run.progress, self.run.rate(), self.run.optimizer)
 
     def _batches(self, consumed: int) -> Sequence[Microbatch]:
-        """Of the step behind so many samples, whose batch the stages then have."""
+        """The microbatches of the step behind so many samples. The stages have its batch size from then on."""
         run = self.run
         if (size := run.config.batch_sizes.at(consumed)) != run.stages.config.global_batch_size:
             config = run.config.with_batch(size)
@@ -90,6 +90,8 @@ class Driver:
                 updates.append(Update.begin(run.stages, run.optimizer, run.rates(), scale, late=late))
 
         def validate(chunk: int) -> bool:
+            # V stands before the first pass that writes a gradient: until here the gradients of the step before are
+            # whole, and a wrong update can be done again from them.
             before = self._end() if self.open else None
             if before is not None:
                 self.ended(before)
@@ -100,6 +102,8 @@ class Driver:
         own = enumerate(weights_of(run.optimizer))
         weights = [replace(weights, update=update, validate=partial(validate, chunk)) for chunk, weights in own]
         totals = run.stages.run(batches, consumed, loss_scale=self._scale, weights=weights, iteration=n)
+        # Ranks agree on leaving in the all-reduces that run beside the next forwards: a signal is heeded a step later,
+        # and no step waits for the question.
         wants = torch.tensor(float(leaving()), dtype=torch.float64, device=run.mesh.device)
         any_leaving = Late(run.mesh.world.start_all_reduce(wants, "max").wait, lambda values: bool(values[0]))
         self._ending = updates[0], totals, any_leaving
@@ -120,6 +124,7 @@ class Driver:
     def _waits(self, n: int) -> bool:
         """Is iteration n to end at once?"""
         config = self.run.config
+        # What follows such an iteration reads its weights, or may be the last thing that the run does.
         intervals = (
             config.data.eval_interval,
             config.checkpoint.save_interval,

@@ -1,4 +1,4 @@
-"""When a run evaluates, and on which samples: each time where the last has ended, at the end on the test set too."""
+"""The evaluations of a run: each goes on where the last has ended; at the end of the run on the test set too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From which checkpoint --load goes on: the newest that is sound, whatever happened to those after it."""
+"""The checkpoint that --load goes on from: the newest that is sound, whatever happened to those after it."""
 
 from __future__ import annotations
 

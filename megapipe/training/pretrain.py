@@ -103,6 +103,7 @@ def pretrain(
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     run = None
     try:
+        # The lock of --save comes before the model: a second run on the folder is refused before it takes memory.
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
             with room(mesh, plan):
                 run = Training(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
@@ -180,7 +181,7 @@ class Training:
             check_save(flags.save, run.progress.iteration, mesh, size)
 
     def train(self) -> int:
-        """From where the run is to its last iteration, or until it is to stop. Returns: the process's exit code."""
+        """Steps from where the run is to its last, or until it is to stop. Returns: the process's exit code."""
         run, config, progress, driver = self.run, self.run.config, self.run.progress, self.driver
         stopping = Stopping(config.train, run.mesh, self.started)
         began, hashes = progress.iteration, config.train.check_weight_hash_across_dp_replicas_interval

@@ -25,13 +25,13 @@ from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 _EFFORT, _EFFORT_PER_PASS = 10.0, 0.02
-"""Of the search, about seconds of a core: at most, and for each F."""
+"""The effort of the search, about seconds of a core: at most, and for each F."""
 _WORTH = 0.01
-"""What the new table must save of the passes' time by its prediction."""
+"""The share of the passes' time that the new table must save by its prediction."""
 
 
 def with_rescheduling(seams: Seams, config: Config, plan: Plan) -> Seams:
-    """With a callback that does what --reschedule-after asks for."""
+    """The seams with a callback that does what --reschedule-after asks for."""
     if config.parallel.reschedule_after is None:
         return seams
     return replace(seams, callbacks=(*seams.callbacks, Rescheduling(config, plan)))
@@ -107,7 +107,7 @@ class Rescheduling(Callback):
         return tuple(self.limit_gib * GIB - state for state in plan.state_bytes)
 
     def _found(self) -> object:
-        """What the rank that searches tells the others: nothing yet, an error, or a table with its costs."""
+        """The message of the rank that searches to the others: nothing yet, an error, or a table with its costs."""
         if self._search is None:
             return None
         try:

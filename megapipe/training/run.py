@@ -1,4 +1,4 @@
-"""What one rank has of a run: data that saving, evaluation, the steps and callbacks act on."""
+"""A rank's part of a run as data, on which saving, evaluation, the steps and callbacks act."""
 
 from __future__ import annotations
 

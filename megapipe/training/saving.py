@@ -1,4 +1,4 @@
-"""When a run saves, and what it says of it; with --async-save the steps go on while a checkpoint is written."""
+"""The saves of a run, and what it says of them; with --async-save steps go on while a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Saving:
         return flags.save_retain_interval, flags.save_keep_last, own
 
     def _say(self, n: int, removed: Sequence[int]) -> None:
-        """On the speaking rank; what was removed, where it is known: the first knows what its writer has removed."""
+        """A line on the speaking rank, and one of what was removed, on the first, which knows what its writer did."""
         flags = self._run.config.checkpoint
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
         if self._run.mesh.world.rank == 0:

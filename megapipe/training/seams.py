@@ -1,4 +1,4 @@
-"""What a user gives `pretrain` beside model, data and loss: groups of parameters, a learning-rate curve, callbacks."""
+"""The seams of `pretrain` beside model, data and loss: groups of parameters, a learning-rate curve, callbacks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Seams:
             getattr(callback, event)(*what)
 
     def beside(self, config: Config) -> str:
-        """What flags go on to do beside them, and would not be thought to; empty for nothing."""
+        """A line on flags that go on to act beside a seam, as one would not think; empty for none."""
         if self.lr is None or config.train.decoupled_lr is None:
             return ""
         also = "the flags' curve for embedding and head; all other parameters have the program's rate (Seams.lr)"

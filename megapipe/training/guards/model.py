@@ -1,4 +1,4 @@
-"""Is the model that the ranks built the model that was asked for, and had it room? Asked before the first step.
+"""Checks before the first step that the ranks built the model that was asked for, and that it had room.
 
 Layers have vanished in silence from other frameworks (Megatron-LM issues 468, 1304, 1778, 2718). So nothing here is
 derived from the split: what the modules hold is compared with the whole model, built without storage.
@@ -32,7 +32,7 @@ Parts = dict[str, list[int]]
 
 @contextmanager
 def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
-    """For a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
+    """A context for building a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
@@ -90,6 +90,7 @@ def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
 
 def _without_storage(provider: StageProvider, model: ModelConfig, tp: Axis) -> nn.Module:
     try:
+        # A second build of the whole model, but of shapes alone: it costs milliseconds and no memory.
         with torch.device("meta"):
             return provider(model, LayerSpan(0, model.layers, True, True), tp)
     except (RuntimeError, NotImplementedError) as error:

@@ -32,7 +32,7 @@ from megapipe.training.steps.totals import Adder, Totals
 
 
 class Stages:
-    """This rank's stages with their data, run under one schedule.
+    """The stages of this rank with their data, run under one schedule.
 
     Args:
         modules: the stages of this rank in ascending order.
@@ -83,23 +83,23 @@ class Stages:
 
     @property
     def transport(self) -> Transport:
-        """How messages between stages are posted."""
+        """The way in which messages between stages are posted."""
         return self._forward_backward.transport
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
-        """From the next step on, another table of the same stages. All ranks at the same step."""
+        """Take another table of the same stages from the next step on. All ranks at the same step."""
         self._forward_backward.schedule = with_overlap(schedule, self.config)
         self._forward_backward.costs = costs
 
     def under(self, config: Config, schedule: Schedule) -> Stages:
-        """The same stages, on the same ranks, under the table of another batch."""
+        """A copy: the same stages, on the same ranks, under the table of another batch."""
         other = copy(self)
         other._forward_backward = copy(self._forward_backward)
         other.take(config, schedule)
         return other
 
     def take(self, config: Config, schedule: Schedule) -> None:
-        """From the next step on, the batch of another configuration, under its table. All ranks at the same step."""
+        """Take the batch of another configuration, under its table, from the next step on. On all ranks at once."""
         self.config = config
         self.follow(schedule, self._forward_backward.costs)
 
@@ -127,6 +127,7 @@ class Stages:
         assert s is not None, "validated flags have a sequence length"
         what = "evaluation" if evaluate else "iteration"
         self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
+        # Each step, as evaluations run between them on the same modules.
         for module in self.modules:
             module.train(not evaluate)
         self.routers.begin()
@@ -160,7 +161,7 @@ class Stages:
         return finish
 
     def _documents(self, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
-        """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
+        """Document borders, which --reset-attention-mask and --reset-position-ids need on every stage, ends or not."""
         isolate, restart = self.config.data.reset_attention_mask, self.config.data.reset_position_ids
         if not (isolate or restart):
             return None
@@ -217,7 +218,7 @@ def with_overlap(schedule: Schedule, config: Config) -> Schedule:
 def evaluate(
     stages: Stages, batches_at: Callable[[int], Sequence[Microbatch]], consumed: int, iters: int
 ) -> dict[str, float]:
-    """What loss_func reports of `iters` global batches: sums over counts of all of them, as in Megatron-LM.
+    """Means of what loss_func reports in `iters` global batches: all sums over all counts, as in Megatron-LM.
 
     Args:
         batches_at: samples consumed -> one batch.

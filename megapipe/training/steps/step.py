@@ -30,7 +30,7 @@ Refuses = Callable[[Mapping[str, float]], bool]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step.
+    """The outcome of a step, as every rank knows it.
 
     Attributes:
         losses: what loss_func reported, by name: sum over count of the global batch, or the mean of single numbers.
@@ -59,7 +59,7 @@ class StepResult:
 
     @property
     def shown(self) -> dict[str, float]:
-        """What logs say of the losses."""
+        """The losses as logs have them."""
         return self.losses | self.routed.losses
 
 
@@ -95,6 +95,7 @@ class Update:
         if rates.weight_decay is not None:
             optimizer.weight_decay = rates.weight_decay
         norm, frozen = optimizer.start_norm(scale), stages.config.train.freeze_all_layers
+        # Now, not at the end: the routers forget what they saw when the next step's forwards begin.
         biases = () if frozen else stages.routers.moved()
         kept = [x.clone() for x in _state(stages, optimizer)] if late else None
         update = Update(stages, stages.config, optimizer, rates, norm, biases, kept)
@@ -115,6 +116,7 @@ class Update:
         if good and (undone or not late):
             optimizer.clip(norm)
             self._apply()
+        # Nothing to update by: the model's own weights are made again of the main parameters that were put back.
         elif undone:
             optimizer.spread()
         return StepResult(
@@ -149,7 +151,7 @@ def _state(stages: Stages, optimizer: Optimizer) -> list[Tensor]:
 
 
 def weights_of(optimizer: Optimizer) -> list[Weights]:
-    """How the reductions and gathers of each of this rank's stages begin."""
+    """The reductions and gathers of each of this rank's stages."""
     reduce, gather = optimizer.reduction.start, optimizer.start_gather
     return [Weights(partial(reduce, n), partial(gather, n)) for n in range(len(optimizer.chunks))]
 
@@ -174,6 +176,7 @@ def train_step(
     late = stages.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
     per_token = stages.config.train.calculate_per_token_loss
     scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / stages.mesh.dp.size
+    # start_norm waits for the reductions: a rank that hangs there is to be named with this place.
     position.enter("the optimizer step")
     update = Update.begin(stages, optimizer, rates, scale / loss_scale, late=False)
     totals, norm = read_together(late, update.norm)
