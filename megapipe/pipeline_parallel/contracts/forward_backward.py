@@ -237,7 +237,7 @@ def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int
 
 
 def _said_by(config: Any) -> dict[str, Any]:
-    """What a Megatron config says and our own engine is told by argument."""
+    """Settings of a Megatron config that our own engine is told by argument."""
     said: dict[str, Any] = {}
     if (per_token := getattr(config, "calculate_per_token_loss", None)) is not None:
         said["calculate_per_token_loss"] = per_token
@@ -259,7 +259,7 @@ def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:
 
 
 def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
-    """Of all microbatches whose loss is here."""
+    """The tokens of all microbatches whose loss is here."""
     counts = [loss.tokens for loss in losses if loss.tokens is not None]
     return torch.stack(counts).sum().int() if counts else torch.zeros((), dtype=torch.int, device=mesh.device)
 
