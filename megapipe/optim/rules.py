@@ -62,7 +62,7 @@ PIECE = 1 << 20
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """What an update computes in."""
+    """The type that an update computes in."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -140,7 +140,7 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Is it one of Muon's? Not embeddings and the output head, whose rows are tokens."""
+    """Is it one of Muon's? Embeddings and the output head are not, whose rows are tokens."""
     (name,) = part.names
     return part.value.ndim > 1 and "embedding" not in name and "output_layer" not in name
 
@@ -200,7 +200,7 @@ def find_rule(train: TrainConfig) -> Rule:
 
 
 def split_problem(train: TrainConfig, rule: Rule) -> str | None:
-    """Why ZeRO-1 cannot split what this rule needs whole."""
+    """The reason why ZeRO-1 cannot split state that this rule needs whole; None if it can."""
     if rule.elementwise:
         return None
     return (

@@ -92,7 +92,7 @@ class Messenger:
         return self._track(messages, ops)
 
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
-        """A tensor as it leaves. In another form than the receiver's buffer it would end there, in gloo's or NCCL's words."""
+        """A tensor as it leaves; of another form it would end in the receiver's buffer, in gloo's or NCCL's words."""
         shape = tuple(self.shape_of(made_by) or self.shape)
         same = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
         if not (same and x.dtype == self.dtype):
