@@ -10,9 +10,9 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.flags.parse import parse
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import TransformerLayer
+from megapipe.training.forward_step import loss_func
 from megapipe.training.pretrain import pretrain
 from megapipe.training.seams import Seams
-from pretrain_gpt import loss_func
 
 AT = 1  # the layer that is told the vector
 SEAMS = Seams(reads_on=lambda span: AT in span.layers)

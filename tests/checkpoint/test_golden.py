@@ -14,8 +14,8 @@ from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
+from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import pretrain
-from pretrain_gpt import forward_step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FLAGS = (

@@ -73,8 +73,8 @@ def trained(folder, capsys, iterations, **flags):
     base = short_run.config(STYLES["gpt2"])
     train = replace(base.train, train_iters=5, exit_interval=iterations, lr_decay_iters=5)
     checkpoint = CheckpointConfig(save=str(folder), load=str(folder), save_interval=1, **flags)
-    training = short_run.run_of(ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LOG))
-    training.train()
+    run = short_run.run_of(ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LOG))
+    run.train()
     return capsys.readouterr().out
 
 

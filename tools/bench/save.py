@@ -19,8 +19,8 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
-from megapipe.training.pretrain import Training
-from pretrain_gpt import forward_step
+from megapipe.training.forward_step import forward_step
+from megapipe.training.pretrain import Run
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> None:
     given = parse(Flags, argv)
     with tempfile.TemporaryDirectory() as folder:
         trained = _run(given, folder)
-        trained.driver.whole()
+        trained.step()
         waits = _ms(trained.saving.save)
         steps, blocked = [], []
         for _ in range(given.saves):
-            steps.append(_ms(trained.driver.whole))
+            steps.append(_ms(trained.step))
             blocked.append(_ms(trained.saving.save))
             while trained.saving.last != trained.saving.begun:
-                steps.append(_ms(trained.driver.whole))
+                steps.append(_ms(trained.step))
                 trained.saving.finish()
         trained.saving.close()
         size = sum(path.stat().st_size for path in Path(folder, f"iter_{trained.saving.last:07d}").iterdir())
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | {behind / step:.1%} |")
 
 
-def _run(given: Flags, folder: str) -> Training:
+def _run(given: Flags, folder: str) -> Run:
     flags = (
         f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 --seq-length 256 "
         f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr 1e-4 --mock-data "
@@ -70,7 +70,7 @@ def _run(given: Flags, folder: str) -> Training:
     model = config.model.padded_vocab(tokenizer.vocab_size)
     config = parse(Config, [*flags.split(), "--padded-vocab-size", str(model)])
     data = build_datasets(config, tokenizer)
-    return Training(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
+    return Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
 
 
 def _ms(work: Callable[[], object]) -> float:

@@ -28,11 +28,10 @@ from megapipe.data.indexed import IndexedWriter
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
-from megapipe.training.pretrain import pretrain
-from megapipe.training.run import Run
+from megapipe.training.forward_step import forward_step
+from megapipe.training.pretrain import Run, pretrain
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
-from pretrain_gpt import forward_step
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --split 8,1,1 "
