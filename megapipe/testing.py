@@ -54,7 +54,7 @@ def check_provider(
     Args:
         model: a small configuration with padded_vocab_size; dropout is set to 0.
         tensor_parallel: also split every layer over so many ranks.
-        forward_step: (data_iterator, model) -> (output, loss_func); default: that of pretrain_gpt.py.
+        forward_step: (data_iterator, model) -> (output, loss_func); default: the sum of all tokens' losses.
     Raises: AssertionError with one line for each loss, gradient or weight that differs.
     """
     assert model.padded_vocab_size is not None, "give padded_vocab_size"

@@ -25,7 +25,7 @@ install_megapipe() { # install_megapipe EXTRAS: once per environment, checkout a
   if ! python -c "$recent" 2> /dev/null; then
     if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
       echo "== Installing torch with CUDA (several GB)"
-      python -m pip install "torch>=2.11"
+      python -m pip install "torch>=2.11,<2.16"
     else
       # The general build brings gigabytes of CUDA. Linux' CPU builds are called +cpu, and not every index has them.
       echo "== Installing torch ${MEGAPIPE_TORCH:-2.13.0}, its CPU build if pip's index has one"

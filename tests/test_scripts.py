@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, forked_python, run_ranks
 
+from megapipe.commands.start import quickstart
 from megapipe.schedule.measured.traces import order_of, read
 
 SMALL = (
@@ -136,9 +137,14 @@ def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwar
     assert order[13:] == ["0BW5", "0BW6", "0BW7"]
 
 
-@pytest.mark.usefixtures("forked")
-def test_the_quickstart_goes_from_text_to_a_sample(tmp_path):
+def test_the_quickstart_goes_from_text_to_a_sample(tmp_path, monkeypatch, capsys):
     """With 25 modules of the standard library for its corpus and a schedule that a visitor swaps in."""
+
+    def train(flags, log):
+        assert flags[:2] == ["--nproc", "2"]
+        print(said := run_ranks(2, ["-m", "megapipe", "pretrain", *flags[2:]]))
+        log.write_text(said)
+
     folder = Path(json.__file__).parents[1]
     lines = (
         json.dumps({"text": path.read_text("utf-8"), "path": path.name}) for path in sorted(folder.glob("*.py"))[:25]
@@ -146,7 +152,12 @@ def test_the_quickstart_goes_from_text_to_a_sample(tmp_path):
     (tmp_path / "stdlib.jsonl").write_text("\n".join(lines))
     flags = "--eval-iters 1 --eval-interval 2 --train-iters 4 --lr-warmup-iters 1 --save-interval 4"
     flags += " --pipeline-schedule zb-v --profile-step-start 2 --profile-step-end 3"
-    output = run_script("quickstart.sh", tmp_path, flags, VOCAB_SIZE="500", SPLIT="90,10,0")
+    if os.environ.get("MEGAPIPE_NIGHTLY"):
+        output = run_script("quickstart.sh", tmp_path, f"--split 90,10,0 {flags}", VOCAB_SIZE="500")
+    else:
+        monkeypatch.setattr(quickstart, "train", train)
+        quickstart.main(["--folder", str(tmp_path), "--ids", "500", "--split", "90,10,0", *f"{SMALL} {flags}".split()])
+        output = capsys.readouterr().out
     assert output.count("stdlib.jsonl: up to date") == 1
     assert "iteration        4/       4 |" in output
     assert re.search(r"Unigram entropy of \d+ validation tokens: [3-6]\.\d+ nats", output)

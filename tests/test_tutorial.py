@@ -33,7 +33,7 @@ def output(command: str, folder: Path) -> str:
         patch.chdir(folder)
         patch.setattr(sys, "argv", words[1:])
         if words[1] == "tools/schedules.py":
-            assert schedules.main() == 0
+            assert schedules.main(words[2:]) == 0
         elif words[1] == "tools/plan.py":
             plan.main(words[2:])
         else:

@@ -1,11 +1,11 @@
-"""`python tools/bench_schedules.py` in a clone: the command in megapipe/commands/emulate/main.py."""
+"""`megapipe emulate` in a clone: the command in megapipe/commands/emulate/main.py."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.emulate.main import command
+from megapipe.commands.main import door
 
 if __name__ == "__main__":
-    command()
+    door("emulate")

@@ -1,11 +1,11 @@
-"""`python tools/convert_checkpoint.py` in a clone: the command in megapipe/commands/convert.py."""
+"""`megapipe convert` in a clone: the command in megapipe/commands/convert.py."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.convert import command
+from megapipe.commands.main import door
 
 if __name__ == "__main__":
-    command()
+    door("convert")

@@ -1,11 +1,11 @@
-"""`python tools/generate_text.py` in a clone: the command in megapipe/commands/generate.py."""
+"""`megapipe generate` in a clone: the command in megapipe/commands/generate.py."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.generate import command
+from megapipe.commands.main import door
 
 if __name__ == "__main__":
-    command()
+    door("generate")

@@ -1,11 +1,11 @@
-"""`python tools/merge_traces.py` in a clone: the command in megapipe/commands/traces.py."""
+"""`megapipe traces` in a clone: the command in megapipe/commands/traces.py."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.traces import command
+from megapipe.commands.main import door
 
 if __name__ == "__main__":
-    command()
+    door("traces")

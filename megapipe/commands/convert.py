@@ -1,9 +1,9 @@
 """Hugging Face models and checkpoints of Megatron-LM to ours and back, one tensor at a time.
 
-python tools/convert_checkpoint.py --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
-python tools/convert_checkpoint.py --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
-python tools/convert_checkpoint.py --from-megatron /data/run --save checkpoints/run
-python tools/convert_checkpoint.py --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
+megapipe convert --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
+megapipe convert --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
+megapipe convert --from-megatron /data/run --save checkpoints/run
+megapipe convert --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megapipe.convert import (
     import_checkpoint,
     import_megatron,
 )
-from megapipe.errors import CheckpointError, ConfigError, UserError
-from megapipe.flags.parse import parse, stop, to_flags
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.flags.parse import parse, to_flags
 
 TOLERANCE = 1e-4
 """Largest difference of a logit in float32, as a part of the largest logit; a wrong mapping differs by about all."""
@@ -44,7 +44,7 @@ class Flags:
     from_megatron: str | None = None
     """Folder of checkpoints of Megatron-LM to import, of --ckpt-format torch_dist or torch."""
     save: str | None = None
-    """New folder of checkpoints to import into, for pretrain_gpt.py --load."""
+    """New folder of checkpoints to import into, for megapipe pretrain --load."""
     load: str | None = None
     """Folder of checkpoints to export from."""
     ckpt_step: int | None = None
@@ -76,6 +76,13 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
+    try:
+        _convert(flags)
+    except OSError as error:  # a full disk, a folder without permission
+        raise CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}") from None
+
+
+def _convert(flags: Flags) -> None:
     dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
     keep = not flags.no_load_optim
     if flags.from_megatron and flags.save:
@@ -164,13 +171,3 @@ def _problems(flags: Flags) -> Iterator[str]:
     )
     if flags.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
-    except OSError as error:  # a full disk, a folder without permission
-        stop(CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}"))

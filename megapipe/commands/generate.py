@@ -1,6 +1,6 @@
 """Continue a text with a trained checkpoint: the quickest way to see what a model has learned.
 
-python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def main("
+megapipe generate --load runs/quickstart/checkpoints --prompt "def main("
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.flags.parse import parse, run
+from megapipe.flags.parse import parse
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
@@ -145,8 +145,3 @@ def _problems(flags: Flags) -> Iterator[str]:
         yield f"--temperature {flags.temperature} must be a number of at least 0"
     if flags.top_k < 0:
         yield f"--top-k {flags.top_k} must be at least 0"
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

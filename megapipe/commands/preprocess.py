@@ -1,6 +1,6 @@
 """Text to Megatron's .bin/.idx: JSON Lines (one document per line) or plain text (one document per file).
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --workers 2 --append-eod \
+    megapipe preprocess --input corpus.jsonl --output-prefix data/corpus --workers 2 --append-eod \
         --tokenizer-model tokenizer.model
 
 writes data/corpus_text_document.bin and .idx and prints the --data-path to train with.
@@ -9,7 +9,6 @@ writes data/corpus_text_document.bin and .idx and prints the --data-path to trai
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,9 +17,9 @@ from megapipe.config import TokenizerConfig
 from megapipe.data.files import is_current, note_how
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizers.tokenizer import tokenizer_files
-from megapipe.errors import ConfigError, UserError
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse, to_flags
-from megapipe.flags.stop import say, stop
+from megapipe.flags.stop import say
 
 _NOT_HERE = {
     "--split-sentences": "one document becomes one sequence",
@@ -73,13 +72,17 @@ def main(argv: Sequence[str]) -> None:
         say(f"{', '.join(outputs)}: up to date")
     else:
         encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
-        for written in preprocess(
-            flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
-        ):
+        try:
+            made = preprocess(
+                flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("nothing was written") from None
+        for written in made:
             say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
         note_how(outputs[0], how)
     kind = [] if flags.tokenizer.tokenizer_type else ["--tokenizer-type", flags.tokenizer.tokenizer]
-    say("Next: pretrain_gpt.py " + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)]))
+    say("Next: megapipe pretrain " + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)]))
 
 
 def _validate(flags: Flags) -> None:
@@ -109,13 +112,3 @@ def _progress(interval: int) -> Callable[[int, int], None]:
             say(f"Processed {documents} documents ({rate}).")
 
     return report
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        stop(error)
-    except KeyboardInterrupt:
-        sys.exit("preprocess_data.py: interrupted; nothing was written")

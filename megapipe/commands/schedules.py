@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from megapipe.commands import given
 from megapipe.commands.progress import Progress
+from megapipe.doors import as_called
+from megapipe.flags.stop import program
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -55,20 +57,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def main() -> int:
-    args = parser().parse_args()
+def main(argv: Sequence[str]) -> int:
+    """One of its four commands. Returns: the exit status."""
+    args = parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (ScheduleError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        print(f"schedules.py: error: {'--costs: ' * str(error).startswith('Costs.')}{error}", file=sys.stderr)
-        return 2
+    except ScheduleError as error:
+        if not str(error).startswith("Costs."):
+            raise
+        raise ScheduleError(f"--costs: {error}") from None
 
 
 def parser() -> Parser:
-    top = Parser(prog="schedules.py", description=__doc__, allow_abbrev=False)
+    top = Parser(prog=program(), description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="list|show|compare|site")
     every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
     every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
@@ -233,7 +234,8 @@ def run_compare(args: argparse.Namespace) -> int:
 def run_site(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / "index.html"
-    path.write_text(to_page(grid(args.pp, args.microbatches), Progress()), encoding="utf-8")
+    page = to_page(grid(args.pp, args.microbatches), Progress())
+    path.write_text(as_called(page), encoding="utf-8")
     print(path)
     return 0
 
@@ -249,15 +251,14 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         schedule = load(args.name)
         verify(schedule, memory=args.memory, costs=args.costs)
         return schedule, []
-    searched = name in SCHEDULES and SCHEDULES[name].searched
-    if options and not searched:
+    if options and name != "zb-auto":
         raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
     missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
     if missing and entry_of(args.name):
         raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
-    if searched:
+    if name == "zb-auto":
         choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
         report = search(ranks, microbatches, progress=Progress(), **choice, **options)
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
@@ -266,8 +267,3 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     except ScheduleError as error:
         hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
         raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Train a SentencePiece model on text, such that any text (without U+2581) is decoded as it was encoded.
 
-    python tools/train_tokenizer.py --input data/stdlib.jsonl --output data/tokenizer.model --vocab-size 4096
+    megapipe tokenizer --input data/stdlib.jsonl --output data/tokenizer.model --vocab-size 4096
 
 Newlines are a token, runs of spaces may be, and bytes stand in for rare characters. `</s>` ends documents.
 """
@@ -21,7 +21,7 @@ from megapipe.data.files import complete_file, is_current, note_how
 from megapipe.data.text import raw_documents, text_bytes, texts
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.parse import parse
-from megapipe.flags.stop import run, say
+from megapipe.flags.stop import say
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
 _LEAST_IDS = 261
@@ -32,7 +32,7 @@ class Flags:
     """Flags of this tool."""
 
     input: tuple[str, ...] = ()
-    """Files, read as tools/preprocess_data.py reads them."""
+    """Files, read as megapipe preprocess reads them."""
     output: str | None = None
     """Model file to write."""
     vocab_size: int = 4096
@@ -126,8 +126,3 @@ def train(text: Sequence[str], flags: Flags) -> bytes:
 def _reason(error: Exception) -> str:
     """The last sentence of SentencePiece's message, without its source file and condition."""
     return str(error).split("] ")[-1].strip() or str(error)
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

@@ -1,6 +1,6 @@
 """One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, idle time; a figure too.
 
-python tools/merge_traces.py runs/quickstart/torch_profile --output merged.json.gz
+megapipe traces runs/quickstart/torch_profile --output merged.json.gz
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError, DataError, UserError
-from megapipe.flags.parse import parse, run
+from megapipe.flags.parse import parse
 from megapipe.schedule import Placement, Schedule, Timeline
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import RankSummary, RankTrace, merge, pipelines, predict, read, span, summarise
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     # The folder may come first without its flag.
     flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
     if flags.traces is None:
-        raise ConfigError("--traces is missing: python tools/merge_traces.py runs/quickstart/torch_profile")
+        raise ConfigError("--traces is missing: megapipe traces runs/quickstart/torch_profile")
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
     if not paths:
         raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
@@ -96,8 +96,3 @@ def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timelin
             lines.append(Track(name, boxes, first=lane is Lane.COMPUTE))
         lines += [replace(line, name="predicted" if not n else line.name) for n, line in enumerate(below[place])]
     return lines
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

@@ -140,7 +140,7 @@ def _refuse_missing(prefix: str, missing: list[Path]) -> None:
         if near != prefix and os.path.isfile(f"{near}.idx"):
             raise DataError(f"{text} Use --data-path {near}")
     raise DataError(
-        f"{text} Give the prefix that tools/preprocess_data.py printed at its end, without .bin; or --mock-data."
+        f"{text} Give the prefix that megapipe preprocess printed at its end, without .bin; or --mock-data."
     )
 
 
@@ -203,11 +203,11 @@ def _check_index(
         raise _damaged(idx, f"has a document array that does not rise from 0 to its {len(lengths)} sequences")
 
 
-_REMEDY = "Write it again with tools/preprocess_data.py."
+_REMEDY = "Write it again with megapipe preprocess."
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path} {what}. It is damaged or incomplete: copy it again or make it with preprocess_data.py.")
+    return DataError(f"{path} {what}. It is damaged or incomplete: copy it again or make it with megapipe preprocess.")
 
 
 class IndexedWriter:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import groupby, pairwise
 from typing import Literal, get_args, get_origin
 
+from megapipe.doors import as_called
 from megapipe.flags.flag import Flag
 
 _NARROWEST, _WIDEST = 40, 120
@@ -24,14 +25,14 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
     """
     width = min(max(width, _NARROWEST), _WIDEST)
     lines = [f"usage: {program} [--flag value ...]", ""]
-    lines += [*_prose(text, width), ""] if (text := _about(cls)) else []
+    lines += [*_prose(as_called(text), width), ""] if (text := _about(cls)) else []
     lines += ["  -h, --help", "      Print this and end."]
     for section, group in groupby(flags.values(), lambda flag: flag.section):
         some = list(group)
         lines += ["", *_prose(f"{section}: {_about(some[0].owner)}", width), ""] if section else []
         for flag in some:
             lines += _filled(" ".join(filter(None, (flag.name, values(flag)))), width, "  ", "      ")
-            lines += _filled((meaning(flag) + _default(flag)).strip(), width, "      ", "      ")
+            lines += _filled(as_called(meaning(flag) + _default(flag)).strip(), width, "      ", "      ")
     return "\n".join(lines)
 
 

@@ -109,7 +109,7 @@ no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-che
     the flags
 # checkpoints
 use-dist-ckpt dist-ckpt-format=torch_dist: checkpoints are always distributed
-ckpt-format=torch_dist|torch: checkpoints are safetensors and JSON; tools/convert_checkpoint.py writes Megatron-LM's
+ckpt-format=torch_dist|torch: checkpoints are safetensors and JSON; megapipe convert writes Megatron-LM's
 auto-detect-ckpt-format: a checkpoint's format is read off its folder
 async-ckpt-use-cpu-shm use-persistent-ckpt-worker async-strategy=nvrx|mcore async-ckpt-cpu-priority=#
     async-ckpt-io-priority=# dist-ckpt-workers=#: a process beside each rank writes for --async-save, from shared

@@ -24,7 +24,6 @@ from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
-from megapipe.schedule import SCHEDULES
 
 T = TypeVar("T")
 _VALUE = ["VALUE"]
@@ -84,25 +83,31 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
 
     Raises: ConfigError with the problems of both.
     """
-    names = {*flags_of(own), "--help", "-h"}
-    tokens: dict[bool, list[str]] = {True: [], False: []}
-    of_tool, problems = False, list[str]()
-    for token in argv:
-        if _FLAG.match(token):
-            of_tool = token.partition("=")[0] in names
-        tokens[of_tool].append(token)
-    tool, config = own(), Config()
+    tool, config, problems = own(), Config(), list[str]()
+    of_tool, of_run = split_among(own, argv)
     try:
-        tool = parse(own, tokens[True])
+        tool = parse(own, of_tool)
     except ConfigError as error:
         problems += error.problems
     try:
-        config = parse(Config, tokens[False])
+        config = parse(Config, of_run)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
     return tool, config
+
+
+def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tokens of a tool's flags and of all others, each with the values behind it."""
+    names = {*flags_of(own), "--help", "-h"}
+    tokens: dict[bool, list[str]] = {True: [], False: []}
+    of_tool = False
+    for token in argv:
+        if _FLAG.match(token):
+            of_tool = token.partition("=")[0] in names
+        tokens[of_tool].append(token)
+    return tokens[True], tokens[False]
 
 
 def to_flags(config: object) -> list[str]:
@@ -192,7 +197,7 @@ def _schedule_switches(
         yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."
     elif name is not None:
         given["--pipeline-schedule"] = [name]
-    if name is not None and SCHEDULES[name].grouped:
+    if name == "group-interleaved":
         group = min(ranks, int(switches["--interleave-group-size"][0]))  # as the fork
         given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
     if text:

@@ -11,27 +11,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from megapipe.doors import as_called
 from megapipe.errors import UserError
 
 
-def run(main: Callable[[list[str]], object]) -> None:
-    """A tool, with the command line's flags: what the user can mend ends it in one message."""
+def run(main: Callable[[list[str]], int | None]) -> None:
+    """A command, with the command line's flags: what the user can mend ends it in one message.
+
+    main: what it returns is the exit status, none is 0.
+    """
     try:
-        main(sys.argv[1:])
-    except UserError as error:
+        code = main(sys.argv[1:])
+    except (UserError, KeyboardInterrupt) as error:
         stop(error)
+    except BrokenPipeError:  # `| head` has seen enough
+        _nobody_reads()
+        return
     except OSError as error:
         if error.filename is None:  # no file of the user's
             raise
         stop(UserError(f"{error.filename}: {error.strerror}"))
+    if code:
+        sys.exit(code)
 
 
 def say(text: str) -> None:
     """Print a line at once. Where nobody reads any more, as behind `| head`, the work goes on without a word."""
     try:
-        print(text, flush=True)
+        print(as_called(text), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
+        _nobody_reads()
+
+
+def _nobody_reads() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
 
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
@@ -40,7 +53,10 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     On stderr; under torchrun in the report that it ends with, behind its own trace.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    text, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else (f"error: {error}", error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        text, code = "; ".join(["interrupted", *map(str, error.args)]), 130
+    else:
+        text, code = as_called(f"error: {error}"), error.exit_code
     # The launcher ends all ranks when one exits, so the others wait until local rank 0 has told the same.
     if not first and code != 130:
         time.sleep(5)

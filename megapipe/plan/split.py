@@ -28,10 +28,11 @@ from megapipe.schedule import (
     unpaired,
     vee,
 )
-from megapipe.schedule.catalogue import GROUP_SIZE, usual
 from megapipe.schedule.costs_file import load_costs
 
-COSTS = "--pipeline-costs"
+GROUPED = ("interleaved", "interleaved-zb", "group-interleaved")
+"""Schedules with groups of microbatches per chunk."""
+SEARCHED, COSTS = "zb-auto", "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -40,12 +41,7 @@ def schedule_name(config: Config) -> str:
 
     Raises: ConfigError as `check_flags`.
     """
-    return config.parallel.pipeline_schedule or usual(_chunks(config))
-
-
-def is_searched(name: str) -> bool:
-    """Is it a schedule that takes a search?"""
-    return not is_file(name) and entry_of(name).searched
+    return config.parallel.pipeline_schedule or ("interleaved" if (_chunks(config) or 1) > 1 else "1f1b")
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
@@ -56,13 +52,14 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
         than --pipeline-costs names.
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
-    chunks, group, searched = None, None, is_searched(name)
+    chunks = None
     if not is_file(name) and entry_of(name).chunks is None:
-        chunks = placements(config)[-1].num_stages // ranks if searched else _chunks(config)
-    if not is_file(name) and entry_of(name).grouped:
-        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        chunks = placements(config)[-1].num_stages // ranks if name.lower() == SEARCHED else _chunks(config)
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if name.lower() not in GROUPED:
+        group = None
     schedule = _build(name, ranks, microbatches, chunks, group)
-    if (costs := given_costs(config)) is not None and not searched:
+    if (costs := given_costs(config)) is not None and name.lower() != SEARCHED:
         _check_costs(config, costs, schedule.placement)
         schedule = _build(name, ranks, microbatches, chunks, group, costs)
     if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
@@ -248,7 +245,7 @@ def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
     except ScheduleError as error:
         raise ConfigError(
             f"{COSTS} {config.parallel.pipeline_costs}: {error} Write it again for these flags, with "
-            "tools/plan.py --measure --save-costs FILE, or give numbers in place of lists."
+            "megapipe plan --measure --save-costs FILE, or give numbers in place of lists."
         ) from None
 
 
@@ -256,7 +253,7 @@ def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
 def _build(
     name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, costs: Costs | None = None
 ) -> Schedule:
-    options: dict[str, Any] = {} if group is None else {GROUP_SIZE: group}
-    if is_searched(name):
+    options: dict[str, Any] = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
+    if name.lower() == SEARCHED:
         options["effort"] = 0.01  # validation asks whether there is one, `make_plan` for the best
     return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)

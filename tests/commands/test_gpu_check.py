@@ -88,7 +88,7 @@ def test_every_case_that_a_cpu_can_run_passes(tmp_path, monkeypatch, capsys):
     """Each program is forked: the test above has paid for an interpreter and its imports."""
 
     def forked(command, log, limit, default=None):
-        ranks, program = (int(command[5]), command[6:]) if command[1] == "-m" else (1, command[1:])
+        ranks, program = (int(command[5]), command[6:]) if "torch.distributed.run" in command else (1, command[1:])
         started = start_ranks(ranks, program, log.parent)
         codes = [rank.wait(limit) for rank in started]
         log.write_text("".join(rank.log.read_text() for rank in started))

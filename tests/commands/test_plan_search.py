@@ -109,7 +109,7 @@ def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all
     with pytest.raises(ConfigError) as refused:
         main(["--search", *flags.split(), *MODEL.split()])
     assert f"{flags[:5]}" in (said := str(refused.value))
-    assert "is called --world-size, as in pretrain_gpt.py --check and rehearse.py" in said
+    assert "is called --world-size, as in megapipe check and megapipe rehearse" in said
 
 
 @pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])

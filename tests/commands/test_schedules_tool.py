@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from megapipe.commands import progress, schedules
+from megapipe.flags.parse import run
 from megapipe.schedule import SCHEDULES, Costs, build
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
@@ -37,7 +38,7 @@ def tool(*args: str | Path, columns: int = 100) -> subprocess.CompletedProcess[s
         patch.dict(os.environ, COLUMNS=str(columns)),
     ):
         try:
-            status = schedules.main()
+            status = run(schedules.main) or 0
         except SystemExit as stop:
             status = stop.code
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
@@ -99,7 +100,7 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("show", "dualpipe", "--pp", "3", "--microbatches", "8"), "the nearest is 4"),
         (("show", "no/such.json"), "no/such.json: No such file or directory"),
         (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
-        (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "No such file or directory: 'no/such/dir.svg'"),
+        (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "no/such/dir.svg: No such file or directory"),
         (("show", "1f1b", *SIZE, "--micro", "3"), "unrecognized arguments: --micro 3"),
         (("show", "1f1b", *SIZE, "--costs", "1,1,1e308"), "got '1,1,1e308'"),
         (

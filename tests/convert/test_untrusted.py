@@ -126,7 +126,7 @@ def test_a_checkpoint_of_megatron_is_called_by_its_name(tmp_path, name, capsys):
         assert f"{tmp_path}/iter_0000005 is a checkpoint of Megatron-LM" in capsys.readouterr().err
     (tmp_path / "release").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
-    with pytest.raises(CheckpointError, match=r"/release is a checkpoint of Megatron-LM.*Convert it: python tools/"):
+    with pytest.raises(CheckpointError, match=r"/release is a checkpoint of Megatron-LM.*Convert it: megapipe convert"):
         generate.main(["--load", str(tmp_path)])
 
 

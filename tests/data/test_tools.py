@@ -116,19 +116,21 @@ def test_wrong_flags_are_one_message_each_and_status_2(tmp_path: Path) -> None:
 
 def test_the_standard_library_becomes_a_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "stdlib.jsonl"
-    done = run("../megapipe/commands/corpus.py", "--output", corpus)
+    done = run("../megapipe/commands/start/corpus.py", "--output", corpus)
     assert done.returncode == 0, done.stderr
     records = {r["path"]: r["text"] for r in map(json.loads, corpus.open(encoding="utf-8"))}
     assert records["json/__init__.py"] == Path(json.__file__).read_text("utf-8")
     assert corpus.stat().st_size > 10e6
     assert not any("site-packages" in path for path in records)
-    assert "up to date" in run("../megapipe/commands/corpus.py", "--output", corpus, "--reuse").stdout
+    assert "up to date" in run("../megapipe/commands/start/corpus.py", "--output", corpus, "--reuse").stdout
 
 
 def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path: Path) -> None:
     corpus = json_lines(tmp_path / "c.jsonl", {"text": "9"}, {"text": "1 2 3 4 5 6 7 8"})
     preprocess([corpus], f"{tmp_path}/out", Encoding(NUMBERS.tokenizer), workers=1)
-    done = run("../megapipe/commands/entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0")
+    done = run(
+        "../megapipe/commands/start/entropy.py", "--data-path", f"{tmp_path}/out_text_document", "--split", "1,1,0"
+    )
     assert done.stdout == f"Unigram entropy of 8 validation tokens: {np.log(8):.4f} nats\n"
 
 
@@ -221,4 +223,4 @@ def test_a_reader_that_leaves_does_not_end_the_work_and_the_next_command_can_be_
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
     said = run("preprocess_data.py", *flags, "--reuse").stdout.splitlines()[-1]
-    assert shlex.split(said)[2:4] == ["--data-path", str(tmp_path / "my data" / "x_text_document")]
+    assert shlex.split(said)[3:5] == ["--data-path", str(tmp_path / "my data" / "x_text_document")]

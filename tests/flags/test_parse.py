@@ -9,7 +9,9 @@ from typing import Literal, get_args, get_origin
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megapipe.commands.main import command
 from megapipe.config import Config
+from megapipe.doors import DOORS, as_called
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import flags_of, parse, parse_among, stop, to_flags
 from megapipe.flags.table import PAGE
@@ -214,7 +216,9 @@ def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
     told = " ".join(printed.split())
     rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", PAGE.read_text(), re.M)
     assert {name for name, _ in rows} >= flags_of(Config).keys()
-    assert [name for name, text in rows if not re.search(rf" {name} (\S+ )?(\.\.\. )?{re.escape(text)}", told)] == []
+    assert [
+        name for name, text in rows if not re.search(rf" {name} (\S+ )?(\.\.\. )?{re.escape(as_called(text))}", told)
+    ] == []
 
 
 def test_flags_of_a_tool_stand_among_those_of_a_run():
@@ -236,13 +240,12 @@ PROGRAMS = [path for room in ("tools/bench", "megapipe/commands") for path in (R
 def test_commands_read_their_flags_with_this_parser():
     """What it has not: subcommands, and a flag that is given several times."""
     others = {str(path.relative_to(ROOT)) for path in PROGRAMS if re.search("^import argparse", path.read_text(), re.M)}
-    assert others == {"megapipe/commands/schedules.py", "tools/bench/flags.py"}
+    assert others == {"megapipe/commands/schedules.py", "megapipe/commands/given.py", "tools/bench/flags.py"}
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "tools").glob("[!_]*.py")])
+@pytest.mark.parametrize("name", DOORS)
 def test_the_help_of_each_command_tells_all_its_flags(name, capsys, monkeypatch):
-    command = importlib.import_module(f"tools.{name}").command
-    module = importlib.import_module(command.__module__)
+    module = importlib.import_module(command(name).__module__)
     for flags in {vars(module).get("Flags"), vars(module).get("Options")} - {None}:  # schedules.py has its subcommands
         told = " ".join(help_of(flags, 80, capsys, monkeypatch).split())
         assert all(f" {flag} " in told for flag in flags_of(flags))

@@ -1,4 +1,4 @@
-"""A launch line in progress, as chaos.py sees it: its processes, what it prints, its faults and its checkpoints."""
+"""A launch line in progress, as the command sees it: its processes, what it prints, its faults and its checkpoints."""
 
 from __future__ import annotations
 

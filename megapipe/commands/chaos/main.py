@@ -1,6 +1,6 @@
 """Break a run at random for some minutes, let it heal, and compare its weights to the bit with a run that nobody broke.
 
-    python tools/chaos.py --minutes 20 -- torchrun --nproc-per-node 4 pretrain_gpt.py <flags with --save-interval>
+    megapipe chaos --minutes 20 -- torchrun --nproc-per-node 4 pretrain_gpt.py <flags with --save-interval>
 
 The launch line is started as it is, with --save and --load in a folder of its own behind it, and started again when it
 ends, as a scheduler would do. What is broken are its processes on this machine and its checkpoints:
@@ -20,7 +20,6 @@ import resource
 import secrets
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,8 +28,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapipe.commands.chaos.broken_run import Fault, Launched, difference, newest_sound, numbers
-from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, stop
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
 
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
@@ -41,7 +40,7 @@ HANGS_S, ORPHANED_S = 900.0, 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """How long and how hard."""
+    """How long a run is broken, and how hard. Its launch line stands behind --, with --save-interval."""
 
     minutes: float = 10.0
     """How long faults are injected; the run that is compared with comes after it."""
@@ -215,31 +214,22 @@ def compare(chaos: Chaos) -> bool:
     return not differing and not others
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit status: 0 if the weights are equal to the bit."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if "--" not in argv or not argv[argv.index("--") + 1 :]:
-            raise ConfigError(
-                "give the launch line behind --: chaos.py --minutes 20 -- torchrun ... pretrain_gpt.py ..."
-            )
-        command = argv[argv.index("--") + 1 :]
-        options = parse(Options, argv[: argv.index("--")])
-        if "--save-interval" not in command:
-            raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
-        root = Path(options.folder or mkdtemp(prefix="chaos-"))
-        root.mkdir(parents=True, exist_ok=True)
-        if (root / "broken").exists():
-            raise ConfigError(f"--folder {root} has a run already. Name another, {root}-{secrets.token_hex(2)}")
-        print(f"{shlex.join(command)}\nfolder {root}, seed {options.seed}", flush=True)
-        chaos, started = Chaos(options, command, root), time.monotonic()
-        chaos.run()
-        report(chaos, (time.monotonic() - started) / 60)
-        return 0 if compare(chaos) else 1
-    except (UserError, KeyboardInterrupt) as error:
-        stop(error)
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    sys.exit(main())
+    at = argv.index("--") if "--" in argv else len(argv)
+    options, command = parse(Options, argv[:at]), [*argv[at + 1 :]]
+    if not command:
+        raise ConfigError(
+            "give the launch line behind --: megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
+        )
+    if "--save-interval" not in command:
+        raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
+    root = Path(options.folder or mkdtemp(prefix="chaos-"))
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / "broken").exists():
+        raise ConfigError(f"--folder {root} has a run already. Name another, {root}-{secrets.token_hex(2)}")
+    print(f"{shlex.join(command)}\nfolder {root}, seed {options.seed}", flush=True)
+    chaos, started = Chaos(options, command, root), time.monotonic()
+    chaos.run()
+    report(chaos, (time.monotonic() - started) / 60)
+    return 0 if compare(chaos) else 1

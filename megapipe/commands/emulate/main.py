@@ -19,7 +19,7 @@ from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse, run
+from megapipe.flags.parse import parse
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -151,10 +151,9 @@ def _wrong(flags: Flags) -> Iterator[str]:
 def _jobs(flags: Flags, costs: Costs) -> list[Job]:
     jobs = []
     for name in flags.schedules.split(","):
-        entry = None if is_file(name) else entry_of(name)
-        chunks = flags.chunks if entry and entry.any_chunks else None
-        searched = flags.post_validation and entry and entry.searched
-        options: dict[str, Any] = {"objective": "period"} if searched else {}
+        fixed = is_file(name) or name.lower() == "zb-auto" or entry_of(name).chunks is not None
+        chunks = None if fixed else flags.chunks
+        options: dict[str, Any] = {"objective": "period"} if flags.post_validation and name.lower() == "zb-auto" else {}
         schedule = build(name, flags.pp, flags.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
@@ -236,8 +235,3 @@ def _table(rows: list[Row], flags: Flags) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py runs, as data: small trainings and what each must equal, and single operations."""
+"""What megapipe gpu-check runs, as data: small trainings and what each must equal, and single operations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
         memory: relative difference of the peak from the plan's prediction.
         mfu: the least share of the device's bf16 peak, where that is known.
         script: arguments of Python in place of a training; passes with exit status 0, and its last line is the figure.
-        needs: a package or a flag of tools/gpu_check.py without which the case is left out.
+        needs: a package or a flag of megapipe gpu-check without which the case is left out.
         devices: what it makes sense on.
         seconds: its time limit.
     """

@@ -1,6 +1,6 @@
 """Does everything work on this machine's GPU? One command for its first hour; a second GPU adds the cases over NCCL.
 
-python tools/gpu_check.py --output gpu-check
+megapipe gpu-check --output gpu-check
 
 Each case of cases.py is a process with a time limit, so what fails costs one line. Needs no network, and of
 libraries torch and what megapipe itself imports. Exit status 0 if all pass.
@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import torch
 
-ROOT = Path(__file__).parents[3]
-from megapipe.commands.gpu.cases import CASES, SHAPE, SIZES, Case  # noqa: E402
-from megapipe.errors import UserError  # noqa: E402
-from megapipe.flags.parse import parse, run  # noqa: E402
+from megapipe.commands.gpu.cases import CASES, SHAPE, SIZES, Case
+from megapipe.doors import ROOT, in_clone
+from megapipe.errors import ConfigError, UserError
+from megapipe.flags.parse import parse
 
 GIB = 2**30
 Steps = dict[int, dict[str, Any]]
@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device cuda: torch {torch.__version__} finds no GPU. --device cpu tries the tool without")
+    if flags.nanogpt is not None and not in_clone():
+        raise ConfigError("--nanogpt needs a clone of megapipe: the training that is compared with is in tools/bench.")
     folder = Path(flags.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "saved", ignore_errors=True)  # an older run's checkpoints
@@ -92,6 +94,7 @@ def chosen(flags: Flags) -> list[Case]:
     ranks = torch.cuda.device_count() if flags.device == "cuda" else 2
     has = {None: True, "nanogpt": flags.nanogpt is not None}
     has |= {case.needs: find_spec(case.needs) is not None for case in CASES if case.needs not in (None, "nanogpt")}
+    has["pytest"] &= in_clone()  # where the tests are
     here = [case for case in CASES if flags.device in case.devices and case.ranks <= ranks and has[case.needs]]
     wanted = {case.name for case in here if any(fnmatch(case.name, pattern) for pattern in flags.only)}
     for case in reversed(here):
@@ -153,7 +156,7 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
     run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
     run += ["--distributed-backend", "gloo"] if flags.device == "cpu" else []
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    start = [*(many if case.ranks > 1 else ()), "pretrain_gpt.py", "--metrics-file", str(file)]
+    start = [*(many if case.ranks > 1 else ()), "-m", "megapipe", "pretrain", "--metrics-file", str(file)]
     return [sys.executable, *start, *(part.format(folder=folder) for part in run)]
 
 
@@ -235,8 +238,3 @@ def _machine(device: str) -> str:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         parts += [f"CUDA {torch.version.cuda}", f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}"]
     return ", ".join([*parts, platform.machine()])
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

@@ -1,8 +1,8 @@
 """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
 
-Takes the flags of pretrain_gpt.py. With --measure costs are timed on this machine; a layout found so can be copied into
-the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated
-devices: real processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
+Takes the flags of megapipe pretrain. With --measure costs are timed on this machine; a layout found so can be copied
+into the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated devices: real
+processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
 With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
 (megapipe/commands/plan/search.py); flags that name these are not looked at.
 """
@@ -24,7 +24,8 @@ from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import has_cuda, pick_device
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse_among, run, to_flags
+from megapipe.flags.parse import parse_among, to_flags
+from megapipe.flags.stop import say
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
@@ -38,7 +39,7 @@ from megapipe.training.check import vocabulary
 class Flags:
     """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
 
-    All other flags are those of pretrain_gpt.py; --world-size is how many processes the run has, by default tensor x
+    All other flags are those of megapipe pretrain; --world-size is how many processes the run has, by default tensor x
     context x pipeline ranks.
     """
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the plan."""
     for old in ("--gpus", "--processes"):
         if any(token.partition("=")[0] == old for token in argv):
-            raise ConfigError(f"{old} is called --world-size, as in pretrain_gpt.py --check and rehearse.py")
+            raise ConfigError(f"{old} is called --world-size, as in megapipe check and megapipe rehearse")
     flags, config = parse_among(Flags, argv)
     if flags.search:
         print(_search(config, flags))
@@ -172,7 +173,7 @@ def _save(costs: Costs, path: str) -> None:
     except OSError as error:
         text = f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."
         raise ConfigError(text) from None
-    print(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of tools/schedules.py")
+    say(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of megapipe schedules")
 
 
 def _emulate(plan: Plan, ms: float, repeats: int) -> None:
@@ -204,8 +205,3 @@ def scaled(costs: Costs, unit: float) -> Costs:
         return tuple(x * unit for x in times) if isinstance(times, tuple) else times * unit
 
     return Costs(column(costs.f), column(costs.b), column(costs.w))
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

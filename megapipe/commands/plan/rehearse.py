@@ -1,11 +1,11 @@
 """A run before its launch: what each rank needs and what a step takes, from the real program of one rank at a time.
 
-python tools/rehearse.py --world-size 64 [--ranks 0,3,7] -- <flags of the run>
+megapipe rehearse --world-size 64 [--ranks 0,3,7] -- <flags of the run>
 
 Each different rank of the pipeline runs alone on one device, in a process of its own: its stages, table and optimizer,
 on noise (rehearsed_rank.py). The simulator makes a step of the passes that were timed. Communication is not
 measured: --device says how fast links are, and without it they cost nothing. Models and optimizers of your own are
-rehearsed (--model-provider, --optimizer of the run); the loss is that of pretrain_gpt.py, not of a program of your own.
+rehearsed (--model-provider, --optimizer of the run); the loss is that of megapipe pretrain, not of a program of yours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megapipe.config import Config
 from megapipe.config.layers import inline, layer_config
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, run
+from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, make_plan
 from megapipe.schedule import Costs, Timeline, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
@@ -42,7 +42,7 @@ class Flags:
     """Flags of this tool, before `--`; behind it those of the run.
 
     Models and optimizers of your own are rehearsed as the run's --model-provider and --optimizer name them; the loss is
-    that of pretrain_gpt.py, whatever your own program computes.
+    that of megapipe pretrain, whatever your own program computes.
     """
 
     world_size: int = 1
@@ -54,7 +54,7 @@ class Flags:
     memory_gib: float | None = None
     """Memory of a device."""
     device: str | None = None
-    """How fast links are: a .json as tools/plan.py --search takes it."""
+    """How fast links are: a .json as megapipe plan --search takes it."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,3 @@ def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib:
         f"{tokens:,.0f} tokens/s on {config.world_size} processes under {plan.schedule.name}",
     ]
     return "\n".join(lines)
-
-
-def command() -> None:
-    """This command, as a shell runs it."""
-    run(main)

@@ -48,7 +48,7 @@ class SentencePieceTokenizer:
         if self.eod < 0:
             raise DataError(
                 f"--tokenizer-model {path} has no end-of-document piece: neither </s> nor {' nor '.join(_EOD_PIECES)}. "
-                "Train one with tools/train_tokenizer.py."
+                "Train one with megapipe tokenizer."
             )
 
     def proto(self) -> bytes:
@@ -113,7 +113,7 @@ def build_tokenizer(data: TokenizerConfig) -> Tokenizer:
         return TikTokenizer(data.tokenizer_model, data.tiktoken_pattern, size, data.tiktoken_num_special_tokens)
     if data.tokenizer_model is None:
         raise DataError(
-            "--tokenizer-model is missing. Give a SentencePiece model (tools/train_tokenizer.py makes one), or "
+            "--tokenizer-model is missing. Give a SentencePiece model (megapipe tokenizer makes one), or "
             "--tokenizer-type NullTokenizer --vocab-size N"
         )
     return SentencePieceTokenizer(data.tokenizer_model)
@@ -136,7 +136,7 @@ def assumed_vocab_size(data: TokenizerConfig) -> int:
 
 
 def _load(path: str) -> sentencepiece.SentencePieceProcessor:
-    remedy = "Give a SentencePiece model; tools/train_tokenizer.py makes one."
+    remedy = "Give a SentencePiece model; megapipe tokenizer makes one."
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Transport of tensors between two pipeline ranks: three modes of posting operations, and handles to wait for.
+"""How tensors move between two pipeline ranks: the three modes of posting them, and handles to wait for.
 
 Between two ranks messages have no names, only an order: what one end sends first, the other must receive first.
 """
@@ -20,7 +20,7 @@ Shape = Sequence[int]
 
 
 class P2PMode(StrEnum):
-    """A way of posting the operations of one call.
+    """How the operations of one call are posted.
 
     plain: one by one; each completes on its own.
     batched: as one group (one NCCL launch on the axis' communicator).
@@ -39,7 +39,7 @@ class Handle(Protocol):
         """Return once it has."""
 
     def is_completed(self) -> bool:
-        """Has it completed? Gloo's sends say no until they are waited for."""
+        """Has it? Gloo's sends say no until they are waited for."""
 
 
 class Op(NamedTuple):
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The number of receives that may be posted before their turn, and the ranks that they are from."""
+    """How many receives may be posted before their turn, and from which ranks."""
 
     places: int
     peers: frozenset[int]
@@ -96,7 +96,7 @@ class Transport:
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn.
+        """What may be posted before its turn.
 
         Over gloo a message whose receive is there saves a round trip. Over NCCL a transfer begins when the passes that
         were enqueued before it are over: posted one place early it runs beside a pass. That needs a communicator of one
@@ -121,7 +121,6 @@ class Transport:
 
     def one(self, op: Op) -> Handle:
         """Start one operation."""
-        # A communicator for each way of each link, where there are any: NCCL runs those of one communicator in order.
         group = (self._link(self.pp.rank, op.peer) if op.sends else self._link(op.peer, self.pp.rank)) or self.pp.group
         assert group is not None
         return (group.send if op.sends else group.recv)([op.tensor], op.peer, op.tag)

@@ -1,4 +1,4 @@
-"""The beginning of every kind of pass on its stage: one entry for each, whether of a microbatch or of a step."""
+"""How every kind of pass begins on its stage: one entry for each, the same for those of a microbatch and of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Begun(NamedTuple):
 
 
 class Again:
-    """A result after which the program runs again from its beginning."""
+    """What a pass makes after which the program runs again from its beginning."""
 
 
 AGAIN: Final = Again()
@@ -35,7 +35,7 @@ it. Passes of one lane begin in the order of the table, and whoever runs them ke
 
 @dataclass(frozen=True)
 class Weights:
-    """Work on the weights of a stage as a whole. The first two functions begin it and return what waits for its end.
+    """What is done to the weights of a stage as a whole. The first two begin it and return what waits for its end.
 
     Attributes:
         reduce: sum their gradients over data parallel.
@@ -52,7 +52,7 @@ class Weights:
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
-    """The sum in their order, so that it has the same bits whatever arrives first."""
+    """In their order, so that it has the same bits whatever arrives first."""
     return reduce(torch.add, given) if given else None
 
 

@@ -184,7 +184,7 @@ def test_the_page_says_of_a_pasted_table_what_the_library_says(seen):
 
 def test_what_the_page_shows_is_what_show_prints(seen):
     for text in seen["page"]:
-        show = re.search(r"python tools/schedules.py (show .*)", text)[1]
+        show = re.search(r"megapipe schedules (show .*)", text)[1]
         said = tool(*show.split())
         makespan, period, bubble, share = re.search(
             r"makespan ([\d.]+), period ([\d.]+), bubble ([\d.]+) \((.*?%)", said

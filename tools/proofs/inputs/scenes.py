@@ -15,7 +15,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from megapipe.commands.main import command
 from megapipe.config import Config
+from megapipe.doors import DOORS
 from megapipe.flags.parse import flags_of
 from megapipe.flags.rules import KNOWN
 from tools.proofs.inputs import small_files
@@ -54,9 +56,11 @@ class Scene:
 @cache
 def _flags(program: str) -> list[str]:
     of_a_run = [*flags_of(Config), *KNOWN] if program in _OF_A_RUN else []
-    module = importlib.import_module(_module(program))
-    if hasattr(module, "command"):  # the program alone is a door to it
-        module = sys.modules[module.command.__module__]
+    doors = {f"tools/{door.script}.py": name for name, door in DOORS.items()}
+    if program in doors:
+        module = sys.modules[command(doors[program]).__module__]
+    else:
+        module = importlib.import_module(_module(program))
     own = re.findall(r'"(--[a-z-]+)"', inspect.getsource(module))
     own += [*flags_of(module.Flags)] if hasattr(module, "Flags") else []
     return [*own, *of_a_run, "--help"]

@@ -1,6 +1,6 @@
 """Unigram entropy of the validation tokens: the loss of a model that knows how frequent each token is, no more.
 
-python megapipe/commands/entropy.py --data-path data/stdlib_text_document --split 969,30,1
+python -m megapipe.commands.start.entropy --data-path data/stdlib_text_document --split 969,30,1
 """
 
 from __future__ import annotations

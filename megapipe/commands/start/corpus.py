@@ -1,6 +1,6 @@
 """A corpus that needs no download: the source of the Python standard library of the interpreter that runs this.
 
-    python megapipe/commands/corpus.py --output data/stdlib.jsonl
+    python -m megapipe.commands.start.corpus --output data/stdlib.jsonl
 
 writes one JSON line per module, {"text": ..., "path": ...}, in an order shuffled by name, so that the validation part
 of a split is like the training part.

@@ -1,0 +1,6 @@
+"""`python -m megapipe`: the command, where the shell does not find it."""
+
+from megapipe.commands.main import main
+
+if __name__ == "__main__":
+    main()

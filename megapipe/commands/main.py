@@ -1,0 +1,68 @@
+"""`megapipe NAME ...`: finds the command, imports it alone, and ends all of them in the same way."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from megapipe.doors import DOORS
+from megapipe.errors import ConfigError
+from megapipe.flags.stop import run, say
+
+
+def main() -> None:
+    """The command that the first word names, with the words behind it."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in DOORS:
+        sys.argv = [f"megapipe {name}", *rest]
+        run(command(name))
+    else:
+        sys.argv[0] = "megapipe"
+        run(lambda _: _other(name))
+
+
+def door(name: str) -> None:
+    """The same from a script of that name's own, which errors and help then name."""
+    run(command(name))
+
+
+def command(name: str) -> Callable[[Sequence[str]], int | None]:
+    """The function of a command. Imports its module alone: most of a start is what is imported."""
+    module, _, function = DOORS[name].module.partition(":")
+    found: Callable[[Sequence[str]], int | None] = getattr(
+        importlib.import_module(f"megapipe.commands.{module}"), function or "main"
+    )
+    return found
+
+
+def _other(word: str) -> None:
+    if word in ("--help", "-h"):
+        say(help_text(shutil.get_terminal_size().columns))
+    elif word == "--version":
+        say(f"megapipe {version()}")
+    else:
+        near = difflib.get_close_matches(word, DOORS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ". megapipe --help lists them."
+        raise ConfigError(f"unknown command {word}{hint}")
+
+
+def version() -> str:
+    """The installed one; a clone that was never installed has none."""
+    try:
+        return metadata.version("megapipe")
+    except metadata.PackageNotFoundError:
+        return "of a clone"
+
+
+def help_text(width: int) -> str:
+    """One line for each command, two where the terminal is narrow."""
+    indent = max(map(len, DOORS)) + 4
+    lines = ["usage: megapipe COMMAND ...; megapipe COMMAND --help for its flags", ""]
+    for name, about in ((name, it.about) for name, it in DOORS.items()):
+        lines += textwrap.wrap(f"  {name:<{indent - 2}}{about}", max(width, 40), subsequent_indent=" " * indent)
+    return "\n".join([*lines, "", f"  {'--version':<{indent - 2}}of the package"])

@@ -1,0 +1,59 @@
+"""Training from the shell: one process, or as many as --nproc says under torchrun's launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse, split_among
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Flags of the launcher, among those of a run."""
+
+    nproc: int = 1
+    """Processes to start on this machine, by torchrun's launcher."""
+
+
+@dataclass(frozen=True)
+class Flags(Launch, Config):
+    """A GPT is trained. On several hosts torchrun or Slurm starts the processes, each `python -m megapipe pretrain`."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train, or start those that do."""
+    flags = parse(Flags, argv)
+    config = Config(**{field.name: getattr(flags, field.name) for field in fields(Config)})
+    if flags.nproc < 1:
+        raise ConfigError(f"--nproc must be at least 1, got {flags.nproc}.")
+    launched = "LOCAL_RANK" in os.environ
+    if config.check.check:
+        world_size = config.check.world_size or (flags.nproc if flags.nproc > 1 else None)
+        config = replace(config, check=replace(config.check, world_size=world_size))
+    elif flags.nproc > 1 and not launched:
+        _launch(flags.nproc, config, argv)
+    from megapipe.models.provider import gpt_provider
+    from megapipe.training.forward_step import forward_step
+    from megapipe.training.pretrain import pretrain
+
+    pretrain(config, gpt_provider, forward_step)
+
+
+def check(argv: Sequence[str]) -> None:
+    """Everything that a launch would refuse, without the launch."""
+    main(["--check", *argv])
+
+
+def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
+    """Become torchrun, once the flags are known to be right: what is wrong is told by one process and not by each."""
+    from megapipe.checks.run import flag_problems
+
+    if problems := flag_problems(replace(config, world_size=processes)):
+        raise ConfigError(problems)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *split_among(Launch, argv)[1]])

@@ -1,0 +1,1 @@
+../../../training/forward_step.py

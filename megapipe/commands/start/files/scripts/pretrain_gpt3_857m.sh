@@ -1,0 +1,1 @@
+../../../../../scripts/pretrain_gpt3_857m.sh

@@ -1,0 +1,1 @@
+../../../../../scripts/pretrain_gpt_slurm.sh

@@ -1,0 +1,109 @@
+"""From nothing to a trained GPT in minutes: a corpus that Python brings along, tokenizer, tokens, training, a sample.
+
+megapipe quickstart --pipeline-schedule zb-v
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.commands import preprocess, tokenizer
+from megapipe.commands.start import corpus, entropy
+from megapipe.config import Config
+from megapipe.flags.parse import parse, parse_among, split_among
+from megapipe.flags.stop import say
+
+RUN = (
+    "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --num-layers 8 --hidden-size 192 "
+    "--num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 4 --global-batch-size 32 --train-iters 120 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --split 969,30,1 --eval-interval 60 --eval-iters 10 "
+    "--log-interval 10 --save-interval 60 --profile --use-pytorch-profiler --profile-step-start 10 "
+    "--profile-step-end 12"
+)
+"""The training's flags; those of its files come with the folder."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A small GPT is trained on the source text of this Python's standard library, on two pipeline stages.
+
+    All other flags are those of megapipe pretrain; they win over the quickstart's. Run again, it reuses what it made.
+    """
+
+    folder: str = "runs/quickstart"
+    """Where everything is written."""
+    ids: int = 4096
+    """Of the tokenizer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Five steps. Returns: the exit status of the training."""
+    flags, _ = parse_among(Flags, argv)
+    folder = Path(flags.folder)
+    text, model, tokens = folder / "stdlib.jsonl", folder / "tokenizer.model", folder / "stdlib_text_document"
+    files = {"--data-path": tokens, "--tokenizer-model": model, "--tensorboard-dir": folder / "tensorboard"}
+    files |= {"--save": folder / "checkpoints", "--load": folder / "checkpoints"}
+    given = [word for flag, path in files.items() for word in (flag, str(path))]
+    run = [*RUN.split(), *given, *split_among(Flags, argv)[1]]
+    config = parse(Config, run)  # what is wrong with them is told before the work
+    folder.mkdir(parents=True, exist_ok=True)
+    say("== 1/5 Corpus: the source text of the Python standard library")
+    corpus.main(["--output", str(text), "--reuse"])
+    say(f"== 2/5 Tokenizer: a SentencePiece model of {flags.ids} ids")
+    made = ["--input", str(text), "--reuse"]
+    tokenizer.main([*made, "--output", str(model), "--vocab-size", str(flags.ids)])
+    say("== 3/5 Tokens: Megatron's .bin/.idx")
+    prefix = ["--output-prefix", str(folder / "stdlib"), "--tokenizer-model", str(model)]
+    preprocess.main([*made, *prefix, "--append-eod", "--workers", "2"])
+    of = config.parallel
+    ranks = of.pipeline_model_parallel_size * of.tensor_model_parallel_size * of.context_parallel_size
+    say(f"== 4/5 Pretraining: {ranks} processes, {of.pipeline_schedule}")
+    if code := train(["--nproc", str(ranks), *_device(ranks), *run], folder / "log.txt"):
+        return code
+    say("== 5/5 What it learned")
+    entropy.main(["--data-path", str(tokens), "--split", str(config.data.split)])
+    validated = [line for line in (folder / "log.txt").read_text().splitlines() if "on validation set" in line]
+    say("\n".join(validated[-1:]))
+    from megapipe.commands import generate
+
+    generate.main(["--load", f"{folder}/checkpoints", "--prompt", "def main(", "--num-tokens", "80"])
+    say(_NEXT.format(folder=folder))
+    return 0
+
+
+def _device(ranks: int) -> list[str]:
+    """The flag for a machine with some GPUs, but too few."""
+    import torch
+
+    return ["--distributed-backend", "gloo"] if 0 < torch.cuda.device_count() < ranks else []
+
+
+def train(flags: Sequence[str], log: Path) -> int:
+    """Run `megapipe pretrain`, what it prints here and behind what the log has. Returns: its exit status."""
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    command = [sys.executable, "-u", "-m", "megapipe", "pretrain", *flags]
+    with (
+        log.open("a", encoding="utf-8") as file,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started,
+    ):
+        assert started.stdout is not None
+        for line in started.stdout:
+            file.write(line)
+            say(line.rstrip("\n"))
+        return started.wait()
+
+
+_NEXT = """
+Log lines       {folder}/log.txt
+TensorBoard     {folder}/tensorboard        tensorboard --logdir {folder}/tensorboard
+Traces          {folder}/torch_profile/rank-0.json.gz, rank-1.json.gz   open them in https://ui.perfetto.dev
+Checkpoints     {folder}/checkpoints
+Try next        megapipe schedules show 1f1b --pp 4 --microbatches 8
+                megapipe traces {folder}/torch_profile
+                megapipe init my"""

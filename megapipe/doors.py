@@ -1,0 +1,71 @@
+"""Every command: what a shell calls it, where it lies, and how the reader of a message can call it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Door:
+    """One command.
+
+    Attributes:
+        module: whose `main(argv)` it is, below megapipe.commands; another function of it stands behind a colon.
+        about: its line of `megapipe --help`.
+        script: what runs it in a clone that nobody has installed; none: `python -m megapipe NAME`.
+    """
+
+    module: str
+    about: str
+    script: str | None = None
+
+
+DOORS = {
+    "quickstart": Door("start.quickstart", "from nothing to a trained GPT in minutes, without a download"),
+    "init": Door("start.init", "a folder to start from: a model, a loss, a program, launch scripts"),
+    "schedules": Door("schedules", "list, draw and compare pipeline schedules, or put all on a page", "schedules"),
+    "compare": Door("compare", "train a small GPT under every schedule: loss, time, bubble, memory", "compare_runs"),
+    "plan": Door("plan.main", "stages, time and memory of a run; --search: the best of all plans", "plan"),
+    "rehearse": Door("plan.rehearse", "each rank of a run alone on this machine: its memory and time", "rehearse"),
+    "check": Door("pretrain:check", "everything that a launch would refuse, and what becomes of each flag"),
+    "pretrain": Door("pretrain", "train; --nproc N starts N processes"),
+    "preprocess": Door("preprocess", "text to token files, Megatron's .bin and .idx", "preprocess_data"),
+    "tokenizer": Door("tokenizer", "train a SentencePiece tokenizer on text", "train_tokenizer"),
+    "convert": Door("convert", "Hugging Face and Megatron-LM checkpoints to ours and back", "convert_checkpoint"),
+    "generate": Door("generate", "continue a text with a checkpoint", "generate_text"),
+    "traces": Door("traces", "the profiles of all ranks in one file, beside the prediction", "merge_traces"),
+    "gpu-check": Door("gpu.main", "does everything work on this machine's GPU", "gpu_check"),
+    "chaos": Door("chaos.main", "break a run at random, let it heal, compare its weights to the bit", "chaos"),
+    "emulate": Door("emulate.main", "schedules on processes that sleep in place of computing", "bench_schedules"),
+    "completion": Door("start.completion", "a script that completes commands and flags in bash or zsh"),
+}
+"""By name, in the order of the help."""
+
+ROOT = Path(__file__).resolve().parents[1]
+"""Of a clone; where the package was installed elsewhere."""
+_NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b")
+
+
+def as_called(text: str) -> str:
+    """A text that names commands as `megapipe plan`, with what its reader can paste: in a clone `python tools/plan.py`.
+
+    Who has called `megapipe` has it.
+    """
+    if Path(sys.argv[0]).name.startswith("megapipe") or not in_clone():
+        return text
+    return _NAMED.sub(lambda found: _script_of(found[1]), text)
+
+
+def in_clone() -> bool:
+    """Are tests, benchmarks and scripts beside the package?"""
+    return (ROOT / "tools" / "rehearse.py").is_file() and (ROOT / "pretrain_gpt.py").is_file()
+
+
+def _script_of(name: str) -> str:
+    if name == "pretrain":
+        return "python pretrain_gpt.py"
+    script = DOORS[name].script
+    return f"python tools/{script}.py" if script else f"python -m megapipe {name}"
