@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "plan": "config errors partition schedule tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
     "checkpoint": "config distributed errors optim",
-    "training": "checkpoint checks config data distributed errors flags models optim partition pipeline_parallel plan "
-    "schedule tensor_parallel",
-    "convert": "checkpoint config data distributed errors models optim partition schedule",
+    "training": "checkpoint checks config convert.upcycle data distributed errors flags models optim partition "
+    "pipeline_parallel plan schedule tensor_parallel",
+    "convert": "checkpoint config data distributed errors models optim partition schedule tensor_parallel.rng",
     "testing": "checkpoint config data distributed errors models partition pipeline_parallel schedule tensor_parallel "
     "training",
     "commands": "checkpoint checks config convert data distributed doors errors flags models named optim partition "

@@ -79,8 +79,15 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
     Raises: CheckpointError.
     """
     if config.save is not None:
-        after = 0 if start is None or config.finetune else commit.iteration_of(start)
-        commit.refuse_to_overwrite(Path(config.save), after)
+        root = Path(config.save)
+        if config.moe_use_upcycling and commit.iterations_in(root):
+            raise CheckpointError(
+                f"--save {root} has checkpoints already: experts were made there. To go on with them leave out "
+                f"--moe-use-upcycling and use --load {root}, or give another folder: --save {root}-upcycled"
+            )
+        anew = start is None or config.finetune or config.moe_use_upcycling
+        after = 0 if anew or start is None else commit.iteration_of(start)
+        commit.refuse_to_overwrite(root, after)
 
 
 def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:

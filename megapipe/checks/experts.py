@@ -18,10 +18,12 @@ _OTHER = {
 def expert_problems(config: Config) -> Iterator[str]:
     """All that is wrong with the experts."""
     model = config.model
+    if config.checkpoint.moe_use_upcycling:
+        yield from _upcycling(config)
     if not model.has_experts:
         return
     yield from _layers(model)
-    yield from _choice(model)
+    yield from _choice(model, config.checkpoint.moe_use_upcycling)
     yield from _balance(model)
     yield from _limits(model)
     yield from _split(config)
@@ -44,14 +46,14 @@ def _layers(model: ModelConfig) -> Iterator[str]:
             yield f"--moe-layer-freq {text} leaves no layer for --num-experts {model.experts}. Leave one of them out."
 
 
-def _choice(model: ModelConfig) -> Iterator[str]:
+def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
     k, experts = model.moe_router_topk, model.experts
     if k > experts:
         yield (
             f"--moe-router-topk {k} is more than --num-experts {experts}. Use --moe-router-topk {experts}, or fewer."
         )
     softmax = model.moe_router_score_function == "softmax"
-    if k == 1 and softmax and not model.moe_router_pre_softmax:
+    if k == 1 and softmax and not model.moe_router_pre_softmax and not upcycled:
         yield (
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax."
@@ -119,3 +121,54 @@ def _split(config: Config) -> Iterator[str]:
                 f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
                 f"Use {name} {near(width, tp)}."
             )
+
+
+def _upcycling(config: Config) -> Iterator[str]:
+    """What would not begin as the dense model."""
+    model, files, name = config.model, config.checkpoint, "--moe-use-upcycling"
+    if files.load is None or files.save is None:
+        yield f"{name} takes the dense model from --load and saves the one with experts in --save. Give both."
+    if files.use_checkpoint_args:
+        yield f"--use-checkpoint-args is the dense model's architecture, and {name} makes another. Leave it out."
+    elif not model.has_experts:
+        yield f"{name} needs --num-experts, for example --num-experts 8"
+    if not model.has_experts:
+        return
+    if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax:
+        yield (
+            f"{name}: with --moe-router-pre-softmax the weights of a token's experts add up to less than 1, and the "
+            "model would not begin as the dense one. Leave --moe-router-pre-softmax out."
+        )
+    elif model.moe_router_topk == 1:
+        yield f"{name}: the weight of one expert alone is not 1, or the router learns nothing. Use --moe-router-topk 2."
+    if model.moe_shared_expert_intermediate_size:
+        yield (
+            f"{name}: a dense model has no weights for a shared expert. Leave out "
+            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size}."
+        )
+    if model.hidden_size is None or model.num_layers is None:
+        return
+    dense, granularity = model.ffn * files.moe_upcycling_granularity, "--moe-upcycling-granularity"
+    if dense % model.expert_ffn:
+        yield (
+            f"{name}: MLPs of --ffn-hidden-size {model.ffn} x {granularity} {files.moe_upcycling_granularity} do not "
+            f"divide into experts of {model.expert_ffn}: {division(dense, model.expert_ffn)}. Leave "
+            "--moe-ffn-hidden-size out: experts then have --ffn-hidden-size."
+        )
+        return
+    slices = dense // model.expert_ffn
+    for flag, value in (("--num-experts", model.experts), ("--moe-router-topk", model.moe_router_topk)):
+        if value % slices:
+            yield (
+                f"{name}: an MLP becomes {slices} experts of {model.expert_ffn}, and {flag} {value} is no multiple of "
+                f"that. Use {flag} {near(value, slices)}."
+            )
+    try:
+        sparse = [model.has_experts_in(layer) for layer in range(model.num_layers)]
+    except (ValueError, IndexError):  # told elsewhere
+        return
+    if files.moe_upcycling_granularity > 1 and not all(sparse):
+        yield (
+            f"{name}: layers without experts keep the dense model's MLPs. Give their width, --ffn-hidden-size {dense} "
+            f"--moe-ffn-hidden-size {model.expert_ffn}, and leave {granularity} out."
+        )

@@ -156,6 +156,10 @@ class CheckpointConfig:
     """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path."""
     use_checkpoint_args: Annotated[bool, LOADS] = False
     """Take the architecture from the checkpoint, if there is one, instead of the flags."""
+    moe_use_upcycling: bool = False
+    """Make experts of the MLPs of the dense checkpoint at --load, save them in --save, and train from there."""
+    moe_upcycling_granularity: Annotated[int, at_least(1), needs("moe_use_upcycling", "no experts are made")] = 1
+    """The dense checkpoint's MLP is so many times as wide as --ffn-hidden-size: an expert gets a slice of it."""
     finetune: Annotated[bool, LOADS] = False
     """Load the weights only and start at iteration 0."""
     no_save_optim: Annotated[bool, SAVES] = False

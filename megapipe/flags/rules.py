@@ -34,7 +34,6 @@ rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary posi
 glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or --quick-geglu
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
-moe-use-upcycling moe-upcycling-granularity: no experts are made of a dense checkpoint's MLPs
 moe-apply-probs-on-input: the weight of an expert is applied between its two layers
 moe-router-force-biased: use --moe-router-force-load-balancing
 moe-router-quantile-balancing-ema: use --moe-router-enable-expert-bias

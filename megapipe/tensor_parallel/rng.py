@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of, whole_name
+from megapipe.distributed.layout import Layout, layout_of, whole_name
 from megapipe.distributed.tokens import WHOLE, Cut, Documents, share_of
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.eager import eager
@@ -174,15 +174,21 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
                 f"{list(layout.full)}{split}. Make both agree in the model provider."
             )
         name = whole_name(layout.tied_to or name)
-        whole = torch.empty(layout.full, dtype=torch.float32)
-        if layout.std is None:
-            inputs = layout.full[-1]
-            bound = math.sqrt(6 / (inputs + whole.numel() // (layout.stacked * inputs)))
-            whole.uniform_(-bound, bound, generator=generator(whole.device, seed, name)).add_(layout.mean)
-        elif layout.std:
-            whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
-        else:
-            whole.fill_(layout.mean)
+        whole = initial(name, layout, seed)
         piece, pieces = layout.piece(tp.rank, tp.size)
         local = whole if layout.dim is None else whole.chunk(pieces, layout.dim)[piece]
         param.copy_(local.reshape(param.shape))
+
+
+def initial(name: str, layout: Layout, seed: int) -> Tensor:
+    """The whole weight, float32 on the CPU, with which a parameter of this name begins."""
+    whole = torch.empty(layout.full, dtype=torch.float32)
+    if layout.std is None:
+        inputs = layout.full[-1]
+        bound = math.sqrt(6 / (inputs + whole.numel() // (layout.stacked * inputs)))
+        whole.uniform_(-bound, bound, generator=generator(whole.device, seed, name)).add_(layout.mean)
+    elif layout.std:
+        whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
+    else:
+        whole.fill_(layout.mean)
+    return whole

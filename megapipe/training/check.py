@@ -17,6 +17,7 @@ from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, tokenizer_problems
 from megapipe.config import Config
 from megapipe.config.layers import inline
+from megapipe.convert.upcycle import refuse_upcycling
 from megapipe.data.build import Datasets, build_datasets, open_parts
 from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
@@ -105,7 +106,10 @@ def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
         problems += ask(lambda: refuse_living(root))
         problems += ask(lambda: refuse_without_room(there, size))
     if start is not None:
-        problems += ask(lambda: refuse_load(start, config, contents(config)))
+        if flags.moe_use_upcycling:
+            problems += ask(lambda: refuse_upcycling(start, config))
+        else:
+            problems += ask(lambda: refuse_load(start, config, contents(config)))
     if (named := config.model.model_provider) is not None:
         problems += ask(lambda: find_provider(named))
     if datasets is build_datasets:  # a program's own may need what only the launch has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +76,14 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
 
 def resumed(run: Run) -> Progress:
     """Where a run begins: behind the newest sound checkpoint that it is to load, whose weights it then has."""
-    path = newest_sound(run.config.checkpoint, run.mesh)
+    path, config = newest_sound(run.config.checkpoint, run.mesh), run.config
     progress = Progress.after(LoadedState(), run.config.train)
     if path is not None:
-        parts = (run.modules, run.optimizer, run.config, run.mesh)
+        if config.checkpoint.moe_use_upcycling:
+            dense, path = path, _with_experts(path, run)
+            run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
+            config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
+        parts = (run.modules, run.optimizer, config, run.mesh)
         loaded = load_checkpoint(path, *parts, checked=True, contents=run.contents)
         run.lr = loaded.schedule or run.lr
         run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
@@ -86,3 +91,11 @@ def resumed(run: Run) -> Progress:
             run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
         progress = Progress.after(loaded, run.config.train)
     return progress
+
+
+def _with_experts(dense: Path, run: Run) -> Path:
+    """--moe-use-upcycling: a checkpoint of this run's model in --save, made by the first rank."""
+    from megapipe.convert.upcycle import upcycle
+
+    target = Path(str(run.config.checkpoint.save))
+    return Path(on_first(run.mesh, lambda: str(upcycle(dense, target, run.config))))

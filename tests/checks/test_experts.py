@@ -107,3 +107,48 @@ def test_launch_lists_of_experts_start(flags):
 def test_what_has_nothing_to_act_on_is_said():
     line = ("--moe-router-pre-softmax", "there is no softmax, without --moe-router-score-function softmax")
     assert idle(config(DEEPSEEK)) == [line]
+
+
+UPCYCLED = "--moe-use-upcycling --load dense --save made --save-interval 5"
+
+
+@pytest.mark.parametrize(
+    "flags, lines",
+    [
+        (
+            "--moe-use-upcycling",
+            [
+                "--moe-use-upcycling takes the dense model from --load and saves the one with experts in --save. "
+                "Give both.",
+                "--moe-use-upcycling needs --num-experts, for example --num-experts 8",
+            ],
+        ),
+        (
+            f"{UPCYCLED} {EXPERTS} --moe-router-pre-softmax --moe-shared-expert-intermediate-size 8",
+            [
+                "--moe-use-upcycling: with --moe-router-pre-softmax the weights of a token's experts add up to less "
+                "than 1, and the model would not begin as the dense one. Leave --moe-router-pre-softmax out.",
+                "--moe-use-upcycling: a dense model has no weights for a shared expert. Leave out "
+                "--moe-shared-expert-intermediate-size 8.",
+            ],
+        ),
+        (
+            f"{UPCYCLED} --num-experts 6 --moe-router-topk 3 --moe-upcycling-granularity 4",
+            [
+                "--moe-use-upcycling: an MLP becomes 4 experts of 256, and --num-experts 6 is no multiple of that. "
+                "Use --num-experts 4 or 8.",
+                "--moe-use-upcycling: an MLP becomes 4 experts of 256, and --moe-router-topk 3 is no multiple of "
+                "that. Use --moe-router-topk 4.",
+            ],
+        ),
+        (
+            f"{UPCYCLED} {EXPERTS} --moe-layer-freq 2 --moe-upcycling-granularity 2",
+            [
+                "--moe-use-upcycling: layers without experts keep the dense model's MLPs. Give their width, "
+                "--ffn-hidden-size 512 --moe-ffn-hidden-size 256, and leave --moe-upcycling-granularity out.",
+            ],
+        ),
+    ],
+)
+def test_experts_that_would_not_begin_as_the_dense_model_are_named(flags, lines, tmp_path):
+    assert problems(flags.replace("--load dense", f"--load {tmp_path}")) == lines

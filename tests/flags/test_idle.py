@@ -45,6 +45,7 @@ REFUSED = {
     "rope_scaling_factor": "without --use-rope-scaling. Add it.",
     "recompute_modules": "without --recompute-granularity selective. Add it.",
     "num_microbatches_with_partial_activation_checkpoints": "Add --recompute-granularity full.",
+    "moe_use_upcycling": "needs --num-experts, for example --num-experts 8",
     "reschedule_after": "--pipeline-model-parallel-size is 1. Leave it out.",
     "vocab_parallel_pipeline": "does not go with --pipeline-model-parallel-size 1. Leave one of them out.",
     "main_grads_dtype": "say so with --use-precision-aware-optimizer.",
@@ -74,7 +75,7 @@ RUNS = [
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a",
     "--timing-log-level 1",
-    "--num-experts 8",
+    "--num-experts 8 --moe-use-upcycling",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --metrics-file a",
 ]
