@@ -22,7 +22,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build, simulate
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from megapipe.training.seams import Callback
 from tools.proofs import fuzz_equivalence
 from tools.proofs.equivalence_case import Case
@@ -276,14 +276,14 @@ def test_own_curve_groups_callbacks_and_flags_reach_a_run(capsys, tmp_path):
     ours = own_run.seams(mine)
     ours = replace(ours, callbacks=(*ours.callbacks, Told()))
     mine = replace(mine, train=replace(mine.train, train_iters=2, lr_warmup_iters=0))
-    run = Run(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, seams=ours)
-    run.train()
+    training = Training(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, seams=ours)
+    training.train()
     said = capsys.readouterr().out
     assert [event[0] for event in seen] == ["before", "after", "before", "after", "save"]
     assert [event[1] for event in seen if event[0] == "before"] == pytest.approx([3e-3, 3e-3 * 0.5**0.5])
     assert "learning rate: 2.121320E-03" in said  # the log says the curve's rate, already that of the next step
     assert "seen 2: perplexity" in said
-    for name in run.optimizer.state()["momentum"]:  # a tied head has none: its weight is the embedding's
+    for name in training.run.optimizer.state()["momentum"]:  # a tied head has none: its weight is the embedding's
         before = seen[0][2][name]
         after, grad = seen[1][1][name]
         factor = 0.5 if "embedding" in name else 1.0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.schedule import SCHEDULES
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for room in ("megapipe", "tools", "examples") for path in (ROOT / room).rglob("*.py"))
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION, FILES_OF_A_FOLDER = 300, 60, 12
@@ -62,3 +64,31 @@ def test_a_reader_finds_a_file_among_twelve():
     files = [path for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")) if path.name != "__init__.py"]
     folders = Counter(str(path.parent.relative_to(ROOT)) for path in files)
     assert {folder: n for folder, n in folders.items() if n > FILES_OF_A_FOLDER} == {}
+
+
+def compared_names(source: str) -> Iterator[str]:
+    """Names of schedules that a comparison spells, or a question about how a text begins."""
+    for node in ast.walk(ast.parse(source)):
+        texts: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            texts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "with" in node.func.attr:
+            texts = node.args
+        for text in texts:
+            for part in text.elts if isinstance(text, ast.Tuple | ast.List | ast.Set) else [text]:
+                if isinstance(part, ast.Constant) and str(part.value).lower() in SCHEDULES:
+                    yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("room", ["megapipe", "tools"])
+def test_what_the_name_of_a_schedule_means_stands_in_its_entry(room):
+    spelled = {
+        str(path.relative_to(ROOT)): list(compared_names(path.read_text())) for path in (ROOT / room).rglob("*.py")
+    }
+    assert {name: found for name, found in spelled.items() if found} == {}
+
+
+def test_a_name_in_a_comparison_is_found():
+    spelled = ['name == "zb-auto"', '"interleaved" in name', 'name.startswith("dualpipe")', 'x in ("1f1b", "own")']
+    assert all(len(list(compared_names(source))) == 1 for source in spelled)
+    assert not list(compared_names('build("1f1b", 4, 8)'))

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "models": "config distributed errors named partition tensor_parallel",
     "data": "config distributed errors",
     "optim": "config distributed errors named",
-    "plan": "config errors partition schedule tensor_parallel.fused_cross_entropy",
+    "plan": "config errors optim.rules partition schedule tensor_parallel.fused_cross_entropy",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
     "checkpoint": "config distributed errors optim",
     "training": "checkpoint checks config convert.upcycle data distributed errors flags models optim partition "

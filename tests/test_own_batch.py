@@ -14,7 +14,7 @@ from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis
 from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 
 def in_float64(config, span, tp):
@@ -32,10 +32,10 @@ class Counted(More):
 def first_step(mesh, config):
     """(weights before, gradients, loss, samples read) of a rank."""
     data = Counted(datasets().train, config.model.hidden)
-    run = Run(config, mesh, in_float64, forward_step, Datasets(data, None, None), 127, 0.0, seams=SEAMS)
-    before = {name: p.detach().clone() for name, p in run.optimizer.params.items()}
-    result = run.step()
-    grads = {name: p.main_grad.clone() for name, p in run.optimizer.params.items()}
+    training = Training(config, mesh, in_float64, forward_step, Datasets(data, None, None), 127, 0.0, seams=SEAMS)
+    before = {name: p.detach().clone() for name, p in training.run.optimizer.params.items()}
+    result = training.driver.whole()
+    grads = {name: p.main_grad.clone() for name, p in training.run.optimizer.params.items()}
     return before, grads, result.losses["lm loss"], data.reads
 
 

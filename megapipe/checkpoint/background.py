@@ -30,7 +30,7 @@ from megapipe.errors import CheckpointError
 
 _PAGE = 4096
 SILENT_S = 600.0
-"""How long a writer may give no sign of life where no --distributed-timeout-* says it."""
+"""Seconds that a writer may give no sign of life where no --distributed-timeout-* says it."""
 
 
 class Background:
@@ -150,7 +150,7 @@ class Background:
             pass  # it is gone: `poll` says so
 
     def poll(self, *, wait: bool = False) -> str | None:
-        """What became of the save under way, on this rank: empty if it is complete, a problem, None if it goes on."""
+        """The end of the save under way, on this rank: empty if it is complete, a problem, None if it goes on."""
         if self._job is None or self._answer is not None:
             return self._answer
         rank, folder = self._mesh.world.rank, Path(self._job["folder"])

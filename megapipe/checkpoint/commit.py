@@ -31,7 +31,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Digest(TypedDict):
-    """What the manifest says of a file."""
+    """A file's entry in the manifest."""
 
     bytes: int
     sha256: str
@@ -42,7 +42,7 @@ class Damaged(CheckpointError):
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """Where a checkpoint of this iteration lies, as in Megatron-LM."""
+    """The folder of a checkpoint of this iteration, named as in Megatron-LM."""
     return root / f"iter_{iteration:07d}"
 
 
@@ -119,6 +119,7 @@ def begin(root: Path, iteration: int) -> Path:
     refuse_without_room(root)
     final = folder_of(root, iteration)
     if final.exists():
+        # A rename, not a removal: until the new one is complete these are the only weights of that iteration.
         os.rename(final, aside(final, "old"))
     folder = aside(final, "tmp")
     folder.mkdir()
@@ -174,6 +175,7 @@ def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
     """Make a written folder the newest checkpoint; returns its final path."""
     root, final = folder.parent, folder_of(folder.parent, iteration)
     write_durably(folder / MANIFEST, _manifest_text(iteration, files))
+    # Files, their names, the folder's own name, the pointer: whatever has its name is whole on the disk.
     _sync_folder(folder)
     os.rename(folder, final)
     _sync_folder(root)

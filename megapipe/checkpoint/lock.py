@@ -26,7 +26,7 @@ from megapipe.errors import CheckpointError
 NAME = "run.lock"
 BEAT_S = 5.0
 PATIENCE_S = 30.0
-"""How long the file of another machine is looked at before a beat that does not come counts as its end."""
+"""Seconds that the file of another machine is looked at before a beat that does not come counts as its end."""
 
 
 _NOBODY = {"token": "", "host": "a machine that its damaged file does not say", "pid": "?", "since": "?"}
@@ -123,7 +123,7 @@ class Lock:
 
 
 def _put(draft: Path, path: Path) -> None:
-    """The same file under another name, whole or not at all. Raises: FileExistsError, never over another."""
+    """Put the file under another name, whole or not at all. Raises: FileExistsError, never over another."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -149,7 +149,7 @@ def _in_turn(root: Path) -> Iterator[None]:
 
 
 def refuse_living(root: Path) -> None:
-    """What a `Lock` of it would refuse. Raises: CheckpointError."""
+    """Refuse a folder that a `Lock` would refuse. Raises: CheckpointError."""
     owner = _read(root / NAME)
     if owner is not None and _lives(root / NAME, owner, PATIENCE_S):
         raise _anothers(root, owner)
@@ -221,7 +221,7 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _system() -> str | None:
-    """What processes must share to see each other: the machine since its start, and the process namespace."""
+    """A name of all that processes must share to see each other: the machine since its start, the process namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -229,7 +229,7 @@ def _system() -> str | None:
 
 
 def _born(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None if there is none that runs."""
+    """The start of a process, in the kernel's ticks; None if there is none that runs."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""May this run go on from that checkpoint? Settings are compared by what they mean, and every difference is named."""
+"""Rules for going on from a checkpoint: settings are compared by what they mean, and every difference is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
 
 TOKENS = "tokens"
-"""In `contents`, of what stands in the .bin files."""
+"""The key in `contents` of the tokens in the .bin files."""
 
 
 def _rules(cls: type[Any], usual: Resume) -> dict[str, Resume]:
@@ -21,17 +21,17 @@ def _rules(cls: type[Any], usual: Resume) -> dict[str, Resume]:
 
 
 RULES = {name: _rules(type(getattr(Config(), name)), usual) for name, usual in note_of(Config, Resume).items()}
-"""What becomes of a setting that is not the checkpoint's, by section of Config; all other sections are free."""
+"""Rules for a setting that is not the checkpoint's, by section of Config; all other sections are free."""
 
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 
 FREE = {name for name, rule in RULES["model"].items() if rule in (Resume.FREE, Resume.NAMED)}
-"""What weights do not depend on."""
+"""Settings that weights do not depend on."""
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
-    """What Megatron-LM calls opt_param_scheduler: the learning-rate curve in samples, and the weight decay."""
+    """The settings that Megatron-LM calls opt_param_scheduler: the learning rate over samples, and the weight decay."""
     schedule = schedule or LRSchedule.of(config)
     return {**dataclasses.asdict(schedule), "weight_decay": schedule.weight_decay.saved()}
 
@@ -39,7 +39,7 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
 def changed_settings(
     saved: Mapping[str, Any], contents: Mapping[str, str] | None, config: Config, here: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """What decides the numbers and is not what it was in the run that saved: name -> what is here and there.
+    """Settings that decide the numbers and are not those of the run that saved: name -> what is here and there.
 
     Args:
         saved: the configuration as it was saved; fields that it lacks, and one that has never trained, pass.
@@ -71,13 +71,13 @@ def changed_settings(
 
 
 def _decides(name: str, config: Config) -> bool:
-    """Whether this run's numbers hang on the setting: Muon's momentum decides nothing under another optimizer."""
+    """Do this run's numbers hang on the setting? Muon's momentum decides nothing under another optimizer."""
     read_by = note_of(TrainConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
 
 
 def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
-    """The same samples in other microbatches or on other replicas, where that decides numbers."""
+    """Other microbatches or replicas of the same samples, where that decides numbers."""
     changed, model, data = dict[str, str](), config.model, config.data
     cyclic = data.dataloader_type == "cyclic"
     reasons = {
@@ -100,7 +100,7 @@ def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
 
 
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
-    """What forbids to go on of it: all that --override-on-load does not name."""
+    """Problems that forbid to go on of it: all changes that --override-on-load does not name."""
     names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
     may = (Resume.NAMED, Resume.MICROBATCH)
     known = {*_CONTENTS_NAMES, *(name for rules in RULES.values() for name, rule in rules.items() if rule in may)}
@@ -178,7 +178,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """The same, where no setting of experts means anything in a model without them."""
+    """The fields, where no setting of experts means anything in a model without them."""
     if not model.has_experts:
         return {name: x for name, x in fields.items() if not name.startswith("moe_")} | {"num_experts": 0}
     layers = [model.has_experts_in(layer) for layer in range(model.layers)]

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: all, unless it is told otherwise; always the newest, and those of other runs."""
+"""Retention of a run's checkpoints: all, unless it is told otherwise; always the newest, and those of other runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Keep = tuple[int | None, int | None, Sequence[int] | None]
 
 
 def surplus(iterations: Sequence[int], every: int | None, last: int | None) -> list[int]:
-    """Those of ascending iterations that are let go: neither a multiple of `every` nor among the newest `last` (1)."""
+    """Iterations, of ascending ones, that are let go: neither a multiple of `every` nor among the newest `last` (1)."""
     older = iterations[: -(last or 1)]
     return [n for n in older if every is None or n % every] if every or last else []
 
@@ -48,7 +48,7 @@ def retain(newest: Path, keep: Keep) -> list[int]:
 
 
 def others(config: CheckpointConfig, own: Sequence[int]) -> str:
-    """What becomes of another run's checkpoints in --save; empty where there are none, or nothing is ever removed."""
+    """A line on another run's checkpoints in --save; empty where there are none, or nothing is ever removed."""
     there = [n for n in commit.iterations_in(Path(config.save)) if n not in own] if config.save else []
     if not there or not _flags(config):
         return ""

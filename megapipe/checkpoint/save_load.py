@@ -35,7 +35,7 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """What a run continues with; all zero with --finetune; with --no-load-optim the learning rate begins anew.
+    """The state that a run goes on with; all zero with --finetune; with --no-load-optim the rate begins anew.
 
     Attributes:
         state: what was given to `save_checkpoint`.
@@ -65,6 +65,7 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
         if left := commit.clear(root):
             print(f"removed from {root} what interrupted saves had left: {', '.join(left)}", flush=True)
         commit.refuse_without_room(root, needed)
+        # A write that is tried: rights alone do not know of quotas, read-only mounts and root squashing.
         probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
         commit.write_durably(probe / STATE, "{}")
         shutil.rmtree(probe)
@@ -74,7 +75,7 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
-    """What `check_save` would refuse, without a model and without making a folder. start: the checkpoint to load.
+    """Refuse what `check_save` would, without a model and without making a folder. start: the checkpoint to load.
 
     Raises: CheckpointError.
     """
@@ -91,7 +92,7 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
 
 
 def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:
-    """What `load_checkpoint` would refuse of settings, without a model. Damage is its to see, file by file.
+    """Refuse the settings that `load_checkpoint` would, without a model. Damage is its to see, file by file.
 
     Raises: CheckpointError.
     """
@@ -276,7 +277,7 @@ def _see(folder: Path, mesh: ProcessMesh) -> None:
 def _read_state(
     folder: Path, with_optimizer: bool, config: Config, contents: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the file has, and what of it this run changes."""
+    """The content of the file, and a list of what this run changes of it."""
     changed: dict[str, str] = {}
     try:
         content = json.loads((folder / STATE).read_text())

@@ -60,7 +60,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 
 
 def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
-    """This rank's tensors by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
+    """Tensors of this rank by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
     hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
     params = dict(pair for stage in stages for pair in saved_tensors(stage))
     layouts = {name: layout_of(param) for name, param in params.items()}

@@ -26,7 +26,7 @@ from megapipe.checkpoint.retention import Keep, retain
 _AT_ONCE = 1 << 24
 BEAT_S = 0.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What a scheduler sends to every process of a step, and a terminal to all of its group."""
+"""Signals that a scheduler sends to every process of a step, and a terminal to all of its group."""
 
 
 class Job(TypedDict):
@@ -57,7 +57,7 @@ def marker(folder: Path) -> Path:
 
 
 def write(job: Job, memory: int) -> list[int]:
-    """This rank's part, until the checkpoint is complete. memory: a file descriptor.
+    """Write this rank's part, until the checkpoint is complete. memory: a file descriptor.
 
     Returns: the iterations whose checkpoints were removed then, on the first rank.
     """

@@ -44,8 +44,8 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
     It may ask for a least number of microbatches, at most 2p, and for one that divides by p or by 2.
     """
     count, rest = divmod(size, config.train.micro_batch * config.data_parallel_size)
-    twice, name = 2 * config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule or "1f1b"
-    if rest or name.lower() not in SCHEDULES or count < 2 * twice:
+    twice, name = 2 * config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
+    if rest or (name and name.lower() not in SCHEDULES) or count < 2 * twice:
         return count, rest
     return twice + count % twice, 0
 

@@ -21,8 +21,8 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         microbatches: per step and data-parallel rank; None if the batch is not known.
     """
     if unclear := ask(lambda: check_flags(config)):
-        given = config.parallel.pipeline_schedule or "1f1b"
-        if given.lower() not in SCHEDULES and not is_file(given):
+        given = config.parallel.pipeline_schedule
+        if given and given.lower() not in SCHEDULES and not is_file(given):
             yield from (_named(given, text) for text in ask(lambda: build(given, 1, 1)))
         yield from unclear
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megapipe.checks.inputs import ask
 from megapipe.config import Config, TrainConfig
 from megapipe.config.notes import flag
-from megapipe.optim.rules import find_rule, split_problem
+from megapipe.optim.rules import find_rule, rounding_problem, split_problem
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -46,11 +46,6 @@ def _dtype_problems(t: TrainConfig) -> Iterator[str]:
     asked = [f"{flag(name)} bf16" for name in names if getattr(t, name) == "bf16"]
     if asked and not t.use_precision_aware_optimizer:
         yield f"{' and '.join(asked)} changes the numbers; say so with --use-precision-aware-optimizer."
-    if t.use_precision_aware_optimizer and t.optimizer != "adam":
-        yield (
-            f"--use-precision-aware-optimizer is for --optimizer adam, got {t.optimizer}. "
-            "Leave --use-precision-aware-optimizer out, or use --optimizer adam."
-        )
     if not t.bf16 and (beyond := [one for one in asked if one.startswith("--main")]):
         yield f"{' and '.join(beyond)} is for weights of --bf16. Add it, or leave {' and '.join(beyond)} out."
 
@@ -74,6 +69,9 @@ def _post_validation_problems(config: Config) -> Iterator[str]:
 def _optimizer_problems(config: Config) -> Iterator[str]:
     if unknown := ask(lambda: find_rule(config.train)):
         yield from unknown
-    elif config.parallel.use_distributed_optimizer:
-        problem = split_problem(config.train, find_rule(config.train))
-        yield from (problem,) if problem else ()
+        return
+    rule = find_rule(config.train)
+    if config.parallel.use_distributed_optimizer and (problem := split_problem(config.train, rule)):
+        yield problem
+    if config.train.use_precision_aware_optimizer and (problem := rounding_problem(config.train, rule)):
+        yield problem

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.checks.run import validate
 from megapipe.commands.ranks import run_ranks
@@ -30,14 +30,14 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
-from megapipe.pipeline_parallel.messages.transport import Op
+from megapipe.pipeline_parallel.messages.transport import Op, Transport
 from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import Plan, make_plan
-from megapipe.schedule import SCHEDULES, entry_of, simulate
+from megapipe.schedule import SCHEDULES, simulate
 from megapipe.schedule.measured.costs import Ran, measured_costs, spent
 from megapipe.schedule.views.figure import Files
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from megapipe.training.report.counters import measured
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class Row:
 class Held:
     """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them."""
 
-    def __init__(self, run: Run) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for module in run.modules for p in module.parameters()}
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.parameters = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
         self.uses: Counter[int] = Counter()
         self.bytes = self.peak = 0
 
@@ -179,7 +179,7 @@ def _counts(flags: Flags) -> list[tuple[str, int]]:
 
 def _config(name: str, pp: int, flags: Flags) -> Config:
     """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
-    free = name in SCHEDULES and name != "zb-auto" and entry_of(name).chunks is None
+    free = name in SCHEDULES and SCHEDULES[name].any_chunks
     line = (
         f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 --seq-length {flags.seq} "
         f"--max-position-embeddings {flags.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
@@ -204,18 +204,18 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 
 
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
-    run = Run(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
-    run.step()
-    sent, took, ran, loss = _count_sent(run), list[float](), list[list[list[Ran]]](), 0.0
+    training = Training(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
+    training.driver.whole()
+    sent, took, ran, loss = _count_sent(training.run.stages.transport), list[float](), list[list[list[Ran]]](), 0.0
     for _ in range(steps):
         mesh.world.barrier()
         began = time.perf_counter()
-        loss = run.step().losses["lm loss"]
+        loss = training.driver.whole().losses["lm loss"]
         took.append(time.perf_counter() - began)
-        ran += ran_by_all([run.pipeline.stopwatch], mesh.pp)
-    sent_bytes, held = sent[0] / steps, Held(run)
+        ran += ran_by_all([training.run.stages.stopwatch], mesh.pp)
+    sent_bytes, held = sent[0] / steps, Held(training.run.modules)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
-        run.step()
+        training.driver.whole()
     most = torch.tensor([statistics.median(took), float(held.peak), loss], dtype=torch.float64)
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
@@ -241,10 +241,9 @@ def _bubble(ranks: list[list[Ran]]) -> float:
     return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
 
 
-def _count_sent(run: Run) -> list[int]:
+def _count_sent(transport: Transport) -> list[int]:
     """Bytes that this rank sends from here on, as they are posted."""
-    transport, total = run.pipeline.transport, [0]
-    post = transport.post
+    total, post = [0], transport.post
 
     def counted(ops: list[Op]) -> Any:
         total[0] += sum(op.tensor.nbytes for op in ops if op.sends)

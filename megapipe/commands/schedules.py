@@ -251,14 +251,15 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         schedule = load(args.name)
         verify(schedule, memory=args.memory, costs=args.costs)
         return schedule, []
-    if options and name != "zb-auto":
+    searched = name in SCHEDULES and SCHEDULES[name].searched
+    if options and not searched:
         raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
     missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
     if missing and entry_of(args.name):
         raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
-    if name == "zb-auto":
+    if searched:
         choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
         report = search(ranks, microbatches, progress=Progress(), **choice, **options)
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]

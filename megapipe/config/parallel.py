@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, Idle, at_least, needs
+from megapipe.schedule.catalogue import SCHEDULES, usual
 
 SEVERAL_RANKS = needs("pipeline_model_parallel_size", "there is one pipeline rank", least=2)
 SEVERAL_STAGES = Idle(
@@ -19,11 +20,10 @@ REPLICAS = Idle(
 BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
 
 
-def _one_chunk(config: Any) -> bool:
+def _no_groups(config: Any) -> bool:
     par = config.parallel
-    layout = par.pipeline_model_parallel_layout
-    name = par.pipeline_schedule or ("interleaved" if par.chunks or layout else "1f1b")
-    return "interleaved" not in name.lower()
+    name = par.pipeline_schedule or usual(2 if par.chunks or par.pipeline_model_parallel_layout else None)
+    return name.lower() not in SCHEDULES or not SCHEDULES[name.lower()].grouped
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Annotated[int | None, LISTED] = None
     """Stages of each rank: the same by count."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
-        int | None, at_least(1), Idle(_one_chunk, "there is no chunk to visit, without several stages on a rank")
+        int | None, at_least(1), Idle(_no_groups, "there is no chunk to visit, without several stages on a rank")
     ] = None
     """Microbatches that pass one chunk of a rank before the next begins, under interleaved. Default: pipeline ranks."""
     decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None

@@ -22,9 +22,9 @@ from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
-from megapipe.convert.huggingface.mapping import rules
+from megapipe.convert.huggingface.mapping import Rule, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
-from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted
+from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, is_trained
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
@@ -84,8 +84,11 @@ def import_checkpoint(
     if dtype is None:
         dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
 
-    rows = counted(table, progress)
-    tensors = ((rule.ours, rule.join([saved.read(key) for key in rule.theirs]).to(dtype)) for rule in rows)
+    def tensor(rule: Rule) -> tuple[str, Tensor]:
+        joined = rule.join([saved.read(key) for key in rule.theirs])
+        return rule.ours, joined.to(dtype if is_trained(rule.ours) else torch.float32)
+
+    tensors = map(tensor, counted(table, progress))
     beside = target / BESIDE
     new = beside if target.exists() else target
     with nullcontext() if new.exists() else _scratch(new):
@@ -172,8 +175,9 @@ def export_checkpoint(
     with fresh_folder(target) as out:
         writer = ShardWriter(out)
         for rule in counted(table, progress):
+            kind = dtype if is_trained(rule.ours) else torch.float32
             for name, tensor in zip(rule.theirs, rule.split(saved.read(rule.ours)), strict=True):
-                writer.add(name, tensor.to(dtype))
+                writer.add(name, tensor.to(kind))
         writer.close()
         missing = None
         if beside is not None:

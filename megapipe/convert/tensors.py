@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of, saved_tensors
+from megapipe.distributed.layout import SAVED_BUFFERS, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
 from megapipe.partition.spans import LayerSpan
@@ -154,6 +154,11 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
 def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
     """The model in one piece, or a span of it, its parameters not yet filled."""
     return GPTModel(model, span or LayerSpan(0, model.layers, True, True), Axis())
+
+
+def is_trained(name: str) -> bool:
+    """Has a saved tensor a gradient, and an optimizer's state? The others are float32 in a model of any type."""
+    return name.rpartition(".")[2] not in SAVED_BUFFERS
 
 
 def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megapipe.schedule import SCHEDULES
-
 _ENABLE, _V, _ONE_F_ONE_B_V = "--enable-zero-bubble", "--zero-bubble-v-schedule", "--enable-1f1b-v"
 _SETUP, _PENDING = "--zero-bubble-v-schedule-mem-setup", "--zero-bubble-max-pending-backward"
 _GROUP = "--interleave-group-size"
@@ -69,9 +67,7 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> 
     if problems:
         return None, problems
     if _ONE_F_ONE_B_V in given:
-        if "1f1b-v" in SCHEDULES:
-            return "1f1b-v", []
-        return None, [f"{_ONE_F_ONE_B_V}: no such schedule here. Use --pipeline-schedule v-half, or {_V}."]
+        return "1f1b-v", []
     if _V in given:
         setup = given.get(_SETUP, ["zb"])[0]
         if setup not in _V_SETUPS:

@@ -24,6 +24,7 @@ from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
+from megapipe.schedule import SCHEDULES
 
 T = TypeVar("T")
 _VALUE = ["VALUE"]
@@ -197,7 +198,7 @@ def _schedule_switches(
         yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."
     elif name is not None:
         given["--pipeline-schedule"] = [name]
-    if name == "group-interleaved":
+    if name is not None and SCHEDULES[name].grouped:
         group = min(ranks, int(switches["--interleave-group-size"][0]))  # as the fork
         given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
     if text:

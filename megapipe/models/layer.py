@@ -13,6 +13,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
+from megapipe.models.norm import Norm
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, without_result
 from megapipe.tensor_parallel.eager import eager
@@ -43,15 +44,23 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        delta = None
         if self.input_layernorm is not None and self.self_attention is not None:
-            x = x + self._drop(self._normed(self.input_layernorm, x, self.self_attention), "attention_out")
+            x, delta = self._half(x, delta, self.input_layernorm, self.self_attention, "attention_out")
         if self.pre_mlp_layernorm is not None and self.mlp is not None:
             mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
-            x = x + self._drop(self._normed(self.pre_mlp_layernorm, x, mlp), "mlp_out")
-        return x
+            x, delta = self._half(x, delta, self.pre_mlp_layernorm, mlp, "mlp_out")
+        return x if delta is None else x + delta
 
-    def _normed(self, norm: nn.Module, x: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
-        return without_result(norm, x, half) if self.recompute_norms else half(norm(x))
+    def _half(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, half: Callable[[Tensor], Tensor], site: str
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of what came in, and what this half of the layer adds to it."""
+        if self.recompute_norms:
+            x = x if delta is None else x + delta
+            return x, self._drop(without_result(norm, x, half), site)
+        x, y = norm.behind(x, delta)
+        return x, self._drop(half(y), site)
 
     @eager  # it reads the layer's number, by which each layer would be compiled anew
     def _drop(self, x: Tensor, site: str) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
+from megapipe.models.fused import swiglu
 from megapipe.models.gelu import gelu
 from megapipe.models.parts import parts_of
 
@@ -50,6 +51,8 @@ class MLP(nn.Module):
 def activate(x: Tensor, config: ModelConfig) -> Tensor:
     """linear_fc1's output [..., ffn], of a gated MLP [..., 2 ffn], -> [..., ffn]."""
     if config.gated:
+        if config.swiglu and not torch.compiler.is_compiling():
+            return swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return (F.silu(gate) if config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
     if config.squared_relu:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.models.fused import AddNorm, is_fused, norm
 
 
 class Norm(nn.Module):
@@ -31,7 +31,15 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        weight = self.weight + 1 if self.one_more else self.weight
-        if self.bias is None:
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+        return norm(x, self._weight, self.bias, self.epsilon)
+
+    def behind(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, with delta if there is one added to it, and the norm of that."""
+        if type(self) is Norm and is_fused(x):
+            return AddNorm.apply(x, delta, self._weight, self.bias, self.epsilon)  # type: ignore[no-any-return, no-untyped-call]
+        x = x if delta is None else x + delta
+        return x, self(x)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.weight + 1 if self.one_more else self.weight

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.tokens import WHOLE, Cut
+from megapipe.models.fused import turned
 from megapipe.tensor_parallel.eager import eager
 
 # Llama 3.1: wavelengths above ORIGINAL / LOW turn slower, those below ORIGINAL / HIGH as ever, the others in between.
@@ -76,13 +77,4 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
     cos, sin = rotary_table(x.shape[0] * cut.size, rotary, x.device, wide, cut if positions is None else WHOLE)
     if positions is not None:
         cos, sin = cos[positions, 0], sin[positions, 0]
-    half = rotary.dim // 2
-    turn, rest = x[..., : rotary.dim].to(wide), x[..., rotary.dim :]
-    if rotary.interleaved:
-        turn = turn.reshape(*turn.shape[:-1], half, 2).transpose(-1, -2).flatten(-2)
-    swapped = torch.cat((-turn[..., half:], turn[..., :half]), dim=-1)
-    turned = turn * cos + swapped * sin
-    if rotary.interleaved:
-        turned = turned.reshape(*turned.shape[:-1], 2, half).transpose(-1, -2).flatten(-2)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    return turned(x, cos, sin, rotary.interleaved)

@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(params: Mapping[str, nn.Parameter], least: int | None = None, number: int | None = None) -> list[Bucket]:
-    """In the order in which they are done; the last one has `first` 0.
+    """Buckets in the order in which they are done; the last one has `first` 0.
 
     Args:
         least: elements of each but that.

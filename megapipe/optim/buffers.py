@@ -85,6 +85,8 @@ class FlatBuffers:
         end = 0
         for names in (*alike, tuple(name for name in params if name in borrowed)):
             if len(ends) == len(alike):
+                # What is borrowed stands behind all that is owned, which is cut in equal shares, whole rows of ALIGN
+                # each.
                 end += -end % (ALIGN * shares.size)
                 shared = end
             for name in names:
@@ -110,11 +112,14 @@ class FlatBuffers:
             view.copy_(params[name].data)
             params[name].data = view
         self.rounds = has_main and dtype != main_dtype
+        # float32 weights that are nobody else's are their own main parameters: no second copy, no rounding.
         own_share = self.model[self.share]
         self.main = own_share.to(main_dtype) if self.rounds else self.model if shares.size == 1 else own_share
         for name, param in params.items():
             main_grad = self.view(self.grads, name)
             setattr(param, "main_grad", main_grad)  # noqa: B010
+            # For parameters whose layer does not add its gradient itself: autograd's own `.grad` lives for a moment
+            # only.
             param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -135,6 +140,8 @@ class FlatBuffers:
         """Add up the gradients of parameters whose layout says so, in one all-reduce."""
         if tp.size > 1 and self._partial:
             views = [self.view(self.grads, name) for name in self._partial]
+            # Small ones, such as norms under sequence parallelism: one collective for all costs less than one for
+            # each.
             summed = tp.all_reduce(torch.cat([view.flatten() for view in views]))
             for view, part in zip(views, torch.split(summed, [view.numel() for view in views]), strict=True):
                 view.copy_(part.view_as(view))
@@ -145,7 +152,7 @@ class FlatBuffers:
         return slice(max(start, first) - first, max(min(end, last), max(start, first)) - first)
 
     def own_part(self, flat: Tensor, name: str) -> Tensor:
-        """What a tensor of the share's size has of a parameter, flat."""
+        """The part that a tensor of the share's size has of a parameter, flat."""
         start, shape = self._where[name]
         return flat[self.within(start, start + shape.numel())]
 
@@ -163,7 +170,7 @@ class FlatBuffers:
 
     @property
     def parts(self) -> list[Tensor]:
-        """What `start_reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
+        """The tensors that `start_reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
         return [self.grads] if self.shares.size == 1 else [self.reduced, self.grads[self.model.numel() :]]
 
     def start_reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> Callable[[], None]:
@@ -192,6 +199,8 @@ class FlatBuffers:
         """Take the other shares of the model's weights from the ranks that have updated them; returns as above."""
         if self.shares.size == 1 or not self.model.numel():
             return lambda: None
+        # A copy goes out: what is gathered lands in `model` itself, and the two must not overlap while it is under
+        # way.
         pending = self.shares.start_all_gather(self.model[self.share].clone())
 
         def finish() -> None:

@@ -1,4 +1,4 @@
-"""Which rank of the pipeline holds which parameter: each once, or, under DualPipe, twice on mirrored ranks."""
+"""A census of the parameters of a pipeline: each is on one rank or, under DualPipe, on two that mirror each other."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class LossScale:
 
     @staticmethod
     def start(train: TrainConfig) -> LossScale:
-        """At the beginning of a run: --loss-scale, with --fp16 --initial-loss-scale, else 1."""
+        """The scale at the beginning of a run: --loss-scale, with --fp16 --initial-loss-scale, else 1."""
         if not train.dynamic_loss_scale:
             return LossScale(train.loss_scale or 1.0)
         return LossScale(train.initial_loss_scale, True, overflows_left=train.hysteresis)

@@ -16,7 +16,7 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From start to end over `length` samples; `constant` is end."""
+    """Weight decay from start to end over `length` samples; `constant` is end."""
 
     start: float = 0.0
     end: float = 0.0
@@ -25,7 +25,7 @@ class WeightDecay:
 
     @staticmethod
     def of(config: Config) -> WeightDecay:
-        """What the flags describe. Raises: ConfigError for flags that describe none."""
+        """The decay that the flags describe. Raises: ConfigError for flags that describe none."""
         train = config.train
         start, end, style = train.start_weight_decay, train.end_weight_decay, train.weight_decay_incr_style
         if style == "constant":
@@ -46,12 +46,12 @@ class WeightDecay:
         return WeightDecay(start, end, style, train.train_samples or config.train_iters * config.global_batch_size)
 
     def saved(self) -> float | list[float | str]:
-        """As a checkpoint keeps it: one number where it is constant."""
+        """The decay as a checkpoint keeps it: one number where it is constant."""
         return self.end if self.style == "constant" else [self.start, self.end, self.style, self.length]
 
     @staticmethod
     def loaded(saved: float | list[Any]) -> WeightDecay:
-        """What `saved` gave."""
+        """The decay that `saved` gave."""
         return WeightDecay(*saved) if isinstance(saved, list) else WeightDecay(saved, saved)
 
 
@@ -138,7 +138,7 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
 
 
 def weight_decay(schedule: LRSchedule, samples: int) -> float:
-    """Of a step that starts after `samples` consumed samples, as Megatron-LM's OptimizerParamScheduler gives it."""
+    """The decay of a step that starts after `samples` samples, as Megatron-LM's OptimizerParamScheduler gives it."""
     d = schedule.weight_decay
     if d.style == "constant" or samples > d.length:
         return d.end
@@ -157,7 +157,7 @@ def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> fl
 
 
 def _fall(style: str, r: float) -> float:
-    """From 1 at r = 0 to 0 at r = 1."""
+    """A curve from 1 at r = 0 to 0 at r = 1."""
     if style == "linear":
         return 1 - r
     if style == "cosine":

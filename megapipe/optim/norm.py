@@ -47,6 +47,7 @@ class Norm:
                 rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide).double().square()
                 rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
                 squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
+        # A parameter that is split has a part of its square on each rank; one that is whole counts on the first alone.
         self.mesh.tp.all_reduce(squares)
         if 0 not in self.mesh.pp.ranks:
             squares.zero_()
@@ -59,7 +60,7 @@ class Norm:
         return [n for n in b.own if n in self.index and (first or layout_of(self.params[n]).dim is not None)]
 
     def _places(self, names: Sequence[str]) -> Tensor:
-        """Of parameters in the global order, on the device once: a list would be copied there in every step."""
+        """Places of parameters in the global order, on the device once: a list would be copied there in every step."""
         key = tuple(names)
         if key not in self._placed:
             self._placed[key] = torch.tensor([self.index[n] for n in names], device=self.mesh.device)

@@ -31,7 +31,7 @@ from megapipe.optim.rules import find_rule, split_problem, wide_of
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step found.
+    """The findings of a step.
 
     Attributes:
         grad_norm: L2 norm of the whole scaled gradient before clipping.
@@ -278,6 +278,7 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
+        # Under ZeRO-1 the rest of `model` is of the step before until it is gathered.
         self._stale = set(range(len(self.chunks)))
         if not self.gathers_later:
             self.settle()
@@ -294,5 +295,5 @@ def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    """Of a --...-dtype; None: as wide as is usual."""
+    """The type that a --...-dtype names; None: as wide as is usual."""
     return torch.bfloat16 if name == "bf16" else None

@@ -53,6 +53,7 @@ class Reduction:
         early = self._early[chunk]
         for n, buffers in enumerate(self.chunks[chunk][:-1]):
             first, count = self.ready[chunk][n]
+            # Buckets are done in order, so those that began are the first ones: their number says which come next.
             if n >= len(early) and layer <= first and layers == count:
                 early.append(self._start(buffers))
 
@@ -85,6 +86,7 @@ class Reduction:
         """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
         for finish in [self.start(chunk) for chunk in range(len(self.chunks)) if chunk not in self._begun]:
             finish()
+        # After data parallel, and in one order on both ranks: a sum of two sums has the same bits on either.
         for buffers in self.twins:
             for part in buffers.parts:
                 self.mesh.twins.all_reduce(part)

@@ -1,4 +1,4 @@
-"""What an optimizer is here: a rule that makes parameters better, given their names and shapes. How they are stored,
+"""A rule makes parameters better, given their names and shapes: all that an optimizer is here. How they are stored,
 summed over ranks, clipped, split by ZeRO-1 and saved is not its affair.
 
 `--optimizer FILE.py:NAME` names a function that takes the TrainConfig and gives a Rule.
@@ -35,7 +35,7 @@ def usual_groups(name: str, shape: torch.Size) -> Group:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rule updates in place: of an elementwise rule many parameters at once, flat, of any other one parameter.
+    """A part that a rule updates in place: of an elementwise rule many parameters at once, flat, of any other one.
 
     Attributes:
         names: of the parameters, in the whole model.
@@ -64,7 +64,7 @@ class Part:
         return torch.cat(self.tp.all_gather(local[None].contiguous()).unbind(), dim)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """This rank's slice of what `whole` gave, in the shape of `value`."""
+        """This rank's slice of the tensor that `whole` gave, in the shape of `value`."""
         if self.layout.dim is not None and self.tp.size > 1:
             whole = whole.chunk(self.tp.size, self.layout.dim)[self.tp.rank]
         return whole.reshape(self.value.shape)

@@ -22,7 +22,7 @@ FLAG = "--optimizer"
 class Adam:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    elementwise = True
+    elementwise, may_round = True, True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
@@ -62,7 +62,7 @@ PIECE = 1 << 20
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """What an update computes in."""
+    """The type that an update computes in."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -140,7 +140,7 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Is it one of Muon's? Not embeddings and the output head, whose rows are tokens."""
+    """Is it one of Muon's? Embeddings and the output head are not, whose rows are tokens."""
     (name,) = part.names
     return part.value.ndim > 1 and "embedding" not in name and "output_layer" not in name
 
@@ -200,10 +200,20 @@ def find_rule(train: TrainConfig) -> Rule:
 
 
 def split_problem(train: TrainConfig, rule: Rule) -> str | None:
-    """Why ZeRO-1 cannot split what this rule needs whole."""
+    """The reason why ZeRO-1 cannot split state that this rule needs whole; None if it can."""
     if rule.elementwise:
         return None
     return (
         f"{FLAG} {train.optimizer} needs whole parameters, and --use-distributed-optimizer splits them over "
         f"data-parallel ranks. Leave --use-distributed-optimizer out, or use {FLAG} adam."
+    )
+
+
+def rounding_problem(train: TrainConfig, rule: Rule) -> str | None:
+    """Why --use-precision-aware-optimizer cannot keep this rule's state in 16 bits."""
+    if getattr(rule, "may_round", False):
+        return None
+    return (
+        f"--use-precision-aware-optimizer is for {FLAG} adam, got {train.optimizer}. "
+        f"Leave --use-precision-aware-optimizer out, or use {FLAG} adam."
     )

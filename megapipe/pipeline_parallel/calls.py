@@ -42,10 +42,12 @@ def looked_up(
     items = receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
+    # Received tensors stand in the program as messages alone: the passes that made them are on other ranks.
     made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
     table = _table(passes, placement)
     takes = {p: [made[what, s, p.microbatch] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
+    # Later ones overwrite: what stays is each stage's last pass of a microbatch.
     last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
     beside = {p for p in passes if p.kind.rule.lane is not Lane.COMPUTE}
     needs = Dependencies(table)
@@ -63,6 +65,6 @@ def looked_up(
 
 
 def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:
-    """What a rank runs in one step, as a table."""
+    """The passes of one rank in one step, as a table."""
     numbers = [p.microbatch for p in passes if not p.kind.rule.per_stage]
     return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),))

@@ -46,8 +46,9 @@ SLACK = 2
 def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, overlap: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """Of each rank, and how many of its messages are under way at most."""
+    """The program of each rank, and how many of its messages are under way at most."""
     verify(schedule)
+    # Pairs need stages that can run two passes together; without them F comes before B, as the table means.
     schedule = schedule if overlap else unpaired(schedule)
     schedule = forward_only(schedule) if evaluate else schedule
     clock = run_clock(schedule, costs)
@@ -148,10 +149,12 @@ class ForwardBackward:
         chunks = _chunks(table, rank, step.model, step.data_iterator)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
+        # Collective, and the same for every step of a run: asked once.
         self._agreed = self._agreed or messages_of(modules, self.mesh.pp, dtype)
         stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
+        # At the first step of each placement, before any pass: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
             self._opened.add(table.placement)
@@ -230,6 +233,7 @@ def _stages(
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done = step.around_last_backward, step.on_layer_done
+    # A stage cuts its forwards between layers only where the table has pairs: a cut costs a node of the graph.
     paired = {p.stage for row in table.ranks for item in row if len(item) > 1 for p in item}
     shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
     return {
@@ -256,7 +260,7 @@ def _stages(
 
 
 def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], microbatch: int) -> Stream:
-    """What layers need of a microbatch; `kept` are those whose activations are not computed again."""
+    """The stream that layers draw from for a microbatch; those of `kept` are not computed again."""
     scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
     weigh = lambda tokens: scale * tokens if per_token else scale / step.num_microbatches  # noqa: E731
     stream, recomputes = step.stream(microbatch), microbatch not in kept
@@ -264,7 +268,7 @@ def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], microbatch: i
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
-    """What loss_func said, by microbatch."""
+    """The results of loss_func, by microbatch."""
     losses: dict[int, Loss] = {}
     results: dict[int, Any] = {}
     for stage in stages:

@@ -21,7 +21,7 @@ from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
 class Stage(Protocol):
-    """What a program can do to a stage."""
+    """A stage as a program sees it."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input (None at the embedding) -> output (None at the loss), which the stage itself lets go of."""
@@ -49,14 +49,14 @@ class OverlappedStage(Protocol):
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What `forward(microbatch, x)` and `backward_stage.backward(backward_microbatch, grad)` return."""
+        """The results of `forward(microbatch, x)` and `backward_stage.backward(backward_microbatch, grad)`."""
 
 
 _NOTHING = "{} made nothing for the next stage"
 
 
 class _Hand(dict[Pass, Tensor | InFlight | Begun]):
-    """What a rank holds between two items, by the pass that made it.
+    """The tensors that a rank holds between two items, by the pass that made them.
 
     Attributes:
         uses: of what is used more than once.
@@ -131,6 +131,7 @@ def execute(
     position.comm, position.hand, position.plan = comm, hand, plan  # in this order: `watch` reads them meanwhile
     at = 0
     try:
+        # A counter in place of `for`: after a wrong guess V sends the program back to its first item.
         while at < len(plan):
             item = plan[at]
             position.at = item, monotonic()
@@ -143,6 +144,7 @@ def execute(
             at += 1
             if on_stage_done is not None and not isinstance(item, Exchange):
                 for call in item:
+                    # Also passes that run beside: the stage's gradients are whole from here on.
                     if call.ends:
                         hand.end([x for x in hand.beside if x.stage == call.item.stage])
                         on_stage_done(call.item.stage)
@@ -158,6 +160,7 @@ def execute(
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
     """Go back to the beginning of the program. All that other ranks have sent so far is here or awaited."""
     hand.end(list(hand.beside))
+    # Messages that have been posted cannot be called back: they are taken and thrown away, and come again.
     for held in hand.values():
         if not isinstance(held, Tensor):
             held.wait()
@@ -180,6 +183,7 @@ def _run(
         _run_pair(item, stages, hand, watch)
         return False
     call = item[0]
+    # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
     kind, stage, number = call.item
     given = [hand.take(taken) for taken, _ in call.takes]
     begin = watch.mark()
@@ -207,6 +211,7 @@ def _run_pair(pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand, 
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
+    # What nobody takes is not held: a hand that is not empty at the end is a table that was lowered wrong.
     if call.gives:
         assert isinstance(made, Tensor | Begun), _NOTHING.format(call.item)
         hand.give(call.item, made, call.gives)

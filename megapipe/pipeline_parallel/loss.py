@@ -1,4 +1,4 @@
-"""What Megatron's loss_func returned for a microbatch, checked: a user wrote it."""
+"""The return value of Megatron's loss_func for a microbatch, checked: a user wrote it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 
 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
-    """What forward_step returned. Raises: ConfigError for anything else than a pair."""
+    """The pair that forward_step returned. Raises: ConfigError for anything else."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], Tensor):
         raise ConfigError(f"forward_step must return (output, loss_func), got {_form(returned)}.")
     output, loss_func = returned
@@ -27,7 +27,7 @@ def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
 
 
 class Loss(NamedTuple):
-    """What one microbatch says.
+    """The loss of one microbatch, and what is said beside it.
 
     Attributes:
         value: what is differentiated, one number.
@@ -91,7 +91,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _count(tokens: Tensor | float, beside: Tensor) -> Tensor:
-    """As a tensor [] on the loss's device, without waiting for it."""
+    """The count as a tensor [] on the loss's device, without waiting for it."""
     if isinstance(tokens, Tensor):
         return tokens.detach().to(beside.device, non_blocking=True).reshape(())
     return torch.full((), tokens, device=beside.device)

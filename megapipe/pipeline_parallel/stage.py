@@ -32,7 +32,7 @@ ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc
 
 
 class _Saved(NamedTuple):
-    """What a microbatch's backward needs: only the graph of its output, whose memory is free once it is sent.
+    """The part of a forward that its backward needs: the graph of the output, whose memory is free once it is sent.
 
     Attributes:
         output: None where nothing before it is trained.
@@ -164,7 +164,7 @@ class PipelineStage:
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What `forward` and `backward_stage.backward` return, the same bits, computed a layer of each in turn."""
+        """The results of `forward` and `backward_stage.backward`, the same bits, computed a layer of each in turn."""
         x_backward = backward_stage._saved[backward_microbatch].x
         pieces = backward_stage._backward(backward_microbatch, grad, weights)
         output = self._context.run(self._forward, microbatch, x, Cuts(pieces))
@@ -174,6 +174,7 @@ class PipelineStage:
 
     def _forward(self, microbatch: int, x: Tensor | None, cuts: Cuts) -> Tensor | None:
         if x is not None:
+            # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self._set_input(x)
         stream = self.stream(microbatch)
@@ -182,17 +183,19 @@ class PipelineStage:
         with self._between_layers(microbatch, cuts if self._layered else None):
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
+        # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
         if self.combines:
             self._ends[microbatch] = output.detach(), loss_func, stream.cp
         elif self.holds_loss:
             output, grad = self._loss(microbatch, output, loss_func, stream.cp)
         if torch.is_grad_enabled():
+            # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad, cuts)
         return None if self.holds_loss and not self.combines else output.detach()
 
     def _between_layers(self, microbatch: int, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
-        """For a forward: cut there, and see to it that the gradients of the last microbatch report their layers."""
+        """A context for a forward: cuts it, and lets the gradients of the last microbatch report their layers."""
         done, module = self.on_layer_done, self.module
         completes = self.last is not None and microbatch == self.last.weights
         if done is not None and completes and torch.is_grad_enabled() and isinstance(module, Layered):
@@ -218,7 +221,7 @@ class PipelineStage:
         return at
 
     def combine(self, microbatch: int, shares: list[Tensor]) -> Tensor | None:
-        """What all shares of the vocabulary say of a microbatch -> what their weight gradients need; the stage then has
+        """Sums over all shares of the vocabulary of a microbatch -> input of their weight gradients; the stage then has
         the gradient of its output."""
         x, loss_func, cp = self._ends.pop(microbatch)
         tp = attribute_of(self.module, "tp")
@@ -242,6 +245,7 @@ class PipelineStage:
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
         around = self.around_last_backward if is_last else None
+        # B without W: products for weights are noted, with the tensors they need, until this microbatch's W.
         kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
         with around() if around else nullcontext(), kept:
             if saved.output is not None:
@@ -260,14 +264,14 @@ class PipelineStage:
             self.data_iterator.rewind()
 
     def finish(self) -> None:
-        """Nothing may be left in hand after a step."""
+        """Check that nothing is left in hand after a step."""
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
     def _loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
     ) -> tuple[Tensor, Tensor | None]:
-        """What is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
+        """The tensor that is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         if loss_func is None:
             if torch.is_grad_enabled():
                 raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
@@ -282,5 +286,5 @@ class PipelineStage:
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:
-    """What a backward left in its input; zeros where the output does not depend on it."""
+    """The gradient that a backward left in its input; zeros where the output does not depend on it."""
     return x if x is None else torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,4 +1,4 @@
-"""When each pass of a rank ran: two reads of its device's clock around it, and one before its input is asked for."""
+"""Times of a rank's passes: two reads of the device's clock around each, and one before its input is asked for."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Stopwatch:
 def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
     """[step][rank]: what every rank of the pipeline has timed, under one table. Collective."""
     rows = [_timed(steps[0].schedule, rank) for rank in range(pp.size)]
+    # Padded to the longest row of any rank, so that one all-gather takes all.
     mine = torch.zeros(len(steps), max(map(len, rows)), 3, dtype=torch.float64)
     for step, watch in enumerate(steps):
         times = watch.times()

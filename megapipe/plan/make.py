@@ -8,11 +8,12 @@ from functools import cached_property, lru_cache
 
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import AUTO
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, balanced, search
-from megapipe.plan.split import SEARCHED, counts_of, given_costs, placements, schedule_name, schedule_of
+from megapipe.plan.split import counts_of, given_costs, is_searched, placements, schedule_name, schedule_of
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Costs, Schedule, Timeline, share_of_window, simulate, unpaired
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -114,10 +115,15 @@ class Plan:
         return total / self.tp
 
 
+@lru_cache(maxsize=8)
 def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
-    """Of a parameter: its gradient, its moments (SGD has one), and its main parameter beside a rounded weight."""
+    """Of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
+
+    Raises: ConfigError as `find_rule`.
+    """
     size = {"fp32": 4, "bf16": 2}
-    moments = 4 if train.optimizer == "sgd" else size[train.exp_avg_dtype] + size[train.exp_avg_sq_dtype]
+    kept_as = {"exp_avg": train.exp_avg_dtype, "exp_avg_sq": train.exp_avg_sq_dtype}
+    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(train).state)
     return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
 
 
@@ -168,7 +174,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         schedule, counts, work, state, replica, model.tied, words, tp, given=given, kept=kept, gradient=gradient
     )
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
-    if schedule_name(config).lower() == SEARCHED:
+    if is_searched(schedule_name(config)):
         plan = _searched(config, plan, limit)
     if (some := model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
         whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
@@ -213,7 +219,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
     place, count = replace(plan.schedule.placement, vocabulary=False), config.num_microbatches
-    if schedule_name(config).lower() == SEARCHED:
+    if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
         empty = replace(plan, schedule=Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks))
         made = _searched(config, empty, None if limit is None else limit * GIB, fixed=True)

@@ -28,11 +28,10 @@ from megapipe.schedule import (
     unpaired,
     vee,
 )
+from megapipe.schedule.catalogue import GROUP_SIZE, usual
 from megapipe.schedule.costs_file import load_costs
 
-GROUPED = ("interleaved", "interleaved-zb", "group-interleaved")
-"""Schedules with groups of microbatches per chunk."""
-SEARCHED, COSTS = "zb-auto", "--pipeline-costs"
+COSTS = "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -41,7 +40,12 @@ def schedule_name(config: Config) -> str:
 
     Raises: ConfigError as `check_flags`.
     """
-    return config.parallel.pipeline_schedule or ("interleaved" if (_chunks(config) or 1) > 1 else "1f1b")
+    return config.parallel.pipeline_schedule or usual(_chunks(config))
+
+
+def is_searched(name: str) -> bool:
+    """Is it a schedule that takes a search?"""
+    return not is_file(name) and entry_of(name).searched
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
@@ -52,14 +56,13 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
         than --pipeline-costs names.
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
-    chunks = None
+    chunks, group, searched = None, None, is_searched(name)
     if not is_file(name) and entry_of(name).chunks is None:
-        chunks = placements(config)[-1].num_stages // ranks if name.lower() == SEARCHED else _chunks(config)
-    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if name.lower() not in GROUPED:
-        group = None
+        chunks = placements(config)[-1].num_stages // ranks if searched else _chunks(config)
+    if not is_file(name) and entry_of(name).grouped:
+        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     schedule = _build(name, ranks, microbatches, chunks, group)
-    if (costs := given_costs(config)) is not None and name.lower() != SEARCHED:
+    if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
         schedule = _build(name, ranks, microbatches, chunks, group, costs)
     if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
@@ -253,7 +256,7 @@ def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
 def _build(
     name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, costs: Costs | None = None
 ) -> Schedule:
-    options: dict[str, Any] = {} if group is None else {"microbatch_group_size_per_vp_stage": group}
-    if name.lower() == SEARCHED:
+    options: dict[str, Any] = {} if group is None else {GROUP_SIZE: group}
+    if is_searched(name):
         options["effort"] = 0.01  # validation asks whether there is one, `make_plan` for the best
     return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)

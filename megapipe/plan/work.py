@@ -224,10 +224,15 @@ def _mlp(model: ModelConfig, load: _Load) -> Work:
         products,
         products * (1 + again),
         products,
-        held=load.bytes(between, 2 * blocks * ffn * (not again), h * bool(model.hidden_dropout)),
+        held=load.bytes(between, _activated(model) * ffn * (not again), h * bool(model.hidden_dropout)),
         kept=load.bytes(2 * h, (blocks + 1) * ffn),
         parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + _norm(model, h),
     )
+
+
+def _activated(model: ModelConfig) -> int:
+    """Tensors of a feed-forward layer's width that it keeps: fc1's output, what comes between, fc2's input."""
+    return 3 if model.swiglu else 4 if model.gated else 2
 
 
 def _experts(model: ModelConfig, load: _Load) -> Work:
@@ -254,7 +259,7 @@ def _experts(model: ModelConfig, load: _Load) -> Work:
     tables = rows * (3 * 8 + wide) + load.tokens * k * 8 + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
     inside = rows * load.element * blocks * f / load.tp + router + tables
     between = h + h * (not model.recompute_norms)
-    of_shared = 0 if model.recompute_shared_experts else 2 * blocks * shared
+    of_shared = 0 if model.recompute_shared_experts else _activated(model) * shared
     outside = load.bytes(between + h * gate, of_shared, h * bool(model.hidden_dropout))
     return Work(
         products,

@@ -23,6 +23,9 @@ from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 
 OWN = "own"
+PLAIN = "1f1b"
+"""What a run has without a name, and what others are measured by."""
+GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
 """Of a table: 128 ranks with 8 chunks take 4,000 microbatches."""
 
@@ -38,6 +41,9 @@ class Entry:
         about: one line.
         split: do input and weight gradient run apart?
         copies: of the parameters.
+        searched: takes seconds, under the memory limit and the costs at hand.
+        dominated: another takes no longer and holds less, whatever passes cost.
+        pairs: has forwards and backwards that a rank may run together.
     """
 
     generate: Callable[..., Schedule]
@@ -46,6 +52,19 @@ class Entry:
     about: str
     split: bool = False
     copies: int = 1
+    searched: bool = False
+    dominated: bool = False
+    pairs: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Does a chunk take groups of microbatches, whose size may be said?"""
+        return GROUP_SIZE in inspect.signature(self.generate).parameters
+
+    @property
+    def any_chunks(self) -> bool:
+        """Is the number of stages on a rank the user's to say? A search chooses."""
+        return self.chunks is None and not self.searched
 
 
 def _zb_auto(
@@ -67,27 +86,36 @@ def _zb_auto(
 
 
 SCHEDULES: dict[str, Entry] = {
-    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time"),
-    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m"),
+    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time", dominated=True),
+    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m", dominated=True),
     "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
     "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
     "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
-    "breadth-first": Entry(breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m"),
+    "breadth-first": Entry(
+        breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m", dominated=True
+    ),
     "group-interleaved": Entry(
         group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
     ),
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
-    "zb-auto": Entry(_zb_auto, "loop or v", None, "searched for given costs and memory, p if not given", split=True),
+    "zb-auto": Entry(
+        _zb_auto, "loop or v", None, "searched for given costs and memory, p if not given", split=True, searched=True
+    ),
     "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
     "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
     "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
     "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
-    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2),
-    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True),
+    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2, pairs=True),
+    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True, pairs=True),
 }
+
+
+def usual(chunks: int | None) -> str:
+    """The schedule of a run that names none. chunks: stages on each rank."""
+    return "interleaved" if (chunks or 1) > 1 else PLAIN
 
 
 def entry_of(name: str) -> Entry:
@@ -114,7 +142,7 @@ def entry_of(name: str) -> Entry:
 def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
     """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
     for name, entry in SCHEDULES.items():
-        if entry.copies == 1 and name != "zb-auto" and entry.chunks in (None, chunks):
+        if entry.copies == 1 and not entry.searched and entry.chunks in (None, chunks):
             try:
                 yield build(name, ranks, microbatches, chunks=chunks, costs=costs)
             except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs

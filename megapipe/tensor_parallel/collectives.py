@@ -1,4 +1,4 @@
-"""What happens to a tensor, and to its gradient, at the edge of a tensor-parallel region.
+"""Edges of a tensor-parallel region: collectives of a tensor there, and of its gradient.
 
 The edges are the conjugate pairs f, g of Shoeybi et al. 2019, section 3, and those of Korthikanti et al. 2022, section
 4.2.2, for a sequence split over the same ranks outside of the regions: what one direction adds up the other copies.
@@ -27,7 +27,7 @@ class Edge(NamedTuple):
 
 
 INSIDE = Edge()
-"""No edge: nothing happens."""
+"""An edge at which nothing happens."""
 
 
 def opening(tp: Axis, sequence_parallel: bool) -> Edge:

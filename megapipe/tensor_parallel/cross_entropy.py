@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Axis) -> Te
 
 
 def without_loss(target: Tensor, vocab: int) -> Tensor:
-    """Which labels are outside of the vocabulary: they cost 0 and have no gradient, as torch's ignore_index -100."""
+    """Labels outside of the vocabulary: they cost 0 and have no gradient, as torch's ignore_index -100."""
     return (target < 0) | (target >= vocab)
 
 

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """The same function, never compiled: what it does beside its result would be lost, or compiled for each layer.
+    """A function that is never compiled: what it does beside its result would be lost, or compiled for each layer.
 
     A run that compiles nothing does not import the compiler: that takes more than a second of each process.
     """

@@ -23,7 +23,7 @@ from megapipe.tensor_parallel.weight_grad import add_product, current_weight_gra
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once in float32: more leave a CPU's cache."""
 BLOCK_ELEMENTS_GPU = 1 << 28
-"""The same on a GPU, 1 GiB of them: few large kernels in place of thousands of small ones."""
+"""Logits held at once on a GPU, 1 GiB of them: few large kernels in place of thousands of small ones."""
 KEPT_ELEMENTS = 1 << 26
 """Logits of a microbatch up to which they are kept for backward, 128 MiB of them in bf16."""
 
@@ -133,7 +133,7 @@ def space_of(rows: Tensor, width: int) -> Tensor:
 
 
 def _step(rows: Tensor) -> int:
-    """Of the vocabulary; whole 64s, as products of odd widths take slower kernels."""
+    """Rows of the vocabulary in a block; whole 64s, as products of odd widths take slower kernels."""
     elements = BLOCK_ELEMENTS if rows.device.type == "cpu" else BLOCK_ELEMENTS_GPU
     return max(elements // max(len(rows), 1) // 64 * 64, 64)
 
@@ -144,7 +144,7 @@ def blocks_of(rows: Tensor, width: int) -> Iterator[slice]:
 
 
 def columns_of(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which labels [n] lie in a block, and their column [n, 1] there (0 for the others)."""
+    """A mask of the labels [n] that lie in a block, and their column [n, 1] there (0 for the others)."""
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, (labels - block.start).where(inside, 0)[:, None]
 

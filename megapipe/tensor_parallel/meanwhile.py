@@ -13,7 +13,7 @@ _work: ContextVar[Callable[[], None] | None] = ContextVar("meanwhile", default=N
 
 
 def meanwhile(work: Callable[[], None] | None) -> None:
-    """In the rest of the running contextvars context layers call `work` when they would only wait."""
+    """Let layers call `work` when they would only wait, in the rest of the running contextvars context."""
     _work.set(work)
 
 

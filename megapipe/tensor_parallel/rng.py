@@ -29,7 +29,7 @@ _BLOCKS, _BLOCK_ELEMENTS = 8, 2**18  # a mask is drawn in at most so many blocks
 
 @dataclass(frozen=True)
 class Stream:
-    """What layers need to know of a microbatch beside its hidden states.
+    """A microbatch as layers need to know it beside its hidden states.
 
     Attributes:
         seed, sample: its randomness: the run's seed and the number of its first sample in the whole training.
@@ -65,7 +65,7 @@ class Stream:
             _stream.reset(token)
 
     def activate(self) -> Token[Stream | None]:
-        """The same for the rest of the running contextvars context."""
+        """Make it the stream of the rest of the running contextvars context."""
         return _stream.set(self)
 
 

@@ -51,7 +51,7 @@ class VocabularyRows(nn.Module):
 
 
 class Kept(NamedTuple):
-    """Of a microbatch, from its share to its weight gradient: hidden states [n, h], labels [n] counted from the first
+    """The state of a microbatch from its share to its weight gradient: hidden states [n, h], labels [n] from the first
     row, and the logits of each block if they are few."""
 
     rows: Tensor
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 
 
 def share_of_loss(rows: Tensor, weight: Tensor, labels: Tensor, *, differentiated: bool) -> tuple[Tensor, Kept]:
-    """What a share of the vocabulary knows of the loss and of its input gradient.
+    """The part of the loss, and of its input gradient, that one share of the vocabulary knows.
 
     Args:
         rows: last hidden states [n, h]. weight: [v', h], this share's rows. labels: [n], counted from its first row.
@@ -141,7 +141,7 @@ def combine(shares: Sequence[Tensor], hidden: int, tp: Axis) -> Combined:
 
 
 def packed_loss(log_sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the shares need for their weight gradient, in the type of messages. scale: gradient of each token's loss."""
+    """The numbers that shares need for their weight gradient, as a message. scale: gradient of each token's loss."""
     return torch.stack((log_sum, scale)).view(dtype).flatten()
 
 

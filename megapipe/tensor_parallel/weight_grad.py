@@ -36,12 +36,13 @@ class WeightGrads:
             _current.reset(token)
 
     def capture(self) -> Token[WeightGrads | None]:
-        """The same for the rest of the running contextvars context."""
+        """Catch the layers of the rest of the running contextvars context."""
         return _current.set(self)
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
         """The B pass of a microbatch: products are kept until `run(microbatch)`."""
+        # One list under two names: jobs go into the B that runs, and are found by their microbatch in W.
         self._deferring = self._owed[microbatch] = []
         try:
             yield
@@ -88,6 +89,7 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
     """
     dy, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    # A weight outside of the optimizer's buffers, as in tests and in a user's own module: autograd sums it.
     if main_grad is None:
         return linear(dy.t(), x.t())
     job = partial(add_product, main_grad, dy, x)

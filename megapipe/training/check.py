@@ -1,4 +1,4 @@
-"""Before the launch: what one process without a GPU can know of a run, and what becomes of each flag."""
+"""A check before the launch: what one process without a GPU can know of a run, and what becomes of each flag."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
 
 
 def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer) -> None:
-    """What the launch would refuse of folders, checkpoint, program and data. Makes no folder and no index.
+    """Problems that the launch would find in folders, checkpoint, program and data. Makes no folder and no index.
 
     start: the checkpoint to load. Raises: ConfigError with every problem.
     """

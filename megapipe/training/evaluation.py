@@ -1,24 +1,26 @@
-"""When a run evaluates, and on which samples: each time where the last has ended, at the end on the test set too."""
+"""The evaluations of a run: each goes on where the last has ended; at the end of the run on the test set too."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from megapipe.data.build import Datasets
-from megapipe.data.sources import refuse_cut_off
-from megapipe.training.reading import BatchesAt
-from megapipe.training.steps.step import Pipeline, evaluate
-
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
+from megapipe.plan import with_batch
+from megapipe.training.reading import BatchesAt, Reading
+from megapipe.training.run import Run
+from megapipe.training.seams import Seams
+from megapipe.training.steps.stages import evaluate
 
 
 class Evaluation:
-    """The evaluations of a run. Collective. pipeline: under the batch of an evaluation."""
+    """The evaluations of a run. Collective. check_files: raises if a file was cut off, which would kill the reader."""
 
-    def __init__(self, run: Run, pipeline: Pipeline, data: Datasets) -> None:
-        self._run, self._pipeline = run, pipeline
-        self._valid, self._test = run.reading.evaluation(data.valid), run.reading.evaluation(data.test)
+    def __init__(
+        self, run: Run, seams: Seams, reading: Reading, data: Datasets, check_files: Callable[[], None]
+    ) -> None:
+        self._run, self._seams, self._check_files, config = run, seams, check_files, run.config.evaluation
+        self._stages = run.stages.under(config, with_batch(run.plan, config).schedule)
+        self._valid, self._test = reading.evaluation(data.valid), reading.evaluation(data.test)
 
     def look(self) -> None:
         """Evaluate, if that is due after this iteration."""
@@ -37,14 +39,14 @@ class Evaluation:
     def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
         """consumed: where to begin; default: where the last evaluation has ended."""
         run, progress, iters = self._run, self._run.progress, self._run.config.data.eval_batches
-        refuse_cut_off(run.files)
+        self._check_files()
         if batches_at is None or not iters:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
         run.optimizer.settle()
-        losses = evaluate(self._pipeline, batches_at, begin, iters)
+        losses = evaluate(self._stages, batches_at, begin, iters)
         end = begin + iters * run.config.evaluation.global_batch_size
         if consumed is None:
             progress.consumed_valid_samples = end
         run.report.validation(losses, where, range(begin, end), progress)
-        run.seams.tell("on_evaluation", run, where, losses)
+        self._seams.tell("on_evaluation", run, where, losses)

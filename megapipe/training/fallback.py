@@ -1,22 +1,20 @@
-"""From which checkpoint --load goes on: the newest that is sound, whatever happened to those after it."""
+"""The checkpoint that --load goes on from: the newest that is sound, whatever happened to those after it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megapipe.checkpoint import commit
-from megapipe.checkpoint.save_load import LoadedState, find_checkpoint, load_checkpoint
+from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint
 from megapipe.config import CheckpointConfig
 from megapipe.distributed.meeting.together import on_first, share_of, together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.training.progress import Progress
 from megapipe.training.report.lines import banner
-
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
+from megapipe.training.run import Run
 
 
 def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
@@ -30,15 +28,14 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
     path = find_checkpoint(config, mesh)  # again, now that --save is this run's alone: who had it may have saved since
     if path is None:
         return None
-    found: list[str] = []
-    damaged: list[Path] = []
+    root, found, damaged = path.parent, list[str](), list[Path]()
     while problems := _damage(path, mesh):
         found += problems
         damaged.append(path)
-        older = [n for n in _iterations(path.parent, mesh) if n < commit.iteration_of(path)]
+        older = [n for n in on_first(mesh, lambda: commit.iterations_in(root)) if n < commit.iteration_of(path)]
         if config.ckpt_step is not None or not older:
             raise CheckpointError(found)
-        path = commit.folder_of(path.parent, older[-1])
+        path = commit.folder_of(root, older[-1])
     if damaged:
         sound = path
         aside = on_first(mesh, lambda: _set_aside(config, sound, damaged))
@@ -61,10 +58,6 @@ def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
     return list(dict.fromkeys(text for row in mesh.world.gather_json(together(mesh, look)) for text in row))
 
 
-def _iterations(root: Path, mesh: ProcessMesh) -> list[int]:
-    return on_first(mesh, lambda: commit.iterations_in(root))
-
-
 def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> str:
     if config.save is None or not sound.parent.samefile(config.save):
         return ""
@@ -74,27 +67,24 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
     return "; the damaged ones are renamed to .damaged-..."
 
 
-def resumed(run: Run) -> Progress:
-    """Where a run begins: behind the newest sound checkpoint that it is to load, whose weights it then has."""
+def resumed(run: Run, contents: Mapping[str, str]) -> Run:
+    """The run where it begins: behind the newest sound checkpoint that it is to load, whose weights it then has."""
     path, config = newest_sound(run.config.checkpoint, run.mesh), run.config
-    progress = Progress.after(LoadedState(), run.config.train)
-    if path is not None:
-        if config.checkpoint.moe_use_upcycling:
-            dense, path = path, _with_experts(path, run)
-            run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
-            config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
-        parts = (run.modules, run.optimizer, config, run.mesh)
-        loaded = load_checkpoint(path, *parts, checked=True, contents=run.contents)
-        run.lr = loaded.schedule or run.lr
-        run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
-        if loaded.other:
-            run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
-        progress = Progress.after(loaded, run.config.train)
-    return progress
+    if path is None:
+        return run
+    if config.checkpoint.moe_use_upcycling:
+        dense, path = path, _with_experts(path, run)
+        run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
+        config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
+    loaded = load_checkpoint(path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents)
+    run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
+    if loaded.other:
+        run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
+    return replace(run, progress=Progress.after(loaded, config.train), curve=loaded.schedule or run.curve)
 
 
 def _with_experts(dense: Path, run: Run) -> Path:
-    """--moe-use-upcycling: a checkpoint of this run's model in --save, made by the first rank."""
+    """Make a checkpoint of this run's model in --save (--moe-use-upcycling), on the first rank."""
     from megapipe.convert.upcycle import upcycle
 
     target = Path(str(run.config.checkpoint.save))

@@ -1,4 +1,4 @@
-"""Where a run is."""
+"""A run's place in its iterations and samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.training.steps.step import StepResult
 
 @dataclass
 class Progress:
-    """Where a run is; saved with every checkpoint.
+    """The place of a run; saved with every checkpoint.
 
     Attributes:
         skipped_samples: those of iterations that updated nothing, which the learning rate does not count.
@@ -26,7 +26,7 @@ class Progress:
 
     @staticmethod
     def after(loaded: LoadedState, train: TrainConfig) -> Progress:
-        """Where a checkpoint was; a dynamic loss scale goes on from its own only."""
+        """The place of a checkpoint; a dynamic loss scale goes on from its own only."""
         scale = LossScale(**loaded.state.get("loss_scale", {}))
         return Progress(
             loaded.iteration,
@@ -44,12 +44,12 @@ class Progress:
         self.loss_scale = self.loss_scale.after(result.skipped, train)
 
     def last_iteration(self, config: Config) -> int:
-        """Where the run ends. --train-samples counts samples, also those read in batches of another size before."""
+        """The iteration where the run ends. --train-samples counts samples, also those of batches of another size."""
         if (samples := config.train.train_samples) is None:
             return config.train_iters
         return self.iteration + config.batch_sizes.iterations(self.consumed_train_samples, samples)
 
     @property
     def scheduled_samples(self) -> int:
-        """Where the learning rate is on its curve."""
+        """The samples by which the learning rate has moved on its curve."""
         return self.consumed_train_samples - self.skipped_samples

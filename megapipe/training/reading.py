@@ -1,4 +1,4 @@
-"""What a rank reads of the data sets: its share of each step, if its stages look at tokens at all."""
+"""The samples that a rank reads: its share of each step, if its stages look at tokens at all."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Reading:
         return self._batches(config, dataset, wraps=False)
 
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
-        """Without an end: a run that evaluates more often than it was planned begins again at the first sample."""
+        """Batches without an end: a run that evaluates more often than was planned begins again at the first sample."""
         return None if dataset is None else self._batches(self.config.evaluation, dataset, wraps=True)
 
     @property
     def looks(self) -> bool:
-        """Do stages of this rank look at tokens? At the ends of a chain, where asked, and everywhere if documents are
+        """Do stages of this rank look at tokens? The ends of a chain do, those that ask, and all where documents are
         apart."""
         data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
         apart = data.reset_attention_mask or data.reset_position_ids

@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
@@ -21,20 +20,18 @@ from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
 from megapipe.schedule.measured.costs import Ran, StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
+from megapipe.training.run import Run
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
-
 _EFFORT, _EFFORT_PER_PASS = 10.0, 0.02
-"""Of the search, about seconds of a core: at most, and for each F."""
+"""The effort of the search, about seconds of a core: at most, and for each F."""
 _WORTH = 0.01
-"""What the new table must save of the passes' time by its prediction."""
+"""The share of the passes' time that the new table must save by its prediction."""
 
 
 def with_rescheduling(seams: Seams, config: Config, plan: Plan) -> Seams:
-    """With a callback that does what --reschedule-after asks for."""
+    """The seams with a callback that does what --reschedule-after asks for."""
     if config.parallel.reschedule_after is None:
         return seams
     return replace(seams, callbacks=(*seams.callbacks, Rescheduling(config, plan)))
@@ -87,7 +84,7 @@ class Rescheduling(Callback):
             return
         new = from_json(table)
         run.say(f"{told}, under {new.name} {will * 1e3:.1f} ms, {1 - will / was:.1%} less. The run goes on under it.")
-        run.pipeline.follow(new, read_costs(costs))
+        run.stages.follow(new, read_costs(costs))
         yield  # warms up
         since, _ = yield from self._timed(run)
         a, b = median(before), median(since)
@@ -99,7 +96,7 @@ class Rescheduling(Callback):
         for _ in range(self.after - 1):
             yield
             times.append(self._took)
-            steps += ran_by_all([run.pipeline.stopwatch], run.mesh.pp)
+            steps += ran_by_all([run.stages.stopwatch], run.mesh.pp)
         return times, steps
 
     def _room(self) -> tuple[float, ...]:
@@ -110,7 +107,7 @@ class Rescheduling(Callback):
         return tuple(self.limit_gib * GIB - state for state in plan.state_bytes)
 
     def _found(self) -> object:
-        """What the rank that searches tells the others: nothing yet, an error, or a table with its costs."""
+        """The message of the rank that searches to the others: nothing yet, an error, or a table with its costs."""
         if self._search is None:
             return None
         try:

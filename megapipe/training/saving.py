@@ -1,12 +1,12 @@
-"""When a run saves, and what it says of it; with --async-save the steps go on while a checkpoint is written."""
+"""The saves of a run, and what it says of them; with --async-save steps go on while a checkpoint is written."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megapipe.checkpoint import commit, retention
 from megapipe.checkpoint.background import Background
@@ -16,22 +16,23 @@ from megapipe.distributed.meeting.together import on_first
 from megapipe.errors import CheckpointError
 from megapipe.training.report.job_log import JobLog
 from megapipe.training.report.lines import banner
-
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
+from megapipe.training.run import Run
+from megapipe.training.seams import Seams
 
 
 class Saving:
     """The checkpoints of a run.
 
+    Args:
+        contents: of its data and tokenizer, as a run that goes on must find them again.
     Attributes:
         last: iteration of the newest that is complete, or of the one that the run goes on from; 0 for none.
         begun: that of the newest, complete or under way.
         own: of those in --save that this run has saved or goes on from; it removes no others unless it is told to.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, seams: Seams, contents: Mapping[str, str]) -> None:
+        self._run, self._seams, self._contents = run, seams, contents
         self.last = self.begun = run.progress.iteration
         wanted, possible = run.config.checkpoint.async_save, hasattr(os, "memfd_create")
         if wanted and not possible:
@@ -54,17 +55,16 @@ class Saving:
         assert directory is not None
         run.say(f"saving checkpoint at iteration {n:7d} to {directory} in safetensors format")
         run.optimizer.settle()
-        state, what = dataclasses.asdict(run.progress) | {"contents": run.contents}, (run.modules, run.optimizer)
+        state = dataclasses.asdict(run.progress) | {"contents": self._contents}
+        given = directory, n, run.modules, run.optimizer, state, run.config, run.mesh, run.curve, self._background
         if self._background is not None:
             self._background.keep = self._keep
-        write = lambda: save_checkpoint(  # noqa: E731
-            directory, n, *what, state, run.config, run.mesh, run.lr, self._background
-        )
-        if self._tried(write, last):
+        if self._tried(partial(save_checkpoint, *given), last):
             self.begun = n
             self.jobs.saved(n, run.progress.consumed_train_samples)
             if self._background is None or self._background.under_way is None:
-                self._say(n, self._retain(commit.folder_of(Path(directory), n)))
+                newest = commit.folder_of(Path(directory), n)
+                self._say(n, on_first(run.mesh, lambda: retention.retain(newest, self._keep)))
                 self._complete(n)
         if last:
             self.finish(last=True)
@@ -111,11 +111,8 @@ class Saving:
         own = None if flags.save_remove_earlier else tuple(self.own)
         return flags.save_retain_interval, flags.save_keep_last, own
 
-    def _retain(self, newest: Path) -> Sequence[int]:
-        return on_first(self._run.mesh, lambda: retention.retain(newest, self._keep))
-
     def _say(self, n: int, removed: Sequence[int]) -> None:
-        """On the speaking rank; what was removed, where it is known: the first knows what its writer has removed."""
+        """A line on the speaking rank, and one of what was removed, on the first, which knows what its writer did."""
         flags = self._run.config.checkpoint
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
         if self._run.mesh.world.rank == 0:
@@ -125,7 +122,7 @@ class Saving:
         self.last = n
         self.own.append(n)
         self.jobs.complete(n)
-        self._run.seams.tell("on_save", self._run, n)
+        self._seams.tell("on_save", self._run, n)
 
 
 def _one_folder(flags: CheckpointConfig) -> bool:

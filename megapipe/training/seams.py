@@ -1,18 +1,16 @@
-"""What a user gives `pretrain` beside model, data and loss: groups of parameters, a learning-rate curve, callbacks."""
+"""The seams of `pretrain` beside model, data and loss: groups of parameters, a learning-rate curve, callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.optim.rule import Groups, usual_groups
 from megapipe.partition.spans import LayerSpan
+from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
-
-if TYPE_CHECKING:
-    from megapipe.training.pretrain import Run
 
 
 class Callback:
@@ -34,11 +32,6 @@ class Callback:
         """The checkpoint of this iteration is complete."""
 
 
-def no_other(span: LayerSpan) -> bool:
-    """Only stages with embedding or loss read."""
-    return False
-
-
 @dataclass(frozen=True)
 class Seams:
     """Attributes:
@@ -52,7 +45,7 @@ class Seams:
     groups: Groups = usual_groups
     lr: Callable[[int], float] | None = None
     callbacks: tuple[Callback, ...] = ()
-    reads_on: Callable[[LayerSpan], bool] = no_other
+    reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
     def tell(self, event: str, *what: Any) -> None:
         """Call a method of every callback."""
@@ -60,7 +53,7 @@ class Seams:
             getattr(callback, event)(*what)
 
     def beside(self, config: Config) -> str:
-        """What flags go on to do beside them, and would not be thought to; empty for nothing."""
+        """A line on flags that go on to act beside a seam, as one would not think; empty for none."""
         if self.lr is None or config.train.decoupled_lr is None:
             return ""
         also = "the flags' curve for embedding and head; all other parameters have the program's rate (Seams.lr)"

@@ -15,13 +15,13 @@ from megapipe.pipeline_parallel.threads import run_threads
 
 def weights(mesh, settings, steps):
     """By name, with the optimizer's state; saved if the settings say where."""
-    run = run_of(mesh, settings)
+    training = run_of(mesh, settings)
     for _ in range(steps):
-        run.step()
+        training.driver.whole()
     if settings.checkpoint.save:
-        run.saving.save()
-    state = {f"{kind} {name}": x for kind, of in run.optimizer.state().items() for name, x in of.items()}
-    return {**state, **{name: p.detach().clone() for name, p in run.optimizer.params.items()}}
+        training.saving.save()
+    state = {f"{kind} {name}": x for kind, of in training.run.optimizer.state().items() for name, x in of.items()}
+    return {**state, **{name: p.detach().clone() for name, p in training.run.optimizer.params.items()}}
 
 
 @pytest.mark.parametrize("name", ["sgd", "muon", f"{ROOT}/examples/own_optimizer.py:lion"], ids=["sgd", "muon", "lion"])

@@ -120,8 +120,8 @@ def test_a_refusal_follows_what_the_numbers_do():
         made = []
         for micro in (1, 2):
             base = replace(BASE, **changes)
-            run = run_of(ProcessMesh.single(), replace(base, train=replace(base.train, micro_batch_size=micro)))
-            made.append(run.step().grad_norm)
+            training = run_of(ProcessMesh.single(), replace(base, train=replace(base.train, micro_batch_size=micro)))
+            made.append(training.driver.whole().grad_norm)
         return made
 
     one, two = norms(model=NO_DROPOUT)

@@ -73,8 +73,8 @@ def trained(folder, capsys, iterations, **flags):
     base = short_run.config(STYLES["gpt2"])
     train = replace(base.train, train_iters=5, exit_interval=iterations, lr_decay_iters=5)
     checkpoint = CheckpointConfig(save=str(folder), load=str(folder), save_interval=1, **flags)
-    run = short_run.run_of(ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LOG))
-    run.train()
+    training = short_run.run_of(ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LOG))
+    training.train()
     return capsys.readouterr().out
 
 

@@ -37,17 +37,17 @@ def test_a_rank_alone_needs_what_it_needs_in_the_run(axes, flags):
     config, plan = rehearse.prepared(f"{MODEL} {sizes} {flags}".split(), world)
 
     def parts(mesh):
-        run = run_on(mesh, config, plan)
-        run.step()
-        return parts_of(run)
+        training = run_on(mesh, config, plan)
+        training.driver.whole()
+        return parts_of(training)
 
     real = run_threads(parts, pp=2, **axes)
     ranks = rehearse.world_ranks(config)
     answers = answers_of(config, plan, ranks)
     for rank in ranks:
-        run = rank_alone(config, plan, rank, answers)
-        assert run.step().grad_norm > 0
-        assert parts_of(run) == real[rank]
+        training = rank_alone(config, plan, rank, answers)
+        assert training.driver.whole().grad_norm > 0
+        assert parts_of(training) == real[rank]
 
 
 def test_a_few_ranks_of_many_make_the_step_of_1f1b():

@@ -30,7 +30,7 @@ from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_ba
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 CASES = [(family, seed) for family in FAMILIES for seed in range(2) if (family, seed) != ("mistral", 0)]
 
@@ -71,7 +71,7 @@ def train(root: Path, model: ModelConfig, out: Path) -> Path:
     )
     data = _datasets(replace(config, model=ModelConfig(), checkpoint=CheckpointConfig()))
     eod = build_tokenizer(config.data).eod
-    Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, eod, time.monotonic()).train()
+    Training(config, ProcessMesh.single(), gpt_provider, forward_step, data, eod, time.monotonic()).train()
     return commit.folder_of(out, 3)
 
 

@@ -28,7 +28,7 @@ def test_a_gpu_trains_as_the_cpu_does(style, schedule, flags, within, fused):
 
 
 def test_the_weights_stay_on_the_gpu():
-    run = run_of(ProcessMesh.single(DEVICE), config(STYLES["llama"], bf16=True))
-    run.step()
-    assert {p.device for module in run.modules for p in module.parameters()} == {DEVICE}
-    assert {b.main.device for b in run.optimizer.owned} == {DEVICE}
+    training = run_of(ProcessMesh.single(DEVICE), config(STYLES["llama"], bf16=True))
+    training.driver.whole()
+    assert {p.device for module in training.run.modules for p in module.parameters()} == {DEVICE}
+    assert {b.main.device for b in training.run.optimizer.owned} == {DEVICE}

@@ -109,10 +109,10 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     for flags in ({}, dict.fromkeys(switches.split(), True)):
         folder = tmp_path / str(len(flags))
         log = LogConfig(tensorboard_dir=str(folder), tensorboard_log_interval=2, log_interval=1, **flags)
-        run = run_of(ProcessMesh.single(), replace(short_config(STYLES["gpt2"]), log=log))
+        training = run_of(ProcessMesh.single(), replace(short_config(STYLES["gpt2"]), log=log))
         for _ in range(2):
-            run.ended(run.step())
-        run.report.close()
+            training.driver.ended(training.driver.whole())
+        training.run.report.close()
         events = EventAccumulator(str(folder)).Reload()
         assert [e.step for e in events.Scalars("lm loss")] == [2], "--tensorboard-log-interval 2"
         text = capsys.readouterr().out

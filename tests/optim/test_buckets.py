@@ -40,8 +40,8 @@ def test_the_sum_of_a_bucket_begins_while_the_layers_before_it_have_no_whole_gra
     """In BW as autograd goes back, in W as products that waited are done."""
 
     def body(mesh) -> list[torch.Tensor]:
-        run = run_of(mesh, flags)
-        (buckets,) = run.optimizer.chunks
+        training = run_of(mesh, flags)
+        (buckets,) = training.run.optimizer.chunks
         front, seen = buckets[-1], []
 
         def watched(start, *given):
@@ -50,7 +50,7 @@ def test_the_sum_of_a_bucket_begins_while_the_layers_before_it_have_no_whole_gra
 
         for b in buckets:
             b.start_reduce = lambda *given, start=b.start_reduce: watched(start, *given)
-        run.step()
+        training.driver.whole()
         return seen
 
     plain = config(STYLES["gpt2"], dp=2, pp=pp, schedule=schedule)

@@ -17,7 +17,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Kind, ScheduleError, build
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.training.steps.overlap import with_overlap
+from megapipe.training.steps.stages import with_overlap
 
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
@@ -25,7 +25,7 @@ Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int
 def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, style: str, **flags) -> Result:
     """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
     plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
-    run = run_of(
+    training = run_of(
         mesh,
         replace(
             plain,
@@ -34,11 +34,12 @@ def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, styl
             log=replace(plain.log, log_num_zeros_in_grad=True),
         ),
     )
-    said = [(r.losses["lm loss"], r.grad_norm, r.num_zeros) for r in (run.step() for _ in range(steps))]
-    run.optimizer.settle()
-    kept = {f"{kind} {n}": x.clone() for kind, views in run.optimizer.state().items() for n, x in views.items()}
-    kept |= {name: param.detach().clone() for name, param in run.optimizer.params.items()}
-    return said, kept, [moment.numel() for moment in run.optimizer.moments["exp_avg"]]
+    said = [(r.losses["lm loss"], r.grad_norm, r.num_zeros) for r in (training.driver.whole() for _ in range(steps))]
+    optimizer = training.run.optimizer
+    optimizer.settle()
+    kept = {f"{kind} {n}": x.clone() for kind, views in optimizer.state().items() for n, x in views.items()}
+    kept |= {name: param.detach().clone() for name, param in optimizer.params.items()}
+    return said, kept, [moment.numel() for moment in optimizer.moments["exp_avg"]]
 
 
 ZERO = {"use_distributed_optimizer": True}
@@ -118,17 +119,16 @@ def test_state_loads_at_any_other_size():
     """What two ranks' shares make up is what one rank has, and back: checkpoints know whole tensors alone."""
 
     def body(mesh: ProcessMesh) -> bool:
-        run = run_of(mesh, replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True)))
-        run.step()
-        state = run.optimizer.state()
+        training = run_of(mesh, replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True)))
+        training.driver.whole()
+        optimizer = training.run.optimizer
+        state = optimizer.state()
         want = {
             kind: {name: torch.full_like(x, i) for i, (name, x) in enumerate(views.items())}
             for kind, views in state.items()
         }
-        run.optimizer.load_state(want)
-        return all(
-            torch.equal(x, want[kind][n]) for kind, views in run.optimizer.state().items() for n, x in views.items()
-        )
+        optimizer.load_state(want)
+        return all(torch.equal(x, want[kind][n]) for kind, views in optimizer.state().items() for n, x in views.items())
 
     base = config(STYLES["gpt2"], dp=2, bf16=True)
     datasets()

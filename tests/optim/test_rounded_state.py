@@ -1,6 +1,7 @@
 """What the optimizer keeps in bf16 (--use-precision-aware-optimizer), beside torch's AdamW with rounded state."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,7 +65,10 @@ def test_an_update_is_torchs_adamw_whose_state_is_rounded_after_it(names, monkey
 
 
 def test_memory_is_what_the_plan_counts():
-    for train in (TRAIN, replace(TRAIN, **ROUNDED), replace(TRAIN, exp_avg_dtype="bf16"), replace(TRAIN, bf16=False)):
+    lion = f"{Path(__file__).parents[2]}/examples/own_optimizer.py:lion"  # keeps one number, and was planned as Adam
+    of_others = (replace(TRAIN, optimizer=name) for name in ("sgd", lion))
+    half = replace(TRAIN, exp_avg_dtype="bf16")
+    for train in (TRAIN, replace(TRAIN, **ROUNDED), half, replace(TRAIN, bf16=False), *of_others):
         optimizer = Optimizer([model(torch.bfloat16 if train.bf16 else torch.float32)], train, SINGLE)
         (b,), moments = optimizer.owned, [x for flats in optimizer.moments.values() for x in flats]
         apart = [b.main] if b.main.data_ptr() != b.model.data_ptr() else []

@@ -16,7 +16,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.plan import make_plan
 from megapipe.plan.saving import checkpoint_bytes, checkpoint_line
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 
 def planned(style: str, dp: int = 1, zero: bool = False, **train) -> Config:
@@ -29,7 +29,8 @@ def planned(style: str, dp: int = 1, zero: bool = False, **train) -> Config:
 def test_the_plan_tells_the_bytes_of_the_tensors_on_the_disk(tmp_path, capsys, style, train, no_save_optim):
     flags = CheckpointConfig(save=str(tmp_path), save_interval=100, no_save_optim=no_save_optim)
     config = replace(planned(style, exit_interval=1, **train), checkpoint=flags)
-    Run(config, ProcessMesh.single(), gpt_provider, forward_step, short_run.datasets(), 126, time.monotonic()).train()
+    data, one = short_run.datasets(), ProcessMesh.single()
+    Training(config, one, gpt_provider, forward_step, data, 126, time.monotonic()).train()
     size, most = checkpoint_bytes(make_plan(config), config)
     shards = [path.read_bytes() for path in tmp_path.glob("iter_*/*.safetensors")]
     assert sum(len(shard) - 8 - struct.unpack("<Q", shard[:8])[0] for shard in shards) == size

@@ -13,12 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.pipeline_parallel.messages.messenger import Messenger
-from megapipe.training.steps.step import Pipeline
+from megapipe.training.steps.stages import Stages
 from pretrain_gpt import main
 
 FAULT, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-track, run, calls = Messenger._track, Pipeline.run, []
+track, run, calls = Messenger._track, Stages.run, []
 
 
 def fail(process: int, number: int) -> None:
@@ -52,6 +52,6 @@ def faulty_run(self, microbatches, consumed, **kwargs):
 if FAULT in ("skip", "kill", "stop", "orphan") and RANK == WORLD - 2:
     Messenger._track = faulty_track
 if FAULT in ("ahead", "interrupt") and RANK == 0:
-    Pipeline.run = faulty_run
+    Stages.run = faulty_run
 sys.argv = [sys.argv[0]]
 main(Path(FOLDER, "flags").read_text().split())

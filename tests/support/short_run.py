@@ -16,7 +16,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from megapipe.training.seams import NONE, Seams
 
 STEPS = 20
@@ -54,28 +54,28 @@ def datasets() -> Datasets:
     return build_datasets(any_config, build_tokenizer(any_config.data))
 
 
-def run_of(mesh: ProcessMesh, config: Config, seams: Seams = NONE) -> Run:
+def run_of(mesh: ProcessMesh, config: Config, seams: Seams = NONE) -> Training:
     """A run that is ready for its first step."""
     eod = build_tokenizer(config.data).eod
-    return Run(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), seams=seams)
+    return Training(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), seams=seams)
 
 
 def train(mesh: ProcessMesh, config: Config, steps: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of each of the first steps."""
-    run = run_of(mesh, config)
-    return [(result.losses["lm loss"], result.grad_norm) for result in (run.step() for _ in range(steps))]
+    training = run_of(mesh, config)
+    return [(result.losses["lm loss"], result.grad_norm) for result in (training.driver.whole() for _ in range(steps))]
 
 
 @cache
-def _alone(style: str, **train_flags) -> tuple[Run, list[tuple[float, float]]]:
+def _alone(style: str, **train_flags) -> tuple[Training, list[tuple[float, float]]]:
     return run_of(ProcessMesh.single(), config(STYLES[style], **train_flags)), []
 
 
 def alone(style: str, steps: int = STEPS, **train_flags) -> list[tuple[float, float]]:
     """`train` on one process; a run that is asked again goes on from where it stands."""
-    run, done = _alone(style, **train_flags)
+    training, done = _alone(style, **train_flags)
     while len(done) < steps:
-        result = run.step()
+        result = training.driver.whole()
         done.append((result.losses["lm loss"], result.grad_norm))
     return done[:steps]
 

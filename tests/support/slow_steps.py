@@ -6,10 +6,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megapipe.training.pretrain import Run
+from megapipe.training.driver import Driver
 from pretrain_gpt import main
 
-step = Run.step
+step = Driver.whole
 
 
 def slow_step(self):
@@ -17,5 +17,5 @@ def slow_step(self):
     return step(self)
 
 
-Run.step = slow_step
+Driver.whole = slow_step
 main()

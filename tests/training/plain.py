@@ -19,7 +19,8 @@ from megapipe.schedule import build
 from megapipe.training.forward_step import forward_step
 from megapipe.training.guards.model import check_ownership
 from megapipe.training.guards.replicas import check_replicas
-from megapipe.training.steps.step import Pipeline, train_step
+from megapipe.training.steps.stages import Stages
+from megapipe.training.steps.step import Rates, train_step
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8
 MODEL = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, padded_vocab_size=VOCAB)
@@ -99,13 +100,13 @@ def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3
     named = dict(pair for module in modules for pair in module.named_parameters())
     before = {name: param.detach().clone() for name, param in named.items()}
     pipeline, optimizer = (
-        Pipeline(config, schedule, modules, forward_step, mesh, 0),
+        Stages(config, schedule, modules, forward_step, mesh, 0),
         Optimizer(modules, train, mesh, distributed=distributed),
     )
     told = []
     for step in range(steps):
         share = tokens(step).unflatten(0, (microbatches, mesh.dp.size))[:, mesh.dp.rank]
-        result = train_step(pipeline, optimizer, list(share[:, None]), step * BATCH, 0.05)
+        result = train_step(pipeline, optimizer, list(share[:, None]), step * BATCH, Rates(0.05))
         told += [result.losses["lm loss"], result.grad_norm]
     return told, before, {name: param.detach() for name, param in named.items()}, optimizer, optimizer.params_norm()
 

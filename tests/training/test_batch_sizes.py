@@ -22,7 +22,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "group-interleaved", "hanayo", "v-half", "dualpipe"])
@@ -111,12 +111,12 @@ def config(schedule: str = "1f1b", pp: int = 1, **train) -> Config:
 
 def run(config: Config, mesh: ProcessMesh | None = None) -> list[tuple[str, ...]]:
     """(iteration, samples, batch, loss, norm) of each line, to the last bit that steps know."""
-    done = Run(config, mesh or ProcessMesh.single(), gpt_provider, forward_step, DATA, 126, time.monotonic())
+    done = Training(config, mesh or ProcessMesh.single(), gpt_provider, forward_step, DATA, 126, time.monotonic())
     told: list[tuple[str, ...]] = []
-    last = done.progress.last_iteration(config)
-    while done.progress.iteration < last:
-        result = done.step()
-        progress = done.progress
+    last = done.run.progress.last_iteration(config)
+    while done.run.progress.iteration < last:
+        result = done.driver.whole()
+        progress = done.run.progress
         told.append((progress.iteration, progress.consumed_train_samples, result.batch, result.losses["lm loss"].hex()))
     if config.checkpoint.save:
         done.saving.save()
@@ -172,13 +172,14 @@ def test_the_log_names_the_batch_and_evaluations_have_their_own(capsys):
     base = config(train_samples=16)
     data = replace(base.data, eval_interval=1, eval_iters=2, eval_global_batch_size=6, eval_micro_batch_size=3)
     parts = Datasets(DATA.train, DATA.train, None)
-    done = Run(replace(base, data=data), ProcessMesh.single(), gpt_provider, forward_step, parts, 126, time.monotonic())
+    asked, one = replace(base, data=data), ProcessMesh.single()
+    done = Training(asked, one, gpt_provider, forward_step, parts, 126, time.monotonic())
     done.train()
     out = capsys.readouterr().out
     assert re.findall(r"consumed samples: +(\d+) .* global batch size: +(\d+) \|", out) == [
         ("4", "4"), ("8", "4"), ("16", "8")
     ]  # fmt: skip
-    assert done.progress.consumed_valid_samples == 4 * 2 * 6
+    assert done.run.progress.consumed_valid_samples == 4 * 2 * 6
 
 
 def test_every_size_is_checked_before_the_run():

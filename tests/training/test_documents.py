@@ -17,7 +17,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
-from megapipe.training.steps.step import Pipeline
+from megapipe.training.steps.stages import Stages
 
 EOD, SEQ = 0, 12
 TRAIN = TrainConfig(micro_batch_size=2, global_batch_size=8, seq_length=SEQ)
@@ -32,7 +32,7 @@ def loss(mesh: ProcessMesh, model: ModelConfig, data: DataConfig) -> float:
     initialize(modules[0], 1, mesh.tp)
     tokens = torch.randint(1, VOCAB, (4, 2, SEQ + 1), generator=torch.Generator().manual_seed(5))
     tokens[torch.rand(tokens.shape, generator=torch.Generator().manual_seed(6)) < 1 / 6] = EOD
-    return Pipeline(config, schedule, modules, forward_step, mesh, EOD).run(list(tokens), 0)().means["lm loss"]
+    return Stages(config, schedule, modules, forward_step, mesh, EOD).run(list(tokens), 0)().means["lm loss"]
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -20,7 +20,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from megapipe.training.seams import Callback, Seams
 
 MOE = replace(
@@ -39,17 +39,17 @@ ONE = ProcessMesh.single()
 NAMES = {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"}
 
 
-def biases(run: Run) -> dict[int, Tensor]:
-    return {r.layer: r.expert_bias.clone() for r in run.pipeline.routers.own if r.expert_bias is not None}
+def biases(training: Training) -> dict[int, Tensor]:
+    return {r.layer: r.expert_bias.clone() for r in training.run.stages.routers.own if r.expert_bias is not None}
 
 
 def test_biases_move_once_a_step_towards_the_mean_load_of_all_ranks_and_microbatches():
     datasets()
 
     def rank(mesh: ProcessMesh) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
-        run = run_of(mesh, config(MOE, dp=mesh.dp.size))
-        tokens = run.step().routed.tokens
-        return biases(run), tokens
+        training = run_of(mesh, config(MOE, dp=mesh.dp.size))
+        tokens = training.driver.whole().routed.tokens
+        return biases(training), tokens
 
     for ranks in (1, 2):
         for moved, tokens in run_threads(rank, dp=ranks):
@@ -61,21 +61,21 @@ def test_biases_move_once_a_step_towards_the_mean_load_of_all_ranks_and_microbat
 
 
 def test_a_step_that_is_skipped_moves_no_bias():
-    run = run_of(ONE, config(MOE, no_check_for_nan_in_loss_and_grad=True))
+    training = run_of(ONE, config(MOE, no_check_for_nan_in_loss_and_grad=True))
     with torch.no_grad():
-        next(run.modules[0].parameters()).fill_(torch.nan)
-    assert run.step().skipped
-    assert not any(bias.any() for bias in biases(run).values())
+        next(training.run.modules[0].parameters()).fill_(torch.nan)
+    assert training.driver.whole().skipped
+    assert not any(bias.any() for bias in biases(training).values())
 
 
 def test_router_losses_are_logged_under_megatrons_names(tmp_path, capsys):
     log = LogConfig(
         tensorboard_dir=str(tmp_path), log_interval=1, metrics_file=f"{tmp_path}/m", moe_per_layer_logging=True
     )
-    run = run_of(ONE, replace(config(MOE), log=log))
-    result = run.step()
-    run.ended(result)
-    run.report.close()
+    training = run_of(ONE, replace(config(MOE), log=log))
+    result = training.driver.whole()
+    training.driver.ended(result)
+    training.run.report.close()
     assert result.routed.losses.keys() == NAMES
     line = capsys.readouterr().out
     board = EventAccumulator(str(tmp_path)).Reload()
@@ -93,14 +93,14 @@ def test_router_losses_are_logged_under_megatrons_names(tmp_path, capsys):
 def test_layers_whose_experts_are_overridden_away_have_no_router_losses():
     """The mean over no layer was a ZeroDivisionError (found by the fuzzer)."""
     overrides = '{"1-2": {"no_mlp": true}}'
-    result = run_of(ONE, config(replace(MOE, per_layer_overrides=overrides))).step()
+    result = run_of(ONE, config(replace(MOE, per_layer_overrides=overrides))).driver.whole()
     assert (result.routed.losses, result.routed.tokens) == ({}, {})
-    one = run_of(ONE, config(replace(MOE, per_layer_overrides='{"1": {"no_mlp": true}}'))).step().routed
+    one = run_of(ONE, config(replace(MOE, per_layer_overrides='{"1": {"no_mlp": true}}'))).driver.whole().routed
     assert one.losses["z_loss"] == pytest.approx(one.per_layer["z_loss"][2])
 
 
 def test_router_losses_are_no_part_of_the_loss_that_may_spike():
-    result = run_of(ONE, config(MOE)).step()
+    result = run_of(ONE, config(MOE)).driver.whole()
     assert result.losses.keys() == {"lm loss"}
     assert result.shown.keys() == {"lm loss"} | NAMES
 
@@ -118,9 +118,9 @@ class Steps(Callback):
 def trained(mesh: ProcessMesh, config: Config, record: Steps | None = None) -> dict[str, Tensor]:
     """Weights and biases after the run."""
     seams = Seams(callbacks=() if record is None else (record,))
-    run = Run(config, mesh, gpt_provider, forward_step, datasets(), 126, time.monotonic(), seams=seams)
-    run.train()
-    return {name: x.detach().clone() for stage in run.modules for name, x in saved_tensors(stage)}
+    training = Training(config, mesh, gpt_provider, forward_step, datasets(), 126, time.monotonic(), seams=seams)
+    training.train()
+    return {name: x.detach().clone() for stage in training.run.modules for name, x in saved_tensors(stage)}
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_biases(tmp_path):

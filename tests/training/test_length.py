@@ -26,7 +26,7 @@ from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run, pretrain
+from megapipe.training.pretrain import Training, pretrain
 
 
 class Reads:
@@ -58,9 +58,9 @@ def config(*, batch: int = 4, micro: int = 2, data: dict[str, object] | None = N
     )
 
 
-def run(config: Config, mesh: ProcessMesh | None = None, **parts: Reads | None) -> Run:
+def run(config: Config, mesh: ProcessMesh | None = None, **parts: Reads | None) -> Training:
     data = Datasets(**{"train": Reads(1000), "valid": None, "test": None} | parts)
-    done = Run(config, mesh or ProcessMesh.single(), gpt_provider, forward_step, data, 126, time.monotonic())
+    done = Training(config, mesh or ProcessMesh.single(), gpt_provider, forward_step, data, 126, time.monotonic())
     done.train()
     return done
 
@@ -76,7 +76,7 @@ def test_a_run_of_samples_goes_on_to_its_last_sample_in_batches_of_another_size(
     train = Reads(1000)
     goes_on = CheckpointConfig(load=str(tmp_path / "a"), override_on_load=("global-batch-size",))
     resumed = replace(config(train_samples=40, batch=batch), checkpoint=goes_on)
-    progress = run(resumed, train=train).progress
+    progress = run(resumed, train=train).run.progress
     assert (progress.iteration, progress.consumed_train_samples) == (iterations, samples)
     assert sorted(train.asked) == list(range(20, samples))
     assert f"iteration {iterations:8d}/{iterations:8d} |" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_every_evaluation_goes_on_where_the_last_one_ended_and_all_are_on_the_bo
     """The last one began at sample 0 again, and neither it nor the test set's was on the board."""
     valid, test = Reads(1000), Reads(1000)
     flags = replace(config(train_iters=5, data=EVALUATE), log=LogConfig(tensorboard_dir=str(tmp_path)))
-    progress = run(flags, valid=valid, test=test).progress
+    progress = run(flags, valid=valid, test=test).run.progress
     assert valid.asked == list(range(24))  # at 2, at 4, at the end: 2 batches of 4 each
     assert test.asked == list(range(8))
     assert progress.consumed_valid_samples == 24

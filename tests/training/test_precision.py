@@ -30,8 +30,8 @@ def test_fp16_trains_close_to_float32_once_its_scale_fits():
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"pp": 2, "schedule": "zb-h1"}])
 def test_all_ranks_skip_the_same_steps_and_agree_on_the_scale(layout):
     def states(mesh: ProcessMesh, config: Config) -> list[tuple[bool, float]]:
-        run = run_of(mesh, config)
-        return [(run.step().skipped, run.progress.loss_scale.scale) for _ in range(10)]
+        training = run_of(mesh, config)
+        return [(training.driver.whole().skipped, training.run.progress.loss_scale.scale) for _ in range(10)]
 
     flags = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 4.0}
     first, *others = run_threads(
@@ -46,28 +46,29 @@ def test_all_ranks_skip_the_same_steps_and_agree_on_the_scale(layout):
 
 
 def test_a_step_that_overflows_changes_neither_weights_nor_learning_rate():
-    run = run_of(ProcessMesh.single(), config(STYLES["gpt2"], fp16=True, initial_loss_scale=2.0**60, hysteresis=1))
-    before = [b.main.clone() for b in run.optimizer.buffers]
-    assert run.step().skipped
-    assert all(torch.equal(x, b.main) for x, b in zip(before, run.optimizer.buffers, strict=True))
-    assert (run.progress.loss_scale.scale, run.progress.consumed_train_samples) == (2.0**59, 8)
-    assert learning_rate(run.lr, run.progress.scheduled_samples) == learning_rate(run.lr, 0)
+    training = run_of(ProcessMesh.single(), config(STYLES["gpt2"], fp16=True, initial_loss_scale=2.0**60, hysteresis=1))
+    before = [b.main.clone() for b in training.run.optimizer.buffers]
+    assert training.driver.whole().skipped
+    assert all(torch.equal(x, b.main) for x, b in zip(before, training.run.optimizer.buffers, strict=True))
+    assert (training.run.progress.loss_scale.scale, training.run.progress.consumed_train_samples) == (2.0**59, 8)
+    assert training.run.rate() == learning_rate(training.run.curve, 0)
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale_bit_for_bit(tmp_path):
     flags = config(STYLES["gpt2"], fp16=True, initial_loss_scale=2.0**24, hysteresis=1, loss_scale_window=4.0)
     flags = replace(flags, checkpoint=CheckpointConfig(save=str(tmp_path), load=str(tmp_path)))
-    run = run_of(ProcessMesh.single(), flags)
+    training = run_of(ProcessMesh.single(), flags)
     for _ in range(6):
-        run.step()
-    run.saving.save()
+        training.driver.whole()
+    training.saving.save()
     again = run_of(ProcessMesh.single(), flags)
-    assert again.progress == run.progress
+    assert again.run.progress == training.run.progress
     assert (
-        again.progress.loss_scale
-        != run_of(ProcessMesh.single(), replace(flags, checkpoint=CheckpointConfig())).progress.loss_scale
+        again.run.progress.loss_scale
+        != run_of(ProcessMesh.single(), replace(flags, checkpoint=CheckpointConfig())).run.progress.loss_scale
     )
-    assert repr([again.step() for _ in range(6)]) == repr([run.step() for _ in range(6)])  # a norm may be nan
+    on, unbroken = ([one.driver.whole() for _ in range(6)] for one in (again, training))
+    assert repr(on) == repr(unbroken)  # a norm may be nan
 
 
 def test_gradients_reduced_in_bf16_differ_in_the_third_digit():

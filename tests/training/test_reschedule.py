@@ -28,15 +28,15 @@ class Patient(Callback):
 
     def after_step(self, run, result) -> None:
         self.losses.append((result.losses["lm loss"], result.grad_norm))
-        if search := run.seams.callbacks[-1]._search:
+        if search := self.training.seams.callbacks[-1]._search:
             search._process.wait()
 
 
 def train(mesh: ProcessMesh, config: Config) -> tuple[list[tuple[float, float]], str]:
     patient = Patient()
-    run = run_of(mesh, config, Seams(callbacks=(patient,)))
-    run.train()
-    return patient.losses, run.pipeline.schedule.name
+    patient.training = training = run_of(mesh, config, Seams(callbacks=(patient,)))
+    training.train()
+    return patient.losses, training.run.stages.schedule.name
 
 
 def test_a_run_measures_its_passes_and_goes_on_under_a_better_table_with_the_same_bits(tmp_path: Path, capsys):

@@ -26,7 +26,6 @@ from megapipe.checks.run import validate
 from megapipe.config import Config
 from megapipe.data.build import build_datasets
 from megapipe.data.indexed import IndexedWriter
-from megapipe.data.sources import refuse_cut_off
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.meeting.agreement import agree
 from megapipe.distributed.meeting.meeting import call_the_roll
@@ -40,7 +39,8 @@ from megapipe.training.guards.model import check_ownership
 from megapipe.training.guards.process import Stopping
 from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import _hash
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
+from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
 
 FLAGS = (
@@ -92,14 +92,15 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
     return took
 
 
-def at_step(config: Config, run: Run) -> dict[str, float]:
+def at_step(config: Config, training: Training) -> dict[str, float]:
     """Milliseconds of each check of a step at which nothing is due."""
+    run = training.run
     stopping, result = Stopping(config.train, run.mesh, 0.0), StepResult({"lm loss": 2.0}, 1.0, 1, skipped=False)
 
     def steps() -> None:
         for n in range(1, STEPS + 1):
-            run.guard.step(lambda limits: result, n, 1.0, 0)
-            run.saving.look()
+            training.driver.guard.step(lambda limits: result, n, 1.0, 0)
+            training.saving.look()
             stopping.reason(n)
 
     def passes() -> None:
@@ -115,7 +116,7 @@ def at_step(config: Config, run: Run) -> dict[str, float]:
         "guard, signals, saves under way": ms(steps) / STEPS,
         f"where the rank is, noted for {number} passes": ms(passes) / STEPS * number,
         "the watch beside it, for 100 ms, the store's answers with it": beside / IDLE_S * 0.1,
-        "look at the files' sizes (at evaluations and saves only)": ms(lambda: refuse_cut_off(run.files)),
+        "look at the files' sizes (at evaluations and saves only)": ms(training.check_files),
     }
 
 
@@ -127,9 +128,10 @@ def main() -> None:
         config = parse(Config, [*FLAGS.split(), "--data-path", f"{name}/data", "--save", f"{name}/run"])
         plan, tokenizer = make_plan(config), build_tokenizer(config.data)
         data = build_datasets(config, tokenizer)
-        run = Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, 0.0, plan=plan)
+        given = config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, 0.0
+        training = Training(*given, plan=plan)
         says = facts(config, plan, [gpt_provider, forward_step])
-        start, step = at_start(config, run, says), at_step(config, run)
+        start, step = at_start(config, training.run, says), at_step(config, training)
         few, many = meeting(16, says), meeting(128, says)
     slope = (many - few) / (128 - 16)
     print("\n| at start | ms |\n|---|---|", *(f"| {name} | {x:.1f} |" for name, x in start.items()), sep="\n")

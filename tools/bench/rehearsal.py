@@ -43,7 +43,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import Plan
-from megapipe.schedule import Costs, Schedule, build, simulate, unpaired
+from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
 
 MODEL = (
@@ -145,7 +145,7 @@ def _bubble(rows: list[list[Ran]]) -> float:
 
 def emulated(ranks: int, name: str, steps: int) -> tuple[Seen, Seen]:
     """The same of devices that sleep, each rank rehearsed in turn."""
-    schedule = unpaired(build(name, ranks, 2 * ranks, chunks=2 if name == "interleaved" else None))
+    schedule = unpaired(build(name, ranks, 2 * ranks, chunks=2 if entry_of(name).any_chunks else None))
     settings = Turns(ranks, repeats=steps)
     (real,) = run_pool([Job("megapipe", schedule)], F_B_W, settings)
     runners = [_alone(rank, schedule) for rank in range(ranks)]

@@ -20,7 +20,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> None:
     given = parse(Flags, argv)
     with tempfile.TemporaryDirectory() as folder:
         trained = _run(given, folder)
-        trained.step()
+        trained.driver.whole()
         waits = _ms(trained.saving.save)
         steps, blocked = [], []
         for _ in range(given.saves):
-            steps.append(_ms(trained.step))
+            steps.append(_ms(trained.driver.whole))
             blocked.append(_ms(trained.saving.save))
             while trained.saving.last != trained.saving.begun:
-                steps.append(_ms(trained.step))
+                steps.append(_ms(trained.driver.whole))
                 trained.saving.finish()
         trained.saving.close()
         size = sum(path.stat().st_size for path in Path(folder, f"iter_{trained.saving.last:07d}").iterdir())
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | {behind / step:.1%} |")
 
 
-def _run(given: Flags, folder: str) -> Run:
+def _run(given: Flags, folder: str) -> Training:
     flags = (
         f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 --seq-length 256 "
         f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr 1e-4 --mock-data "
@@ -70,7 +70,7 @@ def _run(given: Flags, folder: str) -> Run:
     model = config.model.padded_vocab(tokenizer.vocab_size)
     config = parse(Config, [*flags.split(), "--padded-vocab-size", str(model)])
     data = build_datasets(config, tokenizer)
-    return Run(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
+    return Training(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
 
 
 def _ms(work: Callable[[], object]) -> float:

@@ -36,7 +36,8 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import partition
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
-from megapipe.training.steps.step import Pipeline, train_step
+from megapipe.training.steps.stages import Stages
+from megapipe.training.steps.step import Rates, train_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,10 +212,10 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     sys.path.insert(0, str(ROOT))
     from megapipe.training.forward_step import forward_step
 
-    pipeline = Pipeline(config, schedule, [module], forward_step, mesh, 0)
+    pipeline = Stages(config, schedule, [module], forward_step, mesh, 0)
     optimizer = Optimizer([module], train, mesh)
     data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1))
-    return lambda: train_step(pipeline, optimizer, [*data], 0, 1e-4)
+    return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))
 
 
 def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:

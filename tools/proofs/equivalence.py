@@ -26,7 +26,8 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import spans
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
-from megapipe.training.steps.step import Pipeline, StepResult, evaluate, train_step
+from megapipe.training.steps.stages import Stages, evaluate
+from megapipe.training.steps.step import Rates, StepResult, train_step
 from tools.proofs.equivalence_case import EOD, LR, Case, table
 
 # Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.
@@ -75,9 +76,7 @@ class Training:
             if case.compile:
                 compile_layers(stage)
         step = case.reporting(forward_step)
-        self.pipeline = Pipeline(
-            self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable
-        )
+        self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable)
         self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.parallel.of_optimizer)
         if case.buckets > 1:
             self.pipeline.on_layer_done = self.optimizer.reduction.start_early
@@ -87,7 +86,7 @@ class Training:
         """Train on the samples of a step, counted from 0."""
         consumed = number * self.config.global_batch_size
         scale = self.scale.scale
-        result = train_step(self.pipeline, self.optimizer, self._at(consumed), consumed, LR, loss_scale=scale)
+        result = train_step(self.pipeline, self.optimizer, self._at(consumed), consumed, Rates(LR), loss_scale=scale)
         self.scale = self.scale.after(result.skipped, self.config.train)
         return result
 

@@ -258,7 +258,7 @@ def table(case: Case) -> Schedule:
 def _table(
     name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool
 ) -> Schedule:
-    options: dict[str, Any] = {"effort": 0.1} if name == "zb-auto" else {}
+    options: dict[str, Any] = {"effort": 0.1} if entry_of(name).searched else {}
     if drawn is None:
         schedule = build(name, pp, microbatches, chunks=chunks, **options)
     else:

@@ -36,9 +36,9 @@ from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES, ScheduleError, build
+from megapipe.schedule import SCHEDULES, ScheduleError, build, entry_of
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from megapipe.training.steps.step import StepResult
 
 STEPS, VOCAB = 30, 32
@@ -159,8 +159,9 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         output, loss_func = forward_step(data, model)
         return _spoil(output, bad.get(step[0], 1.0) if model.training else 1.0), loss_func
 
-    run = Run(config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic())
-    passes, told = run.pipeline.run, run.ended
+    training = Training(config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic())
+    run, driver, saving = training.run, training.driver, training.saving
+    passes, told, tensors = run.stages.run, driver.ended, dict[str, Tensor]()
 
     def numbered(batches: Any, consumed: int, **how: Any) -> Any:
         step[0] = consumed // config.global_batch_size
@@ -174,14 +175,13 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
     def save(**_: Any) -> None:  # ranks that are threads cannot
         run.optimizer.settle()
         state = run.optimizer.state() | {"weights": run.optimizer.params}
-        run.saving.last = run.saving.begun = n = run.progress.iteration
+        saving.last = saving.begun = n = run.progress.iteration
         tensors.update(
             {f"{kind} {name} at {n}": x.detach().clone() for kind, of in state.items() for name, x in of.items()}
         )
 
-    tensors: dict[str, Tensor] = {}
-    run.pipeline.run, run.ended, run.saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
-    run.train()
+    run.stages.run, driver.ended, saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
+    training.train()
     save()
     return Outcome(results, scales, tensors)
 
@@ -263,7 +263,7 @@ def made_datasets() -> Datasets:
 
 
 def _effort(name: str) -> dict[str, Any]:
-    return {"effort": 0.1} if name == "zb-auto" else {}
+    return {"effort": 0.1} if entry_of(name).searched else {}
 
 
 _spoil: Any = _Spoil.apply

@@ -31,9 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.checks.run import validate
 from megapipe.config import Config
-from megapipe.convert import SavedTensors, import_checkpoint, load_full
+from megapipe.convert import SavedTensors, import_checkpoint, import_megatron, load_full
+from megapipe.convert.tensors import whole_model
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
@@ -42,12 +44,14 @@ from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
+from megapipe.training.run import Run
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 TIMES, FLOOR = 4.0, 6e-8
 """Noise may be exceeded this often; where Megatron-LM did not differ from itself, half a float32 step is the noise."""
+LOGITS = 2e-6
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "one": ({}, ""),
     "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
@@ -70,7 +74,7 @@ class Recorder(Callback):
             self.start = _weights(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        biases = {router.layer: router.expert_bias for router in run.pipeline.routers.own}
+        biases = {router.layer: router.expert_bias for router in run.stages.routers.own}
         kept = {layer: bias.tolist() for layer, bias in biases.items() if bias is not None}
         self.steps.append((result, run.rate(), kept))  # logged with a step is the rate of the next
 
@@ -112,10 +116,12 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             record = Recorder()
             seams = Seams(callbacks=(record,))
             began = time.monotonic()
-            run = Run(config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began, plan=plan, seams=seams)
+            given = config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began
+            training = Training(*given, plan=plan, seams=seams)
+            run = training.run
             load_full(run.modules, read, mesh.tp)
             run.optimizer.reload_main()
-            run.train()
+            training.train()
             moved = {f"weight {name}": x - record.start[name] for name, x in _weights(run).items()}
             if run.optimizer.distributed:  # a rank has a share of the moments
                 return Trained(record, moved)
@@ -184,6 +190,17 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
             yield from check(f"length of the difference of {key}", kind, apart, 0.0, abs(its_norm))
 
 
+def checkpoint_difference(folder: Path) -> float:
+    """Largest difference between logits of the checkpoint that Megatron-LM has written and those it gave, unsplit."""
+    tokens = torch.from_numpy(np.load(folder / "routing.npz")["tokens"])
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        taken = import_megatron(folder / "checkpoint", Path(scratch) / "ours")
+        model = whole_model(taken.config.model).eval()
+        load_full([model], SavedTensors(taken.folder).read, Axis())
+        mine = model(tokens)
+    return float(np.abs(mine.numpy() - np.load(folder / "checkpoint" / "logits.npy")).max())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path)
@@ -191,6 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", nargs="*", default=["one"], choices=LAYOUTS)
     args = parser.parse_args(argv)
     cases, bad = json.loads((args.folder / "golden.json").read_text())["cases"], 0
+    if (args.folder / "checkpoint").exists() and not args.case:
+        off = checkpoint_difference(args.folder)
+        bad += off > LOGITS
+        print(f"checkpoint: logits {off:.1e} from Megatron-LM's, {LOGITS:.0e} allowed", flush=True)
     for name in args.case or cases:
         for layout in args.layout:
             try:

@@ -29,7 +29,8 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run, pretrain
+from megapipe.training.pretrain import pretrain
+from megapipe.training.run import Run
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 

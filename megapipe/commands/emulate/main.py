@@ -151,9 +151,10 @@ def _wrong(flags: Flags) -> Iterator[str]:
 def _jobs(flags: Flags, costs: Costs) -> list[Job]:
     jobs = []
     for name in flags.schedules.split(","):
-        fixed = is_file(name) or name.lower() == "zb-auto" or entry_of(name).chunks is not None
-        chunks = None if fixed else flags.chunks
-        options: dict[str, Any] = {"objective": "period"} if flags.post_validation and name.lower() == "zb-auto" else {}
+        entry = None if is_file(name) else entry_of(name)
+        chunks = flags.chunks if entry and entry.any_chunks else None
+        searched = flags.post_validation and entry and entry.searched
+        options: dict[str, Any] = {"objective": "period"} if searched else {}
         schedule = build(name, flags.pp, flags.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:

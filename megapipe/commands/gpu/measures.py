@@ -37,11 +37,12 @@ from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan, partition
 from megapipe.schedule import build
-from megapipe.schedule.catalogue import SCHEDULES
+from megapipe.schedule.catalogue import PLAIN, SCHEDULES
 from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.forward_step import forward_step
-from megapipe.training.steps.step import Pipeline, StepResult, train_step
+from megapipe.training.steps.stages import Stages
+from megapipe.training.steps.step import Rates, StepResult, train_step
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,12 @@ def schedules(device: torch.device) -> Found:
     be_deterministic()
     size = Size(256, 4, 256, 1024) if device.type == "cuda" else TINY
     names = [name for name in SCHEDULES if _runs_alone(name)]
-    names.sort(key=lambda name: name != "1f1b")
+    names.sort(key=lambda name: name != PLAIN)
     found = {}
     for name in names:
         step = training(name, size, 8 if device.type == "cuda" else 4, device)
         found[name] = [(r.losses["lm loss"], r.grad_norm) for r in (step(), step())]
-    other = [name for name in names if found[name] != found["1f1b"]]
+    other = [name for name in names if found[name] != found[PLAIN]]
     figure = f"{len(names)} schedules, {f'not the bits of 1f1b: {other}' if other else 'the bits of 1f1b'}"
     return Found(figure, not other)
 
@@ -128,12 +129,12 @@ def host(device: torch.device) -> Found:
     flags = f"{SHAPE} {sizes} --num-layers 4 --pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --bf16 "
     flags += f"--global-batch-size 16 --distributed-backend {backend}"
     config, plan = prepared(flags.split(), 4)
-    run = rank_alone(config, plan, 1, answers_of(config, plan, range(4)))
+    training = rank_alone(config, plan, 1, answers_of(config, plan, range(4)))
     for _ in range(3):
-        run.step()
+        training.driver.whole()
     synchronize(device)
     with profile() as recorded:
-        run.step()
+        training.driver.whole()
         synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -200,10 +201,10 @@ def training(schedule: str, size: Size, layers: int, device: torch.device) -> Ca
     mesh, table = ProcessMesh.create(config.parallel, device), build(schedule, 1, microbatches)
     spans = partition(layers, table.placement)
     modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in table.placement.stages_on(0)]
-    pipeline, optimizer = Pipeline(config, table, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
+    pipeline, optimizer = Stages(config, table, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
     draw = torch.Generator().manual_seed(1)
     data = torch.randint(0, size.vocab, (microbatches, 2, size.seq + 1), generator=draw)
-    return lambda: train_step(pipeline, optimizer, [*data], 0, 1e-4)
+    return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))
 
 
 def _runs_alone(name: str) -> bool:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.commands.compare import Held, Kept
 from megapipe.distributed.device import memory_bytes
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 
-def parts_of(run: Run) -> dict[str, float]:
+def parts_of(training: Training) -> dict[str, float]:
     """Bytes at the peak of one more step: counted, and on a GPU as allocated."""
-    device, optimizer = run.mesh.device, run.optimizer
+    run, device, optimizer = training.run, training.run.mesh.device, training.run.optimizer
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        run.step()
+        training.driver.whole()
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
-    held = _Parts(run, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
+    held = _Parts(run.modules, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
-        run.step()
+        training.driver.whole()
     parts = {
         "weights": float(sum(size for _, size in _storages(p for m in run.modules for p in m.parameters()))),
         "gradients": float(sum(b.grads.nbytes for b in optimizer.buffers)),
@@ -40,8 +40,8 @@ def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
 class _Parts(Held):
     """Bytes that graphs hold, those of the logits apart. wide: their last dimension."""
 
-    def __init__(self, run: Run, wide: int) -> None:
-        super().__init__(run)
+    def __init__(self, modules: Sequence[nn.Module], wide: int) -> None:
+        super().__init__(modules)
         self.wide, self.sizes, self.of_head = wide, dict[int, int](), 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:

@@ -34,7 +34,7 @@ from megapipe.schedule import unpaired
 from megapipe.schedule.measured.costs import Ran
 from megapipe.training.forward_step import forward_step
 from megapipe.training.guards.model import check_ownership
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 
 Answers = Sequence[Sequence[Any]]
 """What the ranks of a pipeline ask of each other once: of each question every rank's answer."""
@@ -185,27 +185,27 @@ class _Noise:
 
 def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> Rehearsed:
     """Run a rank's part of a few steps and measure it. Costs its memory and its time."""
-    run = rank_alone(config, plan, rank, answers)
-    return rehearsed(run, [timed_step(run) for _ in range(steps + 1)][1:])
+    training = rank_alone(config, plan, rank, answers)
+    return rehearsed(training, [timed_step(training) for _ in range(steps + 1)][1:])
 
 
-def rehearsed(run: Run, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
+def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
     """Of the steps that were timed, and one more for its memory."""
     beside = median(took - (row[-1].end - row[0].begin) for row, took in timed) if timed else 0.0
-    own = run.plan.schedule.placement.stages_on(run.mesh.pp.rank)
-    return Rehearsed(own, [row for row, _ in timed], beside, parts_of(run))
+    own = training.run.plan.schedule.placement.stages_on(training.run.mesh.pp.rank)
+    return Rehearsed(own, [row for row, _ in timed], beside, parts_of(training))
 
 
-def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Run:
+def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
     """A run that is ready for its first step, of which no other rank is there."""
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
     with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
-        run = run_on(mesh, config, plan)
-    run.pipeline.transport.post = delivered  # type: ignore[method-assign]
-    return run
+        training = run_on(mesh, config, plan)
+    training.run.stages.transport.post = delivered  # type: ignore[method-assign]
+    return training
 
 
-def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Run:
+def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
     """A run on noise in place of data, which neither loads nor saves nor logs."""
     vocab = (config.model.padded_vocab_size or 2) - 1
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
@@ -213,7 +213,7 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Run:
     if config.train.fp16:  # noise would overflow under a large one, and the update be skipped
         config = replace(config, train=replace(config.train, loss_scale=1.0))
     data = Datasets(_Noise(config.train.sequence, vocab), None, None)
-    return Run(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
+    return Training(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
 
 
 def delivered(ops: list[Op]) -> Sequence[_There]:
@@ -239,18 +239,18 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device) * 0.01
 
 
-def timed_step(run: Run) -> tuple[list[Ran], float]:
+def timed_step(training: Training) -> tuple[list[Ran], float]:
     """The passes of one step, and seconds of all of it. Pairs run one after the other."""
-    schedule, costs = run.pipeline.schedule, run.plan.costs
+    schedule, costs = training.run.stages.schedule, training.run.plan.costs
     paired = any(len(step) > 1 for row in schedule.ranks for step in row)
     if paired:
-        run.pipeline.follow(unpaired(schedule), costs)
-    synchronize(run.mesh.device)
+        training.run.stages.follow(unpaired(schedule), costs)
+    synchronize(training.run.mesh.device)
     began = time.perf_counter()
-    run.step()
-    synchronize(run.mesh.device)
+    training.driver.whole()
+    synchronize(training.run.mesh.device)
     took = time.perf_counter() - began
-    ran = run.pipeline.stopwatch.ran(run.mesh.pp.rank)
+    ran = training.run.stages.stopwatch.ran(training.run.mesh.pp.rank)
     if paired:
-        run.pipeline.follow(schedule, costs)
+        training.run.stages.follow(schedule, costs)
     return ran, took

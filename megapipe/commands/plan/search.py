@@ -22,12 +22,11 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
+from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.simulate import memory_steps, run_clock
 
 BEST = 10
 _CHUNKS = (2, 4)
-_DOMINATED = ("zb-auto", "naive", "gpipe", "breadth-first")
-"""Searched at the end; and those that take as long as another and hold more."""
 Recompute = Literal["full", "selective"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
 SEARCHED = 512
@@ -127,7 +126,7 @@ def _candidates(
 def _fill(config: Config, costs: Costs) -> float:
     """Time in which the last rank waits for its first microbatch, and the others for its last gradient."""
     par = config.parallel
-    pp, entry = par.pipeline_model_parallel_size, SCHEDULES[par.pipeline_schedule or "1f1b"]
+    pp, entry = par.pipeline_model_parallel_size, SCHEDULES[par.pipeline_schedule or PLAIN]
     before = (
         (pp - 1) // 2
         if entry.copies > 1
@@ -143,7 +142,7 @@ def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
-        pipeline_schedule="1f1b",
+        pipeline_schedule=PLAIN,
         use_distributed_optimizer=gpus > tp * pp,  # less memory and less to send: never worse
     )
     rows = config.model.padded_vocab(vocab)
@@ -165,7 +164,7 @@ def _refused(cell: Config, vocab: int) -> bool:
 def _schedules(cell: Config) -> list[Config]:
     if cell.parallel.pipeline_model_parallel_size == 1:
         return [cell]
-    names = [(name, e.chunks) for name, e in SCHEDULES.items() if name not in _DOMINATED]
+    names = [(name, e.chunks) for name, e in SCHEDULES.items() if not (e.searched or e.dominated)]
     pairs = [(name, None if chunks else n) for name, chunks in names for n in ((1,) if chunks else _CHUNKS)]
     return [_under(cell, name, chunks) for name, chunks in pairs]
 
@@ -183,7 +182,8 @@ def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sched
 
 def _searched(config: Config, memory: float) -> Config:
     """The same layout under a table that is searched, as a run with these flags searches it."""
-    cell = _under(config, "zb-auto", None)
+    name = next(name for name, entry in SCHEDULES.items() if entry.searched)
+    cell = _under(config, name, None)
     return replace(cell, parallel=replace(cell.parallel, memory_limit_gib=memory / GIB))
 
 
@@ -219,7 +219,7 @@ def screen(found: Search, plan: Plan, config: Config, device: Device, memory: fl
 def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
     """A layout's plan under the schedule of a configuration and the batch of another; errors as above."""
     par = config.parallel
-    name, chunks = par.pipeline_schedule or "1f1b", par.num_virtual_stages_per_pipeline_rank
+    name, chunks = par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
     return replace(timed(there, batch, device), config=config)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.typed import unfit
+from megapipe.convert.megatron import experts
 from megapipe.convert.megatron.pickles import Named
 from megapipe.errors import CheckpointError
 
@@ -38,11 +39,12 @@ _DATA = (
 
 # What would be another model here, if it has a value but these.
 _OTHER = (
-    "num_experts multi_latent_attention mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
+    "multi_latent_attention mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json experimental_attention_variant "
     "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
     "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
-    "glu_linear_offset use_mup enable_mhc_connections"
+    "glu_linear_offset use_mup enable_mhc_connections moe_latent_size moe_apply_probs_on_input "
+    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size"
 )
 _USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 
@@ -58,7 +60,7 @@ def config_of(args: Args, name: str) -> Config:
     problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in other]
     needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
     problems += [f"its arguments have no {key}" for key in needed if not isinstance(args.get(key), int)]
-    model = _taken(args, _MODEL)
+    model = _taken(args, _MODEL) | experts.taken(args)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
     kinds = ("learned_absolute", "rope", "none")
@@ -124,7 +126,7 @@ def args_of(config: Config) -> dict[str, Any]:
         "add_bias_linear": model.bias,
         "bias_gelu_fusion": not model.no_bias_gelu_fusion,
         "window_size": window,
-        "num_experts": None,
+        **experts.given(model),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "ckpt_format": "torch_dist",

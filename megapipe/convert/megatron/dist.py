@@ -21,7 +21,9 @@ from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
-_STATE = re.compile(r"(?:chained_0\.)?optimizer\.state\.(\w+)\.(.+)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+"""Keys of the distributed optimizer's rows of numbers."""
 _STACKED = re.compile(r"(decoder\.layers\.)(\D.+)")
 
 
@@ -116,6 +118,10 @@ class DistributedTensors:
         sizes = {name: (self.sizes[key], layer) for (its, name), (key, layer) in self.places.items() if its == kind}
         return {name: size if layer is None else size[1:] for name, (size, layer) in sizes.items()}
 
+    def pieces(self, name: str) -> int:
+        """A tensor is put together when it is read."""
+        return 1
+
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
         """A whole tensor in the shape in which we save it."""
         key, layer = self.places[kind, name]
@@ -128,7 +134,7 @@ class DistributedTensors:
             kind, name = "", key
             if match := _STATE.fullmatch(key):
                 kind, name = MOMENTS.get(match[1], match[1]), match[2]
-            if key.startswith("optimizer.distributed.") or "_extra_state" in key:
+            if FLAT.match(key) or "_extra_state" in key:
                 continue
             if match := _STACKED.fullmatch(name):
                 for n in range(size[0]):

@@ -28,17 +28,21 @@ _ORDERS = (
 
 def common_name(name: str) -> str:
     """The name under Megatron-LM's own layers, which is ours."""
-    name = name.removeprefix("module.")
+    name = name.removeprefix("module.").replace("mlp.experts.experts.", "mlp.experts.")
     for fused, apart in _FUSED.items():
         name = name.replace(fused, apart)
     return name
 
 
-def fused_name(name: str) -> str:
-    """The other way round, as in `torch_dist` checkpoints of either kind of layers."""
-    for fused, apart in _FUSED.items():
-        name = name.replace(apart, fused)
-    return name
+def stored_names(name: str, sparse: bool) -> list[str]:
+    """The other way round, of a name in a layer: the keys in `torch_dist`, for either kind of layers.
+
+    sparse: has the layer experts? Then Transformer Engine keeps the norm before them by itself, and Megatron-LM's own
+    layers ask for it under the name that it has in a dense one.
+    """
+    name = name.replace("mlp.experts.", "mlp.experts.experts.")
+    fused = next((name.replace(apart, its) for its, apart in _FUSED.items() if name.startswith(apart)), name)
+    return [fused, name] if sparse and name.startswith("pre_mlp_layernorm.") else [fused]
 
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:

@@ -19,12 +19,12 @@ from megapipe.config import Config
 from megapipe.convert.checkpoints import Converted, write_checkpoint
 from megapipe.convert.huggingface.checks import check_names
 from megapipe.convert.megatron.args import config_of, left_out
-from megapipe.convert.megatron.dist import DistributedTensors
+from megapipe.convert.megatron.dist import FLAT, DistributedTensors
 from megapipe.convert.megatron.flat import FlatState, Row
 from megapipe.convert.megatron.legacy import LegacyTensors
 from megapipe.convert.megatron.names import orders
-from megapipe.convert.tensors import Progress, counted, whole_model
-from megapipe.distributed.layout import Layout, layout_of
+from megapipe.convert.tensors import Progress, counted, is_trained, whole_model
+from megapipe.distributed.layout import Layout, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
 from megapipe.partition.spans import LayerSpan, partition
@@ -46,6 +46,8 @@ class Source(Protocol):
     def common(self) -> Mapping[str, Any]: ...
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]: ...
+
+    def pieces(self, name: str) -> int: ...
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor: ...
 
@@ -85,11 +87,14 @@ def import_megatron(
     iteration = 0 if released else int(common["iteration"])
     kinds = ["", *MOMENTS, *(["master"] if config.train.half else [])] if with_state else [""]
     dtype = torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
+    rows = [(kind, name) for kind in kinds for name in layouts if not kind or is_trained(name)]
 
-    tensors = (
-        (f"optimizer.{kind}.{name}" if kind else name, read(kind, name, layout).to(torch.float32 if kind else dtype))
-        for kind, (name, layout) in counted([(kind, pair) for kind in kinds for pair in layouts.items()], progress)
-    )
+    def tensor(kind: str, name: str) -> tuple[str, Tensor]:
+        wide = kind or not is_trained(name)
+        x = read(kind, name, layouts[name]).to(torch.float32 if wide else dtype)
+        return f"optimizer.{kind}.{name}" if kind else name, x
+
+    tensors = (tensor(*row) for row in counted(rows, progress))
     state = {"iteration": iteration} | _where(common, args, released)
     final = write_checkpoint(target, config, tensors, state, steps)
     notes = [*_notes(config, with_state, folder), *_left(args)]
@@ -124,7 +129,7 @@ def find_folder(source: Path, step: int | None = None) -> Path:
 def _parameters(config: Config) -> tuple[dict[str, Layout], dict[str, str]]:
     """Layouts of what we save, and what repeats another's weight."""
     with torch.device("meta"):
-        params = dict(whole_model(config.model).named_parameters())
+        params = dict(saved_tensors(whole_model(config.model)))
     layouts = {name: layout_of(param) for name, param in params.items()}
     tied = {name: layout.tied_to for name, layout in layouts.items() if layout.tied_to is not None}
     return {name: layout for name, layout in layouts.items() if name not in tied}, tied
@@ -132,14 +137,16 @@ def _parameters(config: Config) -> tuple[dict[str, Layout], dict[str, str]]:
 
 def _check(opened: Source, kind: str, layouts: Mapping[str, Layout], tied: Mapping[str, str]) -> None:
     """Raises: CheckpointError with every tensor that is missing, left over or of another shape."""
-    needed = {name: layout.local(getattr(opened, "tp", 1)) for name, layout in layouts.items()}
+    needed = {
+        name: layout.local(opened.pieces(name)) for name, layout in layouts.items() if not kind or is_trained(name)
+    }
     there = {name: shape for name, shape in opened.shapes(kind).items() if name not in tied}
     check_names(f"{opened.folder}" + f", {kind}" * bool(kind), needed, there, _forms)
 
 
-def _forms(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """As it is, and with gate and up in one dimension."""
-    return shape, (shape[0] * shape[1], *shape[2:]) if len(shape) > 1 else shape
+def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """As it is, and with gate and up in one dimension, of each expert too."""
+    return [shape, *((*shape[:n], shape[n] * shape[n + 1], *shape[n + 2 :]) for n in range(len(shape) - 1))]
 
 
 def _has_state(opened: Source, common: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
@@ -186,9 +193,14 @@ def _rows(
     opened: DistributedTensors, args: Mapping[str, Any], config: Config, tied: Mapping[str, str]
 ) -> list[list[Row]] | None:
     """The distributed optimizer's buckets of `torch_dist`, by tensor-parallel rank; None if there are none."""
-    keys = [key for key in opened.sizes if key.startswith("optimizer.distributed.")]
+    keys = [key for key in opened.sizes if FLAT.match(key)]
     if not keys:
         return None
+    if config.model.has_experts:
+        raise CheckpointError(
+            f"{opened.folder}: the distributed optimizer's rows (dp_reshardable) of a model with experts are not read; "
+            "save once more with --dist-ckpt-optim-fully-reshardable, or" + WEIGHTS_ALONE.removeprefix(";")
+        )
     if args.get("pipeline_model_parallel_layout") is not None:
         raise CheckpointError(f"{opened.folder}: --pipeline-model-parallel-layout is not supported{WEIGHTS_ALONE}")
     tp, pp = int(args["tensor_model_parallel_size"]), int(args["pipeline_model_parallel_size"])

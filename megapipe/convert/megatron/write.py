@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,20 @@ from megapipe.config import Config, ModelConfig
 from megapipe.convert.checkpoints import Converted, exportable, fresh_folder
 from megapipe.convert.huggingface.checks import check_ours
 from megapipe.convert.megatron.args import args_of
-from megapipe.convert.megatron.names import fused_name
-from megapipe.convert.tensors import Progress, SavedTensors, counted
+from megapipe.convert.megatron.experts import alike, is_experts
+from megapipe.convert.megatron.names import stored_names
+from megapipe.convert.tensors import Progress, SavedTensors, counted, is_trained
 from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule, WeightDecay
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
 _KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp32_param", "param")}
-_EXTRA = (
-    "self_attention.core_attention self_attention.linear_proj self_attention.linear_qkv mlp.linear_fc1 mlp.linear_fc2"
+_EXTRA = tuple(
+    f"self_attention.{name}" for name in ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 )
-"""Modules that ask for a state of their own, which is empty without fp8."""
+_EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXTRA_SPARSE = ("pre_mlp_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _FILE_BYTES = 1 << 32
 _ADAM = {True: "Transformer Engine's or Apex's", False: "torch's"}
 
@@ -114,9 +116,6 @@ def export_megatron(
     model, saved = config.model, SavedTensors(folder)
     if model.per_layer_overrides is not None:
         raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
-    if model.has_experts:
-        many = f"--num-experts {model.experts}"
-        raise CheckpointError(f"{folder.name}: {many}: no checkpoint with experts is exported to Megatron-LM yet")
     check_ours(saved, model, folder.name)
     content = json.loads((folder / STATE).read_text())
     steps: int | None = content["optimizer_steps"] if optimizer else None
@@ -131,10 +130,8 @@ def export_megatron(
         names = [name for name in saved.shapes if steps is not None or not name.startswith("optimizer.")]
         for name in counted(names, progress):
             _add(writer, name, saved.read(name), model, steps is not None)
-        for module in (*_EXTRA.split(), "self_attention.q_layernorm", "self_attention.k_layernorm"):
-            for n in range(model.layers):
-                writer.add_object(f"decoder.layers.{module}._extra_state/shard_{n}_{model.layers}", None)
-        writer.add_object("decoder.final_layernorm._extra_state/shard_0_1", None)
+        for key in _extras(model):
+            writer.add_object(key, None)
         fused = config.train.half if fused is None else fused
         common = _common(config, content, steps, fused)
         writer.add_object("common_state/shard_0_1", common)
@@ -155,15 +152,34 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
     if match := _OF_STATE.fullmatch(name):
         kinds, name, tensor = _KINDS[match[1]], match[2], tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if model.gated and ".linear_fc1." in name:
-        tensor = tensor.flatten(0, 1)
-    offsets, size, key = [0] * tensor.ndim, list(tensor.shape), name
+        gate = int(is_experts(name))
+        tensor = tensor.flatten(gate, gate + 1)
+    offsets, size, names = [0] * tensor.ndim, list(tensor.shape), [name]
     if match := _LAYER.fullmatch(name):
-        key, tensor = f"decoder.layers.{fused_name(match[2])}", tensor[None]
-        offsets, size = [int(match[1]), *offsets], [model.layers, *size]
-    keys = [f"optimizer.state.{kind}.{key}" for kind in kinds] or [key]
-    if with_state and not kinds and tensor.dtype == torch.float32:  # the weights are the main parameters
-        keys.append(f"optimizer.state.param.{key}")
+        layer, inner = int(match[1]), match[2]
+        where = "decoder.layers." if alike(model) else f"decoder.layers.{layer}."
+        names = [where + its for its in stored_names(inner, model.has_experts_in(layer))]
+        if alike(model):
+            offsets, size, tensor = [layer, *offsets], [model.layers, *size], tensor[None]
+    keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names] or names
+    if with_state and not kinds and tensor.dtype == torch.float32 and is_trained(name):
+        keys = [*keys, *(f"optimizer.state.param.{key}" for key in names)]  # the weights are the main parameters
     writer.add(keys, tensor, offsets, size)
+
+
+def _extras(model: ModelConfig) -> Iterator[str]:
+    """Keys of modules that ask for a state of their own, which is empty without fp8."""
+    for layer in range(model.layers):
+        sparse = model.has_experts_in(layer)
+        first, last = ("", f"{layer}") if alike(model) else (f"{layer}.", "")
+        of, total = (f"_{model.layers}",) * 2 if alike(model) else ("_1", "")
+        for module in (*_EXTRA, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
+            yield f"decoder.layers.{first}{module}._extra_state/shard_{last or 0}{of}"
+        for expert in range(model.experts if sparse else 0):
+            at = f"{last}.{expert}{total}.{model.experts}" if alike(model) else f"{expert}_{model.experts}"
+            for module in ("linear_fc1", "linear_fc2"):
+                yield f"decoder.layers.{first}mlp.experts.experts.{module}._extra_state/shard_{at}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
 def _common(config: Config, content: dict[str, Any], steps: int | None, fused: bool) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class PairedStage:
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What `forward` and `backward_stage.backward` return."""
+        """The results of `forward` and of `backward_stage.backward`."""
         if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
             return output, backward_stage.backward(backward_microbatch, grad, weights=weights)
@@ -194,7 +194,7 @@ class PairedStage:
         return None
 
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
-        """What is sent on: one tensor as it is, of several their elements."""
+        """The tensor that is sent on: one as it is, of several their elements."""
         given = [list(output.shape) for output in outputs]
         if len(given) != len(self.shapes) or (len(given) > 1 and given != list(map(list, self.shapes))):
             raise ConfigError(
@@ -214,7 +214,7 @@ class PairedStage:
         return [part.view(*shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _grad_of(self, saved: _Saved) -> Tensor | None:
-        """Of the input of a stage that has one before it."""
+        """The gradient of the input, of a stage that has one before it."""
         if self.inputs is not None:
             return None
         return self._packed([torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs])

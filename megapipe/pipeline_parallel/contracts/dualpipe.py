@@ -40,7 +40,7 @@ _dtype: ContextVar[torch.dtype | None] = ContextVar("p2p_tensor_dtype", default=
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[Shape]) -> None:
-    """Of the tensors that a stage gives the next one, for the steps of this thread from now on."""
+    """Set the shapes of the tensors that a stage gives the next one, for the steps of this thread from now on."""
     _shapes.set([tuple(shape) for shape in shapes])
 
 
@@ -50,7 +50,7 @@ def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
 
 
 class _Pipe(nn.Module):
-    """What both have in common.
+    """The base of both classes.
 
     Args:
         modules: this rank's two stages, in the order of the class. If both are of one class that has

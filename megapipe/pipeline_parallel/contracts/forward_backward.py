@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from megapipe.pipeline_parallel.messages.agreed import size_of
 from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.stage import ForwardStep, config_of
 from megapipe.schedule import Schedule
-from megapipe.schedule.catalogue import entry_of, is_file
+from megapipe.schedule.catalogue import GROUP_SIZE, Entry, entry_of, is_file, usual
 from megapipe.tensor_parallel.rng import Stream
 
 AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -180,11 +179,12 @@ class Step:
                     f"p2p_communicator is a {kind}, not P2PCommunicator of megapipe.pipeline_parallel.contracts.p2p"
                 )
             mode, variable = mode or p2p.transport.mode, variable or p2p.variable_seq_lengths
-        table = self.schedule or ("interleaved" if (self.vp_size or chunks) > 1 else "1f1b")
+        table = self.schedule or usual(self.vp_size or chunks)
+        entry = _entry(table)
         return ForwardBackward(
             mesh,
             table,
-            chunks=self.vp_size or (chunks if table == "interleaved" else None),
+            chunks=self.vp_size or (chunks if entry and entry.any_chunks else None),
             p2p_mode=mode or P2PMode.PLAIN,
             config=self.config,
             variable_seq_lengths=variable,
@@ -217,23 +217,27 @@ def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
     return ProcessMesh(**axes, device=device)
 
 
+def _entry(table: Schedule | str) -> Entry | None:
+    """None for a table that is made already."""
+    return None if isinstance(table, Schedule) or is_file(table) else entry_of(table)
+
+
 def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
     """config.microbatch_group_size_per_vp_stage for `schedule.build`. Raises: ConfigError where it can do nothing."""
     if size in (None, ranks) or chunks == 1:  # the number of pipeline ranks is Megatron's default
         return {}
-    name = "microbatch_group_size_per_vp_stage"
-    generates = isinstance(table, str) and not is_file(table)
-    if not generates or name not in inspect.signature(entry_of(str(table)).generate).parameters:
+    entry = _entry(table)
+    if entry is None or not entry.grouped:
         given = table if isinstance(table, str) else table.name
         raise ConfigError(
-            f"config.{name} is {size}, and the schedule {given} has no groups of microbatches. Leave it out, or take "
-            "the schedule interleaved, interleaved-zb or group-interleaved by its name."
+            f"config.{GROUP_SIZE} is {size}, and the schedule {given} has no groups of microbatches. Leave it out, or "
+            "take the schedule interleaved, interleaved-zb or group-interleaved by its name."
         )
-    return {name: size}
+    return {GROUP_SIZE: size}
 
 
 def _said_by(config: Any) -> dict[str, Any]:
-    """What a Megatron config says and our own engine is told by argument."""
+    """Settings of a Megatron config that our own engine is told by argument."""
     said: dict[str, Any] = {}
     if (per_token := getattr(config, "calculate_per_token_loss", None)) is not None:
         said["calculate_per_token_loss"] = per_token
@@ -255,7 +259,7 @@ def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:
 
 
 def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
-    """Of all microbatches whose loss is here."""
+    """The tokens of all microbatches whose loss is here."""
     counts = [loss.tokens for loss in losses if loss.tokens is not None]
     return torch.stack(counts).sum().int() if counts else torch.zeros((), dtype=torch.int, device=mesh.device)
 

@@ -1,4 +1,4 @@
-"""What a Megatron config asks to be called around a step's passes, so that its DistributedDataParallel and its
+"""Functions that a Megatron config asks to be called around a step's passes, so that its DistributedDataParallel and
 finalize_model_grads work with any table: no_sync_func, grad_sync_func, param_sync_func, finalize_model_grads_func.
 
 Each is a function, or where a rank has several chunks a list of one per chunk; None, or absent, asks for nothing.

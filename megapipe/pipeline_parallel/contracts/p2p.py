@@ -58,7 +58,7 @@ class P2PCommunicator:
 
     @property
     def current_stage(self) -> int:
-        """This rank's place among them."""
+        """The place of this rank among them."""
         return self.pp.rank
 
     # A neighbour that a first or last stage lacks makes that half of a call nothing. Where Megatron takes lists, of a

@@ -14,7 +14,7 @@ from megapipe.pipeline_parallel.overlap import Layered
 
 
 class Messages(NamedTuple):
-    """What the ranks of a pipeline ask of each other once, as their programs and messages must fit.
+    """Answers that the ranks of a pipeline give each other once, as their programs and messages must fit.
 
     Attributes:
         dtype: of the messages; a rank's stages may have no parameters to tell.
@@ -38,7 +38,7 @@ def size_of(seq_length: int | None, micro_batch_size: int | None, config: Any) -
 
 
 def messages_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None = None) -> Messages:
-    """What all ranks say together.
+    """The answers of all ranks together.
 
     Args:
         modules: this rank's stages.

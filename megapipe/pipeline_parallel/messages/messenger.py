@@ -50,7 +50,7 @@ class Messenger:
 
     @property
     def receives_ahead(self) -> Ahead:
-        """Which receives may be posted before their turn; one of unknown size cannot be."""
+        """The receives that may be posted before their turn; one of unknown size cannot be."""
         return Ahead(0, frozenset()) if self.variable_seq_lengths else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
@@ -92,7 +92,7 @@ class Messenger:
         return self._track(messages, ops)
 
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
-        """What leaves here; another form than the receiver's buffer would end there, in gloo's or NCCL's words."""
+        """A tensor as it leaves; of another form it would end in the receiver's buffer, in gloo's or NCCL's words."""
         shape = tuple(self.shape_of(made_by) or self.shape)
         same = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
         if not (same and x.dtype == self.dtype):
@@ -135,6 +135,7 @@ class Messenger:
                 self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
             else:
                 received[message.made_by] = InFlight(op.tensor, work)
+        # Only the oldest is asked whether it is over: sends leave about in order, and each question costs a call.
         while len(self.sends) > self.sends_in_flight or (self.sends and self.sends[0][1].is_over):
             self._finish_oldest()
         return received
@@ -148,13 +149,14 @@ class Messenger:
 
 
 def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """The same program, each receive posted where the one `ahead` places before it stood, but none before V that stood
+    """A program with each receive posted where the one `ahead` places before it stood, but none before V that stood
     behind it; the rest stays where it is.
 
     Safe where posting a receive blocks nothing: each link keeps its order, and no send waits longer.
     """
     if not ahead.places:
         return program
+    # V may send the program back to its beginning: what other ranks send behind V must not be received before.
     cut = next((n for n, item in enumerate(program, 1) if _validates(item)), 0)
     return (*_ahead(program[:cut], rank, ahead), *_ahead(program[cut:], rank, ahead))
 
@@ -163,6 +165,7 @@ def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
     def early(m: Message) -> bool:
         return m.dst == rank and m.src in ahead.peers
 
+    # One iterator feeds all exchanges: each takes as many receives as it had, from `ahead.places` further on.
     incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if early(m))
     items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead.places)))]
     for item in program:

@@ -1,4 +1,4 @@
-"""How tensors move between two pipeline ranks: the three modes of posting them, and handles to wait for.
+"""Transport of tensors between two pipeline ranks: three modes of posting operations, and handles to wait for.
 
 Between two ranks messages have no names, only an order: what one end sends first, the other must receive first.
 """
@@ -20,7 +20,7 @@ Shape = Sequence[int]
 
 
 class P2PMode(StrEnum):
-    """How the operations of one call are posted.
+    """A way of posting the operations of one call.
 
     plain: one by one; each completes on its own.
     batched: as one group (one NCCL launch on the axis' communicator).
@@ -39,7 +39,7 @@ class Handle(Protocol):
         """Return once it has."""
 
     def is_completed(self) -> bool:
-        """Has it? Gloo's sends say no until they are waited for."""
+        """Has it completed? Gloo's sends say no until they are waited for."""
 
 
 class Op(NamedTuple):
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """How many receives may be posted before their turn, and from which ranks."""
+    """The number of receives that may be posted before their turn, and the ranks that they are from."""
 
     places: int
     peers: frozenset[int]
@@ -96,7 +96,7 @@ class Transport:
 
     @property
     def receives_ahead(self) -> Ahead:
-        """What may be posted before its turn.
+        """The receives that may be posted before their turn.
 
         Over gloo a message whose receive is there saves a round trip. Over NCCL a transfer begins when the passes that
         were enqueued before it are over: posted one place early it runs beside a pass. That needs a communicator of one
@@ -121,6 +121,7 @@ class Transport:
 
     def one(self, op: Op) -> Handle:
         """Start one operation."""
+        # A communicator for each way of each link, where there are any: NCCL runs those of one communicator in order.
         group = (self._link(self.pp.rank, op.peer) if op.sends else self._link(op.peer, self.pp.rank)) or self.pp.group
         assert group is not None
         return (group.send if op.sends else group.recv)([op.tensor], op.peer, op.tag)

@@ -1,4 +1,4 @@
-"""How every kind of pass begins on its stage: one entry for each, the same for those of a microbatch and of a step."""
+"""The beginning of every kind of pass on its stage: one entry for each, whether of a microbatch or of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Begun(NamedTuple):
 
 
 class Again:
-    """What a pass makes after which the program runs again from its beginning."""
+    """A result after which the program runs again from its beginning."""
 
 
 AGAIN: Final = Again()
@@ -35,7 +35,7 @@ it. Passes of one lane begin in the order of the table, and whoever runs them ke
 
 @dataclass(frozen=True)
 class Weights:
-    """What is done to the weights of a stage as a whole. The first two begin it and return what waits for its end.
+    """Work on the weights of a stage as a whole. The first two functions begin it and return what waits for its end.
 
     Attributes:
         reduce: sum their gradients over data parallel.
@@ -52,7 +52,7 @@ class Weights:
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
-    """In their order, so that it has the same bits whatever arrives first."""
+    """The sum in their order, so that it has the same bits whatever arrives first."""
     return reduce(torch.add, given) if given else None
 
 

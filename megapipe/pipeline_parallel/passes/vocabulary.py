@@ -100,7 +100,7 @@ class VocabularyShare(nn.Module):
 
 
 def data_of_shares(place: Placement, own: Mapping[int, Data]) -> tuple[dict[int, Data], dict[int, Data]]:
-    """What the shares of the vocabulary read, and what the stages read: at the ends of the model the same once more."""
+    """Batches of the shares of the vocabulary, and of the stages: at the ends of the model the same ones once more."""
     shared, stages = dict[int, Data](), dict(own)
     for number, data in own.items() if place.vocabulary else ():
         if number in place.shares(number):
@@ -117,7 +117,7 @@ def data_of_shares(place: Placement, own: Mapping[int, Data]) -> tuple[dict[int,
 def shape_of(
     place: Placement, whole: tuple[int, int, int], dtype: torch.dtype, made_by: Pass
 ) -> tuple[int, ...] | None:
-    """Of a message to or from a share of the vocabulary, None of any other.
+    """The shape of a message to or from a share of the vocabulary, None for any other.
 
     whole: hidden states [s, b, h] of whole sequences.
     """
@@ -153,7 +153,7 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
 
 
 def _main_grad(weight: nn.Parameter) -> Tensor:
-    """Where gradients are summed; the parameter's own without buffers of an optimizer."""
+    """The tensor into which gradients are summed; the parameter's own without buffers of an optimizer."""
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         main = weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

@@ -1,4 +1,4 @@
-"""What a rank says when the ranks stop moving, and which rank is at fault. Pure functions over what each remembers.
+"""A diagnosis when ranks stop moving: each rank's report, and who is at fault. Pure functions over what each remembers.
 
 A rank waits for a message; the rank at its other end either waits too, or has passed the place of that message, or
 says nothing. Following the waits from any rank ends at the one that holds up the others.
@@ -32,7 +32,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank is.
+    """The place where a rank is.
 
     Attributes:
         name: "rank 1 (pipeline rank 1, stage 1)", the first a rank of the world.
@@ -73,7 +73,7 @@ class Report:
 
 
 def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
-    """Where this rank is now."""
+    """The report of this rank as of now."""
     position = mesh.position
     item, since = position.at or (None, monotonic())
     stages = sorted({call.item.stage for i in position.plan or () if not isinstance(i, Exchange) for call in i})
@@ -92,7 +92,7 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
 
 
 def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
-    """Which rank holds up the others, and who waits for it. reports: by rank, of those that answered."""
+    """The rank that holds up the others, and who waits for it. reports: by rank, of those that answered."""
     failed = [rank for rank, report in reports.items() if report.cause]
     if failed:
         return "; ".join(f"rank {rank} ended in {reports[rank].place}: {reports[rank].cause}" for rank in failed)

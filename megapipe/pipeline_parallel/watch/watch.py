@@ -35,13 +35,13 @@ LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 POLL_S = 1.0
 ANSWER_S = 3.0
-"""How long the other ranks have to say where they are."""
+"""Seconds that the other ranks have to say where they are."""
 SILENCE_S = 6.0
-"""How long the ranks' store may owe answers before it counts as gone."""
+"""Seconds that the ranks' store may owe answers before it counts as gone."""
 RELAY_S = 5.0
-"""How long after a Ctrl-C, which a terminal sends to every process, torchrun may still pass it on."""
+"""Seconds after a Ctrl-C, which a terminal sends to every process, in which torchrun may still pass it on."""
 GRACE_S = 1.0
-"""What a call may take beyond the timeout before it counts as one that never returns."""
+"""Seconds that a call may take beyond the timeout before it counts as one that never returns."""
 
 
 class Watch:
@@ -143,7 +143,7 @@ class Watch:
                 self._end(report_of(self.mesh, "another rank failed"), LOST)
 
     def _interrupted(self) -> bool:
-        """Does this Ctrl-C end the run? Not a first one that saves, nor the same as torchrun passes it on."""
+        """Does this Ctrl-C end the run? A first one that saves does not, nor the same as torchrun passes it on."""
         handler, now = signal.getsignal(signal.SIGINT), time.monotonic()
         if getattr(handler, "first_saves", False):
             first, self._noted = self._noted, self._noted or now
@@ -151,7 +151,7 @@ class Watch:
         return handler is _ignore
 
     def _alone(self) -> str | None:
-        """Why no other rank can be heard any more, and none will be started beside this one that knows of it."""
+        """The reason why no other rank can be heard any more, and no new one will be started beside this one."""
         if LAUNCHER is not None and os.getppid() != LAUNCHER:
             return "its launcher has ended"
         return "the process or machine that keeps the ranks' store (by hand: rank 0) is gone" if self._lost else None
@@ -208,7 +208,7 @@ class Watch:
             time.sleep(POLL_S)  # by hand it keeps the store, which others are still reading
 
     def _collect(self) -> dict[int, Report]:
-        """What the ranks, this one among them, post until all have or the time is over. One request for all reports."""
+        """Reports that the ranks, this one among them, post until all have or the time is over, in one request."""
         ranks: set[int] = set()
         until = time.monotonic() + ANSWER_S
         while len(ranks) < self.mesh.world.size and self._store is not None and time.monotonic() < until:
@@ -218,7 +218,7 @@ class Watch:
         return {rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=False)}
 
     def _post(self, report: Report) -> None:
-        """For `_collect`, which asks for the reports of ranks that stand in one list."""
+        """Post a report for `_collect`, which asks for those of all ranks in one list."""
         rank, text = self.mesh.world.rank, report.to_json()
 
         def post(store: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import SHARES, UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import zb_auto
@@ -83,8 +83,8 @@ def compare(
         progress: called with the share that is done and what is next.
     Raises: ScheduleError for a name that is none.
     """
-    makers = _makers(dict.fromkeys(["1f1b", *names]), ranks, microbatches, costs, memory, effort)
-    weight = {label: _SEARCH if label.startswith("zb-auto") else 1 for label in makers}
+    makers, searches = _makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort)
+    weight = {label: _SEARCH if label in searches else 1 for label in makers}
     rows: list[Row | Refusal] = []
     done = 0
     for label, make in makers.items():
@@ -136,7 +136,7 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             "smaller --micro-batch-size, recomputation, more tensor parallelism."
         ]
     best = _best(fitting, "makespan")
-    plain = next((row for row in rows if row.label == "1f1b"), fitting[0])
+    plain = next((row for row in rows if row.label == PLAIN), fitting[0])
     if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
         closest = f"; {best.label} would take {short(best.makespan)}" if best.makespan < plain.makespan else ""
         advice = [
@@ -170,7 +170,7 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
 def to_table(rows: Sequence[Row | Refusal]) -> str:
     """Rows as text, those that fit first, the shortest makespan on top."""
     measured = sorted((row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan))
-    reference = next((row.makespan for row in measured if row.label == "1f1b"), 0.0)
+    reference = next((row.makespan for row in measured if row.label == PLAIN), 0.0)
     cells = [("schedule", "makespan", "vs 1f1b", "period", "bubble", "bubble %", "peak", "parameters", "sent", "")]
     cells += [
         (
@@ -195,8 +195,8 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
 
 def _makers(
     names: Iterable[str], ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float
-) -> dict[str, _Make]:
-    """What makes each schedule of the comparison, by label."""
+) -> tuple[dict[str, _Make], dict[str, _Make]]:
+    """What makes each schedule of the comparison, by label; and those of them that search."""
 
     def fixed(name: str, chunks: int | None = None) -> _Make:
         return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
@@ -206,15 +206,16 @@ def _makers(
             ranks, microbatches, costs=costs, memory=memory, objective=objective, effort=effort, progress=report
         )
 
-    makers: dict[str, _Make] = {}
+    makers, searches = dict[str, _Make](), dict[str, _Make]()
     for name in names:
-        if name.lower() == "zb-auto":
-            makers |= {"zb-auto": searched("makespan"), "zb-auto period": searched("period")}
-        elif not is_file(name) and entry_of(name).chunks is None:
+        if not is_file(name) and entry_of(name).searched:
+            searches |= {name.lower(): searched("makespan"), f"{name.lower()} period": searched("period")}
+            makers |= searches
+        elif not is_file(name) and entry_of(name).any_chunks:
             makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
         else:
             makers[name] = fixed(name)
-    return makers
+    return makers, searches
 
 
 def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -244,19 +245,21 @@ def _uneven(best: Row) -> list[str]:
 
 
 def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
-    """How cheap DualPipeV's overlapped pairs must be to reach the best row, in percent of their passes apart."""
-    row = next((row for row in rows if row.label == "dualpipe-v" and row.fits), None)
+    """How cheap the overlapped pairs of DualPipeV, which has one copy of the model, must be to reach the best row, in
+    percent of their passes apart."""
+    paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
+    row = next((row for row in rows if row.label in paired and row.fits), None)
     known = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
     if row is None or row.makespan <= best.makespan or known:
         return []
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
         return []
-    schedule = build("dualpipe-v", ranks, microbatches)
+    schedule = build(row.label, ranks, microbatches)
     for percent in range(99, 59, -1):
-        paired = replace(costs, fb=(costs.f + costs.b + costs.w) * percent / 100)
-        if simulate(schedule, paired).makespan <= best.makespan:
+        cheaper = replace(costs, fb=(costs.f + costs.b + costs.w) * percent / 100)
+        if simulate(schedule, cheaper).makespan <= best.makespan:
             return [
-                f"dualpipe-v is as fast as {best.label} only if a forward and a backward run together take at most "
+                f"{row.label} is as fast as {best.label} only if a forward and a backward run together take at most "
                 f"{percent} % of their time apart, which depends on your kernels; the table counts 100 %."
             ]
     return []

@@ -56,7 +56,7 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
     return [
         Case(name, v, p, m)
         for name, entry in SCHEDULES.items()
-        if name != "zb-auto"
+        if not entry.searched
         for v in ((entry.chunks,) if entry.chunks else CHUNKS)
         for p, m in sizes
     ]

@@ -185,8 +185,8 @@ def _bars(figure: Figure, point: Point, memory: float | None) -> None:
         color="#c9d8ea",
         label="idle",
     )
-    shortest = [r.makespan for r in rows if r.label != "naive"]
-    left.set_xlim(0, 1.15 * max(shortest, default=1.0))  # naive, p times as long, would hide the others
+    worth = [r.makespan for r in rows if r.label not in SCHEDULES or not SCHEDULES[r.label].dominated]
+    left.set_xlim(0, 1.15 * max(worth, default=1.0))  # naive, p times as long, would hide the others
     left.set_xlabel("makespan")
     left.set_ylim(-0.6, len(rows) - 0.4)
     figure.legend(loc="outside lower left", ncols=2)

@@ -1,4 +1,4 @@
-"""Is the model that the ranks built the model that was asked for? Asked of all of them before the first step.
+"""Checks before the first step that the ranks built the model that was asked for, and that it had room.
 
 Layers have vanished in silence from other frameworks (Megatron-LM issues 468, 1304, 1778, 2718). So nothing here is
 derived from the split: what the modules hold is compared with the whole model, built without storage.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -22,10 +23,26 @@ from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.provider import StageProvider
 from megapipe.partition.spans import LayerSpan
+from megapipe.plan import GIB, Plan
 from megapipe.schedule import Placement
 
 _LAYER = re.compile(r"(^|.*\.)layers\.\d+")
 Parts = dict[str, list[int]]
+
+
+@contextmanager
+def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
+    """A context for building a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
+            raise
+        needed = plan.peak_bytes[mesh.pp.rank] / GIB
+        raise ConfigError(
+            f"rank {mesh.world.rank} has no memory for its stages, which need {needed:,.3g} GiB by the plan. Use more "
+            "--pipeline-model-parallel-size or --tensor-model-parallel-size, or a smaller model."
+        ) from None
 
 
 def check_ownership(
@@ -73,6 +90,7 @@ def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
 
 def _without_storage(provider: StageProvider, model: ModelConfig, tp: Axis) -> nn.Module:
     try:
+        # A second build of the whole model, but of shapes alone: it costs milliseconds and no memory.
         with torch.device("meta"):
             return provider(model, LayerSpan(0, model.layers, True, True), tp)
     except (RuntimeError, NotImplementedError) as error:

@@ -22,7 +22,7 @@ FACTOR, OF_LAST = 10.0, 100
 
 
 class Guard:
-    """Of one run. All ranks have the same numbers and come to the same end.
+    """The judge of a run's numbers. All ranks have the same numbers and come to the same end.
 
     Args:
         say: prints a line.
@@ -45,6 +45,8 @@ class Guard:
         train, twice = self.train, self.train.rerun_mode == "validate_results"
         limits, injected = self._limits(), twice and self._injects(iteration)
         refuses = partial(_above, limits=limits if twice and train.check_for_spiky_loss else {})
+        # A refused step has updated nothing, so that the second run begins from the same weights, samples and random
+        # numbers.
         first = result = run((lambda losses: True) if injected else refuses)
         if first.spiked or (first.skipped and twice and not self._skips):
             result = run(lambda losses: False)
@@ -72,7 +74,7 @@ class Guard:
         self._count(result, iteration, limits, searching)
 
     def _injects(self, iteration: int) -> bool:
-        """The same on all ranks, and after a restart."""
+        """A draw for the drill: the same on all ranks, and after a restart."""
         rate = self.train.error_injection_rate
         return rate > 0 and random.Random(f"{self.train.seed} {iteration}").randrange(rate) == 0
 
@@ -126,7 +128,7 @@ def _said(result: StepResult) -> str:
 
 
 def _before(last_saved: int) -> str:
-    """What is known of the checkpoint that a run goes back to when a number is not finite."""
+    """A sentence on the checkpoint that a run goes back to when a number is not finite."""
     if not last_saved:
         return ""
     return (

@@ -23,11 +23,11 @@ STOPPED = 75
 """Exit code of a run that was asked to stop, has saved and can go on (EX_TEMPFAIL of sysexits.h)."""
 
 REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What launchers and schedulers send more than once: each passes on what the one above it has sent to all."""
+"""Signals that launchers and schedulers send more than once: each passes on what the one above it has sent to all."""
 
 
 def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
-    """Which files of --trigger-path ask for something after an iteration; they are removed. Collective."""
+    """Files of --trigger-path that ask for something after an iteration; they are removed. Collective."""
     folder = config.checkpoint.trigger_path
     if folder is None or iteration % config.log.log_interval:
         return []
@@ -46,7 +46,7 @@ def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
 
 
 class Stopping:
-    """When a run is to stop. `exit_code`: of the process then."""
+    """A watch on what ends a run before its last iteration. `exit_code`: of the process then."""
 
     def __init__(self, train: TrainConfig, mesh: ProcessMesh, started: float) -> None:
         self.train, self.mesh, self._started = train, mesh, started
@@ -55,12 +55,12 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """By this rank."""
+        """This rank has a reason to stop."""
         most, minutes = self.train.exit_duration_in_mins, (time.monotonic() - self._started) / 60
         return self.signal.received or (most is not None and minutes > most)
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
-        """Why to stop after an iteration, agreed over all ranks. asked: by `triggered`."""
+        """The reason to stop after an iteration, agreed over all ranks; None to go on. asked: by `triggered`."""
         why = self._asked()
         if why is None and "exit" in asked:
             why = "finding exit in --trigger-path"
@@ -73,7 +73,7 @@ class Stopping:
         return None
 
     def _asked(self) -> str | None:
-        """What came to any rank, or the time that is up."""
+        """The signal that came to any rank, or the time that is up."""
         most = self.train.exit_duration_in_mins
         if most is None and not self.train.exit_signal_handler:
             return None
@@ -95,7 +95,7 @@ class ExitSignal:
     """
 
     first_saves = True
-    """For the watch, which asks the handler of SIGINT."""
+    """A mark for the watch, which asks the handler of SIGINT."""
 
     def __init__(self, name: str | None) -> None:
         self.number = 0

@@ -1,4 +1,4 @@
-"""What must be the same on every rank of a run: its flags, and the contents of all that they name."""
+"""Facts that must be the same on every rank of a run: its flags, and the contents of all that they name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megapipe.schedule import to_json
 PACKAGE = Path(__file__).parents[2]
 
 RANGES, RANGE = 64, 1 << 16
-"""Of a .bin so many ranges of so many bytes are read, drawn by its size; of one that is smaller, all. Another text,
+"""Ranges of a .bin that are read, and bytes of each, drawn by its size; of a smaller file, all. Another text,
 tokenizer or order is seen, a few tokens of a large file are not: it may have terabytes, and each rank reads it."""
 
 
 def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
-    """By name, as an error shows them. Files count by their contents, so that they may lie elsewhere on each machine.
+    """Facts by name, as an error shows them. Files count by their contents: they may lie elsewhere on each machine.
 
     Args:
         functions: of the user's program: what builds the model, the batch, the data. A file counts that defines one of
@@ -55,7 +55,7 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
 
 
 def contents(config: Config) -> dict[str, str]:
-    """Of the data and the tokenizer: what a run that goes on must find again, wherever it lies.
+    """Digests of the data and the tokenizer: a run that goes on must find the same again, wherever they lie.
 
     "data_path" is of the indices, the files' sizes and the weights, as it was in the first version; TOKENS came later.
     """
@@ -93,7 +93,7 @@ def _size(prefix: str) -> str:
 
 
 def _tokens(prefix: str) -> str:
-    """Of a .bin, one drawn range in each of RANGES equal parts."""
+    """The digest of a .bin: of one drawn range in each of RANGES equal parts."""
     whole, size = hashlib.sha256(), os.path.getsize(f"{prefix}.bin")
     part, draw = max(size // RANGES, RANGE), random.Random(size)
     try:
@@ -117,7 +117,7 @@ def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, st
 
 
 def _package() -> str:
-    """Of the source itself: two checkouts of one version differ."""
+    """The digest of the source itself: two checkouts of one version differ."""
     whole = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())

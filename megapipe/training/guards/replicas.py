@@ -1,4 +1,4 @@
-"""Do replicas start equal? They get equal gradients from then on, so what differs at the start differs for ever."""
+"""Replicas that start equal stay so, by equal gradients; one that differs at the start differs for ever."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator
     if axis.size == 1:
         return
     hashes = {name: _hash(x) for name, x in sorted(tensors.items())}
+    # One hash of all hashes first: where all is well, which is always, no names travel.
     if len(set(axis.gather_json(sha256(json.dumps(hashes).encode()).hexdigest()))) == 1:
         return
     everyone = axis.gather_json(hashes)
@@ -66,6 +67,6 @@ def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def _hash(x: Tensor) -> str:
-    """Of a tensor's bits, and whether it is trained."""
+    """The hash of a tensor's bits, and whether it is trained."""
     frozen = "" if x.requires_grad else "frozen "
     return frozen + sha256(x.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]

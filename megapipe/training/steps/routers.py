@@ -17,7 +17,7 @@ from megapipe.models.moe.router import Router
 
 @dataclass(frozen=True)
 class Routed:
-    """What the routers of all layers say of a step, the same on every rank.
+    """The routers' report of a step over all layers, the same on every rank.
 
     Attributes:
         losses: by Megatron-LM's names, each a mean over its layers, without its weight.
@@ -31,7 +31,7 @@ class Routed:
 
 
 class Routers:
-    """Of one rank.
+    """The routers of one rank.
 
     Args:
         modules: its stages.
@@ -51,7 +51,7 @@ class Routers:
             router.forget()
 
     def table(self) -> Tensor | None:
-        """This rank's part of a step, [n] in float64: of each layer of the model its losses, summed over microbatches,
+        """A table of this rank's part of a step, [n] in float64: of each layer its losses, summed over microbatches,
         and rows of its experts. None without experts."""
         if not self.model.has_experts:
             return None
@@ -65,7 +65,7 @@ class Routers:
         return table.flatten()
 
     def read(self, values: Sequence[float], run: Config) -> Routed:
-        """What the sums of all ranks' tables mean."""
+        """The report that the sums of all ranks' tables make."""
         if not values:
             return Routed()
         model, n = self.model, len(self._kinds)
@@ -81,7 +81,7 @@ class Routers:
 
     @property
     def biases(self) -> list[Tensor]:
-        """What `move` changes."""
+        """The tensors that `move` changes."""
         return [router.expert_bias for router in self.own if router.expert_bias is not None]
 
     def moved(self) -> list[Tensor]:

@@ -1,35 +1,28 @@
-"""One training step and one evaluation, the same under every schedule."""
+"""One step of training from its passes to its end, which is now or, without a barrier, within the next step.
+
+Without a barrier (Qi et al. 2023, section 4) a rank updates as soon as its own gradients are complete, guessing that
+the global norm asks for no clipping and that every number is finite. After a wrong guess what was before the update is
+copied back and the update done right: the same bits as with a barrier.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from operator import add
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
+from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late, read_together
-from megapipe.distributed.mesh import ProcessMesh
-from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.engine import ForwardBackward
-from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
-from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
-from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.schedule import Costs, Kind, Schedule
-from megapipe.schedule.costs import UNIT
-from megapipe.tensor_parallel.rng import Stream
-from megapipe.training.steps.overlap import with_overlap
-from megapipe.training.steps.routers import Routed, Routers
-from megapipe.training.steps.totals import Adder, Totals, counted_tokens
+from megapipe.training.steps.routers import Routed
+from megapipe.training.steps.stages import Stages
+from megapipe.training.steps.totals import Totals, counted_tokens
 
 Refuses = Callable[[Mapping[str, float]], bool]
 """Is a step not to count, by its losses?"""
@@ -37,7 +30,7 @@ Refuses = Callable[[Mapping[str, float]], bool]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step.
+    """The outcome of a step, as every rank knows it.
 
     Attributes:
         losses: what loss_func reported, by name: sum over count of the global batch, or the mean of single numbers.
@@ -66,226 +59,126 @@ class StepResult:
 
     @property
     def shown(self) -> dict[str, float]:
-        """What logs say of the losses."""
+        """The losses as logs have them."""
         return self.losses | self.routed.losses
 
 
 class Rates(NamedTuple):
-    """Of one update; ends_lr is that of word embeddings and output head, `lr` if None."""
+    """The rates of one update. None: word embeddings and output head have `lr` too; the optimizer's own decay."""
 
     lr: float
-    ends_lr: float | None
-    weight_decay: float
+    ends_lr: float | None = None
+    weight_decay: float | None = None
 
 
-class Pipeline:
-    """This rank's stages with their data, run under one schedule.
+@dataclass(frozen=True)
+class Update:
+    """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
 
-    Args:
-        modules: the stages of this rank in ascending order.
-        forward_step: as Megatron's, see pipeline_parallel.stage.
-        eod: end-of-document id of the tokenizer.
-        variable_seq_lengths: microbatches may differ in length.
-        also_read: stages that get batches beside those with embedding or loss.
-        costs: what the stages take, by which messages are ordered.
     Attributes:
-        stopwatch: of the last step of training whose passes are over.
-        routers: of the layers with experts here.
-        on_layer_done: as in a Request, with a stage's number among this rank's.
+        biases: of the routers after the step.
+        kept: main parameters, moments and routers' biases before the update, 12 bytes per owned parameter; None if the
+            update waits for the norm.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        modules: Sequence[nn.Module],
-        forward_step: ForwardStep,
-        mesh: ProcessMesh,
-        eod: int,
-        *,
-        variable_seq_lengths: bool = False,
-        also_read: Collection[int] = (),
-        costs: Costs = UNIT,
-    ) -> None:
-        self.config, self.modules, self.mesh = config, modules, mesh
-        self.stopwatch = Stopwatch(mesh.device)
-        self.on_layer_done: Callable[[int, int, int], None] | None = None
-        self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
-        self._add_up = Adder(mesh)
-        self.routers = Routers(modules, mesh, config.model, mirrored=schedule.placement.num_chains > 1)
-        self._forward_backward = ForwardBackward(
-            mesh,
-            with_overlap(schedule, config),
-            p2p_mode=config.parallel.p2p_mode,
-            config=config.model,
-            variable_seq_lengths=variable_seq_lengths,
-            costs=costs,
+    stages: Stages
+    config: Config
+    optimizer: Optimizer
+    rates: Rates
+    norm: Late[float]
+    biases: Sequence[Tensor]
+    kept: Sequence[Tensor] | None
+
+    @staticmethod
+    def begin(stages: Stages, optimizer: Optimizer, rates: Rates, scale: float | Tensor, *, late: bool) -> Update:
+        """Reduce the gradients, multiply them by `scale`, begin to take their norm; if `late`, update without it."""
+        if rates.weight_decay is not None:
+            optimizer.weight_decay = rates.weight_decay
+        norm, frozen = optimizer.start_norm(scale), stages.config.train.freeze_all_layers
+        # Now, not at the end: the routers forget what they saw when the next step's forwards begin.
+        biases = () if frozen else stages.routers.moved()
+        kept = [x.clone() for x in _state(stages, optimizer)] if late else None
+        update = Update(stages, stages.config, optimizer, rates, norm, biases, kept)
+        if late:
+            update._apply()
+        return update
+
+    def end(self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False) -> StepResult:
+        """Update if that was not done or was wrong, and if the losses are not refused. Nothing is updated by numbers
+        that are not finite."""
+        optimizer, late = self.optimizer, self.kept is not None
+        spiked = totals.finite and refuses(totals.means)
+        good = totals.finite and not spiked and math.isfinite(norm)
+        zeros = optimizer.count_zeros() if self.config.log.log_num_zeros_in_grad and good else None
+        undone = late and not (good and optimizer.shrink(norm) == 1)
+        if undone:
+            self._restore()
+        if good and (undone or not late):
+            optimizer.clip(norm)
+            self._apply()
+        # Nothing to update by: the model's own weights are made again of the main parameters that were put back.
+        elif undone:
+            optimizer.spread()
+        return StepResult(
+            totals.means,
+            norm if totals.finite and not spiked else math.nan,
+            totals.tokens,
+            skipped=not good,
+            num_zeros=zeros,
+            finite=totals.finite,
+            spiked=spiked,
+            batch=self.config.global_batch_size,
+            late=late,
+            undone=undone,
+            routed=self.stages.routers.read(totals.beside, self.config),
         )
 
-    @property
-    def schedule(self) -> Schedule:
-        """The table of the steps to come."""
-        assert isinstance(self._forward_backward.schedule, Schedule)
-        return self._forward_backward.schedule
+    def _apply(self) -> None:
+        self.optimizer.update(self.rates.lr, self.rates.ends_lr)
+        if self.biases:
+            self.stages.routers.move(self.biases)
 
-    @property
-    def transport(self) -> Transport:
-        """How messages between stages are posted."""
-        return self._forward_backward.transport
+    def _restore(self) -> None:
+        for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):
+            x.copy_(before)
+        self.optimizer.steps -= 1
 
-    def follow(self, schedule: Schedule, costs: Costs) -> None:
-        """From the next step on, another table of the same stages. All ranks at the same step."""
-        self._forward_backward.schedule = with_overlap(schedule, self.config)
-        self._forward_backward.costs = costs
 
-    def under(self, config: Config, schedule: Schedule) -> Pipeline:
-        """The same stages, on the same ranks, under the table of another batch."""
-        other = copy(self)
-        other.config, other._forward_backward = config, copy(self._forward_backward)
-        other.follow(schedule, self._forward_backward.costs)
-        return other
-
-    def run(
-        self,
-        microbatches: Sequence[Microbatch],
-        consumed: int,
-        *,
-        evaluate: bool = False,
-        loss_scale: Callable[[], float] = lambda: 1.0,
-        weights: Sequence[Weights] | None = None,
-        iteration: int | None = None,
-    ) -> Late[Totals]:
-        """All passes of one step; what is returned waits for what they reported, of all ranks.
-
-        Args:
-            microbatches: of this data-parallel rank; read only where a stage needs them.
-            consumed: samples trained on before this step, which name its randomness.
-            weights: of each of this rank's stages, what the table's passes of it as a whole do.
-            iteration: as diagnoses name it; default: by the samples.
-        """
-        config, dp = self.config, self.mesh.dp
-        b, s = config.train.micro_batch_size, config.train.seq_length
-        assert b is not None, "validated flags have a micro batch size"
-        assert s is not None, "validated flags have a sequence length"
-        what = "evaluation" if evaluate else "iteration"
-        self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
-        for module in self.modules:
-            module.train(not evaluate)
-        self.routers.begin()
-        losses, done = list[Loss](), self.on_layer_done
-        chunk = {stage: i for i, stage in enumerate(self._own)}
-        batches = [self._batches(stage, microbatches) for stage in self._own]
-        self._forward_backward(
-            forward_step_func=self._forward_step,
-            data_iterator=batches,
-            model=self.modules,
-            num_microbatches=self.schedule.num_microbatches,
-            seq_length=s,
-            micro_batch_size=b,
-            forward_only=evaluate or config.train.freeze_all_layers,
-            calculate_per_token_loss=config.train.calculate_per_token_loss,
-            loss_scale=loss_scale,
-            on_loss=losses.append,
-            stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
-            on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
-            weights=weights,
-            stream=lambda i: Stream(
-                config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
-            ),
-        )
-        if not (evaluate or config.train.freeze_all_layers):
-            self.stopwatch = watch
-        self.mesh.position.enter("the sum of the losses")
-        beside = None if evaluate else self.routers.table()
-        finish = self._add_up.start(losses, consumed, evaluate=evaluate, beside=beside)
-        self.mesh.position.leave()
-        return finish
-
-    def _documents(self, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
-        """What --reset-attention-mask and --reset-position-ids need to know on every stage, also between the ends."""
-        isolate, restart = self.config.data.reset_attention_mask, self.config.data.reset_position_ids
-        if not (isolate or restart):
-            return None
-        return find_documents(tokens_of(microbatches[i])[:, :-1], self._eod, isolate=isolate, restart=restart)
-
-    @property
-    def _own(self) -> tuple[int, ...]:
-        return self.schedule.placement.stages_on(self.mesh.pp.rank)
-
-    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Rewinding[Batch] | None:
-        """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
-        place = self.schedule.placement
-        shares = stage in place.shares(stage)
-        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read or shares):
-            return None
-        steps = self.schedule.ranks[self.mesh.pp.rank]
-        reads = Kind.E if shares else Kind.F
-        order = [p.microbatch for step in steps for p in step if p.kind is reads and p.stage == stage]
-        data, cp = self.config.data, self.mesh.cp
-
-        def batch(i: int) -> Batch:
-            read = microbatches[i]
-            named = {"tokens": read} if isinstance(read, Tensor) else read
-            here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
-            usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
-            return replace(usual, more=here).cut(Cut(cp.rank, cp.size))
-
-        return Rewinding(batch, order)
+def _state(stages: Stages, optimizer: Optimizer) -> list[Tensor]:
+    """All that an update changes."""
+    moments = [x for flats in optimizer.moments.values() for x in flats]
+    return [*(b.main for b in optimizer.owned), *moments, *stages.routers.biases]
 
 
 def weights_of(optimizer: Optimizer) -> list[Weights]:
-    """How the reductions and gathers of each of this rank's stages begin."""
+    """The reductions and gathers of each of this rank's stages."""
     reduce, gather = optimizer.reduction.start, optimizer.start_gather
     return [Weights(partial(reduce, n), partial(gather, n)) for n in range(len(optimizer.chunks))]
 
 
 def train_step(
-    pipeline: Pipeline,
+    stages: Stages,
     optimizer: Optimizer,
     microbatches: Sequence[Microbatch],
     consumed: int,
-    lr: float,
+    rates: Rates,
     *,
     loss_scale: float = 1.0,
-    count_zeros: bool = False,
-    ends_lr: float | None = None,
     refuses: Refuses = lambda losses: False,
     iteration: int | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Run again after a step that was skipped it does the same.
 
-    Args:
-        ends_lr: the rate of word embeddings and output head, `lr` if None.
-        refuses: is nothing to be updated after these losses?
+    refuses: is nothing to be updated after these losses?
     """
     optimizer.zero_grad()
-    batch, weights = pipeline.config.global_batch_size, weights_of(optimizer)
-    late = pipeline.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
-    per_token, position = pipeline.config.train.calculate_per_token_loss, pipeline.mesh.position
-    scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / pipeline.mesh.dp.size
+    weights, position = weights_of(optimizer), stages.mesh.position
+    late = stages.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
+    per_token = stages.config.train.calculate_per_token_loss
+    scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / stages.mesh.dp.size
+    # start_norm waits for the reductions: a rank that hangs there is to be named with this place.
     position.enter("the optimizer step")
-    totals, norm = read_together(late, optimizer.start_norm(scale / loss_scale))
+    update = Update.begin(stages, optimizer, rates, scale / loss_scale, late=False)
+    totals, norm = read_together(late, update.norm)
     position.leave()
-    result = StepResult(totals.means, math.nan, totals.tokens, skipped=True, batch=batch)
-    result = replace(result, routed=pipeline.routers.read(totals.beside, pipeline.config))
-    if not totals.finite:
-        return replace(result, finite=False)
-    if refuses(totals.means):
-        return replace(result, spiked=True)
-    info = optimizer.update_by(norm, lr, count_zeros, ends_lr)
-    if not (info.skipped or pipeline.config.train.freeze_all_layers):
-        pipeline.routers.move(pipeline.routers.moved())
-    return replace(result, grad_norm=info.grad_norm, skipped=info.skipped, num_zeros=info.num_zeros)
-
-
-def evaluate(
-    pipeline: Pipeline, batches_at: Callable[[int], Sequence[Microbatch]], consumed: int, iters: int
-) -> dict[str, float]:
-    """What loss_func reports of `iters` global batches: sums over counts of all of them, as in Megatron-LM.
-
-    Args:
-        batches_at: samples consumed -> one batch.
-    """
-    size = pipeline.config.global_batch_size
-    starts = range(consumed, consumed + iters * size, size)
-    return reduce(add, (pipeline.run(batches_at(start), start, evaluate=True)() for start in starts)).means
+    return update.end(norm, totals, refuses)

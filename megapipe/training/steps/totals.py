@@ -1,4 +1,4 @@
-"""What loss_func said of a step, summed over its microbatches and all ranks: one all-reduce, one copy to the host.
+"""Sums of what loss_func said in a step, over microbatches and ranks: one all-reduce, one copy to the host.
 
 What is only reported stays apart from what the optimizer needs: the number of tokens, and whether what was
 differentiated is finite.
@@ -27,7 +27,7 @@ _BITS = 26
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one step or one evaluation, the same on every rank.
+    """The sums of one step or one evaluation, the same on every rank.
 
     Attributes:
         sums: name -> (sum, count) of what was reported; one number of a microbatch counts as 1.
@@ -77,6 +77,8 @@ class Adder:
         place, more = (2 * consumed + evaluate) % 2**_BITS, 0 if beside is None else beside.numel()
 
         def begin() -> tuple[list[str], Pending]:
+            # Names are agreed once, not in every step: a rank that reports a new one flags it in `changed`, and all
+            # agree anew.
             if evaluate not in self._names:
                 everyone = self.mesh.world.gather_json(sorted(reported))
                 self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})

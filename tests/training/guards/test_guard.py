@@ -40,11 +40,11 @@ def broken(forward_step, calls, factor):
 
 def weights(mesh, calls, factor, **train):
     base = config(STYLES["gpt2"], dp=mesh.dp.size, pp=mesh.pp.size, **train)
-    run = run_of(mesh, replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True)))
+    training = run_of(mesh, replace(base, parallel=replace(base.parallel, use_distributed_optimizer=True)))
     if mesh.dp.rank == 0:
-        run.pipeline._forward_step = broken(run.pipeline._forward_step, calls, factor)
-    results = [run.step() for _ in range(STEPS)]
-    return [p.detach().clone() for module in run.modules for p in module.parameters()], results
+        training.run.stages._forward_step = broken(training.run.stages._forward_step, calls, factor)
+    results = [training.driver.whole() for _ in range(STEPS)]
+    return [p.detach().clone() for module in training.run.modules for p in module.parameters()], results
 
 
 @pytest.mark.parametrize("factor", [math.nan, 1e6])

@@ -32,8 +32,8 @@ class Shaped(TorchDispatchMode):
 def test_a_step_waits_once_for_its_losses_and_its_norm_whatever_the_number_of_microbatches(
     monkeypatch, style, schedule, train
 ):
-    run = run_of(ProcessMesh.single(), config(STYLES[style], schedule=schedule, **train))
-    run.step()  # the first also agrees on the names of the losses
+    training = run_of(ProcessMesh.single(), config(STYLES[style], schedule=schedule, **train))
+    training.driver.whole()  # the first also agrees on the names of the losses
     found: list[str] = []
 
     def counting(name, original):
@@ -46,5 +46,5 @@ def test_a_step_waits_once_for_its_losses_and_its_norm_whatever_the_number_of_mi
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
     with Shaped(found):
-        run.step()
+        training.driver.whole()
     assert found == ["tolist"]

@@ -10,7 +10,7 @@ from tiny import STYLES
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.plan import make_plan
-from megapipe.training.guards.room import room
+from megapipe.training.guards.model import room
 
 
 def test_a_model_that_no_memory_holds_is_refused_with_what_it_needs():

@@ -200,11 +200,11 @@ def test_the_metrics_file_has_what_the_line_has(tmp_path):
     asked = config(STYLES["gpt2"])
     log = replace(asked.log, log_interval=3, metrics_file=str(tmp_path / "m"))
     log = replace(log, log_params_norm=True, log_num_zeros_in_grad=True)
-    run = run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4)))
-    run.train()
+    training = run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4)))
+    training.train()
     rows = [json.loads(x) for x in (tmp_path / "m").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
-    assert rows[-1]["params_norm"] == pytest.approx(run.optimizer.params_norm())
+    assert rows[-1]["params_norm"] == pytest.approx(training.run.optimizer.params_norm())
     assert len({row["params_norm"] for row in rows}) == 4  # of each step
     assert all(isinstance(row["num_zeros"], int) for row in rows)
 

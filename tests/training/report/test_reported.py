@@ -22,7 +22,8 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.training.report.seen import Window
-from megapipe.training.steps.step import Pipeline, StepResult, evaluate, train_step
+from megapipe.training.steps.stages import Stages, evaluate
+from megapipe.training.steps.step import Rates, StepResult, train_step
 from megapipe.training.steps.totals import Adder
 
 M, B, S, V, EOD = 3, 2, 5, 7, 0
@@ -55,7 +56,7 @@ def lm_loss(total: Tensor, count: Tensor, _: nn.Module) -> dict[str, Any]:
     return {"lm loss": torch.stack((total, count))}
 
 
-def pipeline(mesh: ProcessMesh, step: Any, *, per_token: bool = True, microbatches: int = M) -> Pipeline:
+def pipeline(mesh: ProcessMesh, step: Any, *, per_token: bool = True, microbatches: int = M) -> Stages:
     config = Config(
         model=ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
         parallel=ParallelConfig(),
@@ -71,7 +72,7 @@ def pipeline(mesh: ProcessMesh, step: Any, *, per_token: bool = True, microbatch
         data=DataConfig(eod_mask_loss=True),
         world_size=mesh.world.size,
     )
-    return Pipeline(config, build("1f1b", 1, microbatches), [Bigram()], step, mesh, EOD)
+    return Stages(config, build("1f1b", 1, microbatches), [Bigram()], step, mesh, EOD)
 
 
 def trained(
@@ -81,7 +82,7 @@ def trained(
     run = pipeline(mesh, partial(forward_step, report=report, tokens_as=tokens_as))
     optimizer = Optimizer(run.modules, run.config.train, mesh)
     rank, size = mesh.dp.rank, mesh.dp.size
-    result = train_step(run, optimizer, list(TOKENS[rank : M * size : size]), 0, 1e-2)
+    result = train_step(run, optimizer, list(TOKENS[rank : M * size : size]), 0, Rates(1e-2))
     return result, optimizer.buffers[0].grads.clone(), optimizer.buffers[0].main.clone()
 
 
@@ -166,7 +167,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_is_reported():
     run = pipeline(ProcessMesh.single(), bad)
     optimizer = Optimizer(run.modules, run.config.train, ProcessMesh.single())
     before = optimizer.buffers[0].main.clone()
-    result = train_step(run, optimizer, list(TOKENS[:M]), 0, 1e-2)
+    result = train_step(run, optimizer, list(TOKENS[:M]), 0, Rates(1e-2))
     assert (result.skipped, result.finite, result.losses) == (True, False, {"lm loss": 1.0})
     assert torch.equal(optimizer.buffers[0].main, before)
 

@@ -12,7 +12,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.training.forward_step import forward_step
-from megapipe.training.pretrain import Run
+from megapipe.training.pretrain import Training
 from tools.proofs.fuzz_post_validation import VOCAB, Case, made_datasets
 
 STEPS = 8
@@ -32,14 +32,15 @@ def run(config: Config, at: int | None = None, happens=None) -> tuple[int, dict[
     """Its exit code, and weights and moments at the end. at: the iteration in whose first forward something happens."""
 
     def step(data, model):
-        if at is not None and model.training and run.late.open + run.progress.iteration + 1 == at and not done:
+        now = training.driver.open + training.run.progress.iteration + 1
+        if now == at and model.training and not done:
             done.append(happens())
         return forward_step(data, model)
 
     done = []
-    run = Run(config, ProcessMesh.single(), gpt_provider, step, made_datasets(), VOCAB - 1, time.monotonic())
-    code = run.train()
-    state = run.optimizer.state() | {"weights": run.optimizer.params}
+    training = Training(config, ProcessMesh.single(), gpt_provider, step, made_datasets(), VOCAB - 1, time.monotonic())
+    code = training.train()
+    state = training.run.optimizer.state() | {"weights": training.run.optimizer.params}
     return code, {f"{kind} {n}": x.detach().clone() for kind, of in state.items() for n, x in of.items()}
 
 

@@ -1,0 +1,228 @@
+"""All passes of a step on this rank's stages, in training and in evaluation, the same under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
+from torch import Tensor, nn
+
+from megapipe.config import Config
+from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
+from megapipe.distributed.late import Late
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Cut, Documents, find_documents
+from megapipe.errors import ScheduleError
+from megapipe.pipeline_parallel.engine import ForwardBackward
+from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.messages.transport import Transport
+from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.schedule import Costs, Kind, Schedule
+from megapipe.schedule.costs import UNIT
+from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
+from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.tensor_parallel.rng import Stream
+from megapipe.training.steps.routers import Routers
+from megapipe.training.steps.totals import Adder, Totals
+
+
+class Stages:
+    """The stages of this rank with their data, run under one schedule.
+
+    Args:
+        modules: the stages of this rank in ascending order.
+        forward_step: as Megatron's, see pipeline_parallel.stage.
+        eod: end-of-document id of the tokenizer.
+        variable_seq_lengths: microbatches may differ in length.
+        also_read: stages that get batches beside those with embedding or loss.
+        costs: what the stages take, by which messages are ordered.
+    Attributes:
+        stopwatch: of the last step of training whose passes are over.
+        routers: of the layers with experts here.
+        on_layer_done: as in a Request, with a stage's number among this rank's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        modules: Sequence[nn.Module],
+        forward_step: ForwardStep,
+        mesh: ProcessMesh,
+        eod: int,
+        *,
+        variable_seq_lengths: bool = False,
+        also_read: Collection[int] = (),
+        costs: Costs = UNIT,
+    ) -> None:
+        self.config, self.modules, self.mesh = config, modules, mesh
+        self.stopwatch = Stopwatch(mesh.device)
+        self.on_layer_done: Callable[[int, int, int], None] | None = None
+        self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
+        self._add_up = Adder(mesh)
+        self.routers = Routers(modules, mesh, config.model, mirrored=schedule.placement.num_chains > 1)
+        self._forward_backward = ForwardBackward(
+            mesh,
+            with_overlap(schedule, config),
+            p2p_mode=config.parallel.p2p_mode,
+            config=config.model,
+            variable_seq_lengths=variable_seq_lengths,
+            costs=costs,
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table of the steps to come."""
+        assert isinstance(self._forward_backward.schedule, Schedule)
+        return self._forward_backward.schedule
+
+    @property
+    def transport(self) -> Transport:
+        """The way in which messages between stages are posted."""
+        return self._forward_backward.transport
+
+    def follow(self, schedule: Schedule, costs: Costs) -> None:
+        """Take another table of the same stages from the next step on. All ranks at the same step."""
+        self._forward_backward.schedule = with_overlap(schedule, self.config)
+        self._forward_backward.costs = costs
+
+    def under(self, config: Config, schedule: Schedule) -> Stages:
+        """A copy: the same stages, on the same ranks, under the table of another batch."""
+        other = copy(self)
+        other._forward_backward = copy(self._forward_backward)
+        other.take(config, schedule)
+        return other
+
+    def take(self, config: Config, schedule: Schedule) -> None:
+        """Take the batch of another configuration, under its table, from the next step on. On all ranks at once."""
+        self.config = config
+        self.follow(schedule, self._forward_backward.costs)
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        consumed: int,
+        *,
+        evaluate: bool = False,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        weights: Sequence[Weights] | None = None,
+        iteration: int | None = None,
+    ) -> Late[Totals]:
+        """All passes of one step; what is returned waits for what they reported, of all ranks.
+
+        Args:
+            microbatches: of this data-parallel rank; read only where a stage needs them.
+            consumed: samples trained on before this step, which name its randomness.
+            weights: of each of this rank's stages, what the table's passes of it as a whole do.
+            iteration: as diagnoses name it; default: by the samples.
+        """
+        config, dp = self.config, self.mesh.dp
+        b, s = config.train.micro_batch_size, config.train.seq_length
+        assert b is not None, "validated flags have a micro batch size"
+        assert s is not None, "validated flags have a sequence length"
+        what = "evaluation" if evaluate else "iteration"
+        self.mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
+        # Each step, as evaluations run between them on the same modules.
+        for module in self.modules:
+            module.train(not evaluate)
+        self.routers.begin()
+        losses, done = list[Loss](), self.on_layer_done
+        chunk = {stage: i for i, stage in enumerate(self._own)}
+        batches = [self._batches(stage, microbatches) for stage in self._own]
+        self._forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=batches,
+            model=self.modules,
+            num_microbatches=self.schedule.num_microbatches,
+            seq_length=s,
+            micro_batch_size=b,
+            forward_only=evaluate or config.train.freeze_all_layers,
+            calculate_per_token_loss=config.train.calculate_per_token_loss,
+            loss_scale=loss_scale,
+            on_loss=losses.append,
+            stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
+            on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
+            weights=weights,
+            stream=lambda i: Stream(
+                config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
+            ),
+        )
+        if not (evaluate or config.train.freeze_all_layers):
+            self.stopwatch = watch
+        self.mesh.position.enter("the sum of the losses")
+        beside = None if evaluate else self.routers.table()
+        finish = self._add_up.start(losses, consumed, evaluate=evaluate, beside=beside)
+        self.mesh.position.leave()
+        return finish
+
+    def _documents(self, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
+        """Document borders, which --reset-attention-mask and --reset-position-ids need on every stage, ends or not."""
+        isolate, restart = self.config.data.reset_attention_mask, self.config.data.reset_position_ids
+        if not (isolate or restart):
+            return None
+        return find_documents(tokens_of(microbatches[i])[:, :-1], self._eod, isolate=isolate, restart=restart)
+
+    @property
+    def _own(self) -> tuple[int, ...]:
+        return self.schedule.placement.stages_on(self.mesh.pp.rank)
+
+    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Rewinding[Batch] | None:
+        """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
+        place = self.schedule.placement
+        shares = stage in place.shares(stage)
+        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read or shares):
+            return None
+        steps = self.schedule.ranks[self.mesh.pp.rank]
+        reads = Kind.E if shares else Kind.F
+        order = [p.microbatch for step in steps for p in step if p.kind is reads and p.stage == stage]
+        data, cp = self.config.data, self.mesh.cp
+
+        def batch(i: int) -> Batch:
+            read = microbatches[i]
+            named = {"tokens": read} if isinstance(read, Tensor) else read
+            here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
+            usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
+            return replace(usual, more=here).cut(Cut(cp.rank, cp.size))
+
+        return Rewinding(batch, order)
+
+
+def with_overlap(schedule: Schedule, config: Config) -> Schedule:
+    """The table with the rest of the step: what a file has of G and A, or what flags ask for. With post-validation U
+    stands behind it and V before what writes gradients; without, the update is behind all, when the norm is known.
+
+    Raises: ScheduleError for a table with V without that flag.
+    """
+    par = config.parallel
+    late = par.enable_optimizer_post_validation
+    if Kind.V in schedule.kinds and not late:
+        raise ScheduleError(
+            f"{schedule.name} has V, the validation of an update that did not wait for all ranks. Add "
+            "--enable-optimizer-post-validation, or leave V out of the table."
+        )
+    rows = (tuple(step for step in row if step[0].kind not in (Kind.U, Kind.V)) for row in schedule.ranks)
+    schedule = replace(schedule, ranks=tuple(rows))
+    gathers = par.overlap_param_gather and config.weight_replicas > 1 and Kind.A not in schedule.kinds
+    if Kind.G not in schedule.kinds and (late or (config.weight_replicas > 1 and par.overlap_grad_reduce)):
+        schedule = with_reduction(schedule)
+    if late:
+        return with_optimizer(schedule, barrier=False, gather="ahead" if gathers else "none")
+    return with_gather(schedule) if gathers else schedule
+
+
+def evaluate(
+    stages: Stages, batches_at: Callable[[int], Sequence[Microbatch]], consumed: int, iters: int
+) -> dict[str, float]:
+    """Means of what loss_func reports in `iters` global batches: all sums over all counts, as in Megatron-LM.
+
+    Args:
+        batches_at: samples consumed -> one batch.
+    """
+    size = stages.config.global_batch_size
+    starts = range(consumed, consumed + iters * size, size)
+    return reduce(add, (stages.run(batches_at(start), start, evaluate=True)() for start in starts)).means

@@ -1,0 +1,193 @@
+"""Experts in Megatron-LM's checkpoints, laid out here by hand as its own code writes them, and ours in its layout."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import refused
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config.moe import MoEConfig
+from megapipe.convert import SavedTensors, export_megatron, import_megatron
+from megapipe.convert.checkpoints import write_checkpoint
+from megapipe.convert.megatron.args import args_of
+from megapipe.convert.tensors import is_trained, whole_model
+from megapipe.distributed.layout import layout_of, saved_tensors
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=4,
+    ffn_hidden_size=12,
+    max_position_embeddings=8,
+    padded_vocab_size=16,
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    num_experts=4,
+    moe_layer_freq="[0, 1]",
+    moe_ffn_hidden_size=6,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_shared_expert_intermediate_size=10,
+    moe_shared_expert_gate=True,
+    moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
+    moe_aux_loss_coeff=(1e-3, 1e-2),
+)
+CONFIG = Config(
+    model=MODEL, train=TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+)
+EXPERTS = "decoder.layers.1.mlp.experts."
+
+
+def whole(config: Config = CONFIG) -> dict[str, Tensor]:
+    """A run's tensors under our keys."""
+    torch.manual_seed(1)
+    dtype, found = torch.bfloat16 if config.train.bf16 else torch.float32, {}
+    for name, param in saved_tensors(whole_model(config.model)):
+        main = torch.randn(layout_of(param).full)
+        found[name] = main.to(dtype) if is_trained(name) else main
+        kinds = ["exp_avg", "exp_avg_sq", *(["master"] if config.train.bf16 else [])] if is_trained(name) else []
+        found |= {f"optimizer.{kind}.{name}": main if kind == "master" else torch.randn_like(main) for kind in kinds}
+    return found
+
+
+def written(root: Path, config: Config = CONFIG) -> Path:
+    return write_checkpoint(root, config, whole(config).items(), {"iteration": 5, "consumed_train_samples": 10}, 4)
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    saved = SavedTensors(folder)
+    return {key: saved.read(key) for key in saved.shapes}
+
+
+def of_rank(name: str, x: Tensor, t: int, e: int, etp: int, grouped: bool) -> dict[str, Tensor]:
+    """What rank (t, e) of two times two has of a tensor, by Megatron-LM's names: experts 2e and 2e + 1."""
+    if name.startswith(EXPERTS):
+        kind = name.removeprefix(EXPERTS).removesuffix(".weight")
+        names = [f"{kind}.weight{j}" if grouped else f"local_experts.{j}.{kind}.weight" for j in range(2)]
+        parts = [cut(f"{kind}.weight", x[2 * e + j], t, etp) for j in range(2)]
+        return dict(zip([EXPERTS + its for its in names], parts, strict=True))
+    return {name: cut(name, x, t, 2)}
+
+
+def cut(name: str, x: Tensor, t: int, size: int) -> Tensor:
+    """[gate_r; up_r], rows of whole groups, columns."""
+    if size == 1:
+        return x.flatten(0, 1) if "linear_fc1" in name else x
+    if "linear_fc1" in name:
+        return torch.cat([x[0].chunk(2)[t], x[1].chunk(2)[t]])
+    if any(word in name for word in ("word_embeddings", "output_layer", "linear_qkv")):
+        return x.chunk(2)[t].clone()
+    return x.chunk(2, dim=1)[t].clone() if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else x
+
+
+def megatrons(root: Path, etp: int, grouped: bool) -> Path:
+    """Format `torch`, tp 2 x ep 2, after 4 steps of two optimizers, of dense parameters and of experts.
+
+    With an expert tensor parallelism of 1 the ranks of experts are those of tensor parallelism: there are two files.
+    """
+    args = args_of(CONFIG) | {
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": etp,
+        "tensor_model_parallel_size": 2,
+        "consumed_train_samples": 10,
+    }
+    tensors = whole()
+    for t, e in [(0, 0), (1, 1)] if etp == 1 else [(t, e) for t in range(2) for e in range(2)]:
+        model = {
+            key: part
+            for name, x in tensors.items()
+            if not name.startswith("optimizer.")
+            for key, part in of_rank(name, x, t, e, etp, grouped).items()
+        }
+        optimizers = []
+        for expert in (False, True):
+            names = [key for key in model if is_trained(key) and key.startswith(EXPERTS) == expert]
+            ordered = [[n for n in names if (model[n].ndim > 1) == wide] for wide in (True, False)]
+            numbers, state, groups = iter(range(len(names))), {}, []
+            for wd, its in zip((1.0, 0.0), ordered, strict=True):
+                mine = [next(numbers) for _ in its]
+                for n, key in zip(mine, its, strict=True):
+                    state[n] = {kind: moment(tensors, kind, key, (t, e, etp, grouped)) for kind in KINDS}
+                groups += [{"wd_mult": wd, "step": 4, "params": mine, "is_expert_parallel": expert}] if mine else []
+            optimizers.append({"state": state, "param_groups": groups})
+        folder = root / "iter_0000005" / f"mp_rank_{t:02d}_{e:03d}"
+        folder.mkdir(parents=True)
+        content = {"args": argparse.Namespace(**args), "iteration": 5, "model": model, "optimizer": optimizers}
+        torch.save(content, folder / "model_optim_rng.pt")
+    return root
+
+
+def said(config: Config) -> dict[str, object]:
+    """Of the experts."""
+    return {name: getattr(config.model, name) for name in MoEConfig.__dataclass_fields__}
+
+
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+def moment(tensors: dict[str, Tensor], kind: str, key: str, rank: tuple[int, int, int, bool]) -> Tensor:
+    held = {name.removeprefix(f"optimizer.{kind}."): x for name, x in tensors.items() if f".{kind}." in name}
+    return next(parts[key] for name, x in held.items() if key in (parts := of_rank(name, x, *rank)))
+
+
+@pytest.mark.parametrize("etp, grouped", [(1, False), (2, True)])
+def test_experts_of_two_ranks_become_one_tensor_with_the_optimizer_to_the_bit(tmp_path, etp, grouped):
+    done = import_megatron(megatrons(tmp_path / "theirs", etp, grouped), tmp_path / "ours")
+    want, got = whole(), read_all(done.folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert (said(done.config), done.steps) == (said(CONFIG), 4)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("moe_layer_freq", ["1", "[0, 1]"])
+def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16, moe_layer_freq):
+    config = Config(
+        model=replace(MODEL, moe_layer_freq=moe_layer_freq), train=replace(CONFIG.train, bf16=bf16), data=CONFIG.data
+    )
+    folder = written(tmp_path / "ours", config)
+    export_megatron(folder, tmp_path / "theirs")
+    again = import_megatron(tmp_path / "theirs", tmp_path / "again")
+    got, want = read_all(again.folder), read_all(folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
+    assert said(again.config) == said(config)
+
+
+def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_path):
+    """Layers that differ lie under their numbers; the norm before experts under the names of both kinds of layers."""
+    theirs = export_megatron(written(tmp_path / "ours"), tmp_path / "theirs").folder
+    want = whole()
+    norm = want["decoder.layers.1.pre_mlp_layernorm.weight"]
+    asked = {
+        f"{EXPERTS}experts.linear_fc1.weight": want[f"{EXPERTS}linear_fc1.weight"].flatten(1, 2),
+        f"optimizer.state.exp_avg.{EXPERTS}experts.linear_fc2.weight": want[
+            f"optimizer.exp_avg.{EXPERTS}linear_fc2.weight"
+        ],
+        "decoder.layers.1.mlp.router.expert_bias": want["decoder.layers.1.mlp.router.expert_bias"],
+        "decoder.layers.1.mlp.shared_experts.gate_weight": want["decoder.layers.1.mlp.shared_experts.gate_weight"],
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": norm,
+        "decoder.layers.1.pre_mlp_layernorm.weight": norm,
+        "decoder.layers.0.mlp.linear_fc1.weight": want["decoder.layers.0.mlp.linear_fc1.weight"].flatten(0, 1),
+    }
+    empty = {key: torch.empty_like(x) for key, x in asked.items()}
+    load(empty, storage_reader=FileSystemReader(theirs), no_dist=True)
+    assert all(torch.equal(empty[key], x) for key, x in asked.items())
+
+
+def test_a_missing_rank_of_experts_is_named(tmp_path):
+    theirs = megatrons(tmp_path / "theirs", 2, False)
+    folder = theirs / "iter_0000005" / "mp_rank_01_001"
+    (folder / "model_optim_rng.pt").unlink()
+    folder.rmdir()
+    text = f"{theirs}/iter_0000005 lacks mp_rank_01_001"
+    assert refused(lambda: import_megatron(theirs, tmp_path / "ours")) == (text,)

@@ -1,0 +1,126 @@
+"""The docs lead somewhere: each relative link and anchor exists, each command line is one that its program takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megapipe.config import Config
+from megapipe.flags import parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PROGRAM = re.compile(r"(?:.*\s)?(?:python3?|torchrun)\s.*?((?:tools|scripts)/[\w/]+\.py|pretrain_gpt\.py)\s?(.*)")
+
+
+class Parsed(Exception):
+    """A program has read its command line; what it would do then is left out."""
+
+
+def slug(heading: str) -> str:
+    """An anchor, as GitHub and the site make it of a heading."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).strip().lower()).replace(" ", "-")
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    return {slug(line) for line in re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.M)}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        if re.match(r"\w+://|mailto:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists():
+            yield f"{link}: no such file"
+        elif anchor and anchor not in anchors(target):
+            yield f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(page):
+    assert list(dead_links(page)) == []
+
+
+def test_dead_links_are_found(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "# A `b`: c\n[1](#a-b-c) [2](a.md#a-b-c) [3](x.md) [4](a.md#d)\n```\n[5](y.md)\n```\n"
+    )
+    assert list(dead_links(tmp_path / "a.md")) == ["x.md: no such file", "a.md#d: no such heading"]
+
+
+def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(program, its words) of every command in a fence or in `code`; what only stands for something is left out."""
+    fences = [code for kind, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "bash")]
+    inline = re.findall(r"`((?:python|torchrun) [^`]+)`", prose(text))
+    for line in "\n".join([*fences, *inline]).replace("\\\n", " ").splitlines():
+        if found := PROGRAM.match(line.removeprefix("$ ")):
+            # Behind three blanks stands what it is for; [...] may be left out; `...` and <flags> are yours, N a number.
+            words = re.split(r"\s{3,}(?=\w)|\s+[|>#&;]|\s\(", found[2])[0]
+            words = re.sub(r"<[^>]+>|\[[^]]*\]|(--[\w-]+ )?(?<!\S)\.\.\.(?!\S)", "", words)
+            yield found[1], [re.sub(r"^N$", "8", word) for word in shlex.split(words.rstrip(")"))]
+
+
+def main_of(program: str) -> tuple[ModuleType, Callable[..., object]]:
+    """The module that reads a program's flags, and its function. Raises: Parsed if the program has none."""
+    source = (ROOT / program).read_text(encoding="utf-8")
+    door = re.search(r"^from (megapipe\.commands\.[\w.]+) import command$", source, re.M)
+    if not door and not re.search(r"\bparse(_among|_args)?\(", source):
+        raise Parsed
+    module = importlib.import_module(door[1] if door else program.removesuffix(".py").replace("/", "."))
+    return module, module.main
+
+
+def read(program: str, words: list[str]) -> None:
+    """Give a program its command line, up to where it has read it. Raises: Parsed, or what it says is wrong."""
+    if program == "pretrain_gpt.py":
+        parse.parse(Config, words)
+        raise Parsed
+    module, main = main_of(program)
+
+    def reads(real):
+        def call(*given, **named):
+            real(*given, **named)
+            raise Parsed
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("parse", "parse_among"):
+            if hasattr(module, name):
+                patched.setattr(module, name, reads(getattr(module, name)))
+        patched.setattr(argparse.ArgumentParser, "parse_args", reads(argparse.ArgumentParser.parse_args))
+        patched.setattr(sys, "argv", [program, *words])
+        main(words) if inspect.signature(main).parameters else main()
+
+
+COMMANDS = sorted({(program, *words) for page in PAGES for program, words in command_lines(page.read_text("utf-8"))})
+
+
+def test_every_command_of_the_docs_is_one_that_its_program_takes():
+    assert len(COMMANDS) > 60
+    wrong = []
+    for program, *words in COMMANDS:
+        try:
+            read(program, words)
+        except Parsed:
+            continue
+        except (Exception, SystemExit) as error:
+            wrong.append(f"{program} {shlex.join(words)}: {error!r}")
+        else:
+            wrong.append(f"{program} {shlex.join(words)}: ran without reading its flags")
+    assert wrong == []
