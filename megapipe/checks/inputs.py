@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megapipe.config import Config
 from megapipe.data.blend import split_ranges
+from megapipe.data.files import file_problems, folder_problems
 from megapipe.data.indexed import glance
 from megapipe.data.sources import blends, choice_problems, in_a_file
 from megapipe.errors import UserError
@@ -43,8 +44,10 @@ def path_problems(config: Config) -> Iterator[str]:
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
     if load and not os.path.isdir(load) and load != save:
         yield f"--load {load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
-    if save and os.path.exists(save) and not os.path.isdir(save):
-        yield f"--save {save} is a file, not a folder. Give another name."
+    log = config.log
+    yield from folder_problems({"--save": save, "--data-cache-path": data.data_cache_path})
+    yield from folder_problems({"--tensorboard-dir": log.tensorboard_dir, "--wandb-save-dir": log.wandb_save_dir})
+    yield from file_problems({"--metrics-file": log.metrics_file})
 
 
 def _installed(package: str) -> bool:

@@ -24,6 +24,7 @@ from megapipe.checks.run import validate
 from megapipe.commands.ranks import run_ranks
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
+from megapipe.data.files import folder_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
@@ -150,7 +151,8 @@ class Flags(Files):
 def main(argv: Sequence[str]) -> None:
     """Train, print, write."""
     flags = parse(Flags, argv)
-    if wrong := [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]:
+    wrong = [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]
+    if wrong := [*wrong, *folder_problems({"--out": flags.out})]:
         raise ConfigError(wrong)
     flags.check()
     rows: list[Row] = []
@@ -164,8 +166,8 @@ def main(argv: Sequence[str]) -> None:
     if flags.out is not None:
         folder = Path(flags.out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "runs.md").write_text(text + "\n", encoding="utf-8")
-        with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+        write_complete(folder / "runs.md", text + "\n")
+        with (folder / "runs.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))

@@ -28,6 +28,7 @@ from megapipe.convert import (
     import_checkpoint,
     import_megatron,
 )
+from megapipe.data.files import folder_problems
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse, to_flags
 
@@ -169,5 +170,6 @@ def _problems(flags: Flags) -> Iterator[str]:
     yield from (
         f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
     )
+    yield from folder_problems({"--save": flags.save, **outward})
     if flags.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"

@@ -1,9 +1,10 @@
-"""Numbers that a shell gives to a command: counts, shares, costs."""
+"""What a shell gives to a command: counts, shares, costs, names of files."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs
@@ -16,6 +17,13 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A name of a file or folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a name is needed, got an empty one")
+    return Path(text)
 
 
 def positive(text: str, most: float = MOST) -> float:

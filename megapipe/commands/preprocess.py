@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from megapipe.config import TokenizerConfig
-from megapipe.data.files import is_current, note_how
+from megapipe.data.files import file_problems, is_current, note_how
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizers.tokenizer import tokenizer_files
 from megapipe.errors import ConfigError
@@ -96,6 +96,8 @@ def _validate(flags: Flags) -> None:
         for name, value in (("--workers", flags.workers), ("--log-interval", flags.log_interval))
         if value < 1
     ]
+    for prefix in flags.prefixes if flags.output_prefix else ():
+        problems += file_problems({"--output-prefix": f"{prefix}.bin"})
     if problems:
         raise ConfigError(problems)
 

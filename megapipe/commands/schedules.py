@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megapipe.commands import given
 from megapipe.commands.progress import Progress
+from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
 from megapipe.flags.stop import program
 from megapipe.schedule import (
@@ -97,14 +98,14 @@ def parser() -> Parser:
     show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         written = f"write {kind} instead of drawing; without FILE it alone is printed"
-        show.add_argument(f"--{kind}", nargs="?", const=STDOUT, type=Path, metavar="FILE", help=written)
+        show.add_argument(f"--{kind}", nargs="?", const=STDOUT, type=given.path, metavar="FILE", help=written)
     show.add_argument("--curves", action="store_true", help="the figure is of what each rank holds over time, alone")
     for kind in ("svg", "csv"):
-        both.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {kind} of every point too")
+        both.add_argument(f"--{kind}", type=given.path, metavar="FILE", help=f"write {kind} of every point too")
     show.set_defaults(run=run_show)
     both.set_defaults(run=run_compare)
     site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)
-    site.add_argument("folder", type=Path)
+    site.add_argument("folder", type=given.path)
     site.add_argument(
         "--pp", type=given.count, nargs="+", default=RANKS, metavar="P", help="numbers of ranks to choose from"
     )
@@ -140,7 +141,7 @@ def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
     most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
     one.add_argument("--memory", type=given.positive, metavar="X", help=most)
     for kind in ("png", "pdf"):
-        one.add_argument(f"--{kind}", metavar="FILE", help=f"write a figure, {kind}")
+        one.add_argument(f"--{kind}", type=given.path, metavar="FILE", help=f"write a figure, {kind}")
     wide = f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}"
     one.add_argument("--width", type=given.positive, default=COLUMN, metavar="IN", help=wide)
 
@@ -174,6 +175,7 @@ def _own_entry(name: str) -> Entry:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    _refuse_outputs(args, "json", "csv", "svg", "perfetto", "png", "pdf")
     args.costs = _priced(args.costs, args.comm_share)
     schedule, found = _schedule(args)
     args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
@@ -197,7 +199,7 @@ def run_show(args: argparse.Namespace) -> int:
         if path == STDOUT:
             print(text(), end="")
         elif path is not None:
-            path.write_text(text(), encoding="utf-8")
+            write_complete(path, text())
     if figure.named and args.curves:
         write_memory(schedule, figure, args.costs, args.memory)
     elif figure.named:
@@ -212,6 +214,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
+    _refuse_outputs(args, "csv", "svg", "png", "pdf")
     names, svg = [*(args.only or SCHEDULES), *args.files], args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
@@ -225,19 +228,26 @@ def run_compare(args: argparse.Namespace) -> int:
         for line in advise(point.measured, point.ranks, point.microbatches, point.costs):
             print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
     if args.csv is not None:
-        args.csv.write_text(study_to_csv(points), encoding="utf-8")
+        write_complete(args.csv, study_to_csv(points))
     if figure.named:
         write_study(points, figure, args.memory)
     return 0
 
 
 def run_site(args: argparse.Namespace) -> int:
-    args.folder.mkdir(parents=True, exist_ok=True)
+    if found := list(folder_problems({"site": args.folder})):
+        raise ScheduleError(found)
     path = args.folder / "index.html"
     page = to_page(grid(args.pp, args.microbatches), Progress())
-    path.write_text(as_called(page), encoding="utf-8")
+    write_complete(path, as_called(page))
     print(path)
     return 0
+
+
+def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
+    """Before the work. Raises: ScheduleError for each that is to be written where no file can be."""
+    if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
+        raise ScheduleError(found)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import sentencepiece
 
-from megapipe.data.files import complete_file, is_current, note_how
+from megapipe.data.files import complete_file, file_problems, is_current, note_how
 from megapipe.data.text import raw_documents, text_bytes, texts
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.parse import parse
@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> None:
         problems.append(
             f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"
         )
+    problems += file_problems({"--output": flags.output})
     if problems:
         raise ConfigError(problems)
     output = Path(str(flags.output))
@@ -65,8 +66,6 @@ def main(argv: Sequence[str]) -> None:
     if flags.reuse and is_current([str(output)], flags.input, how):
         say(f"{output}: up to date")
         return
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; name a file in it: --output {output / 'tokenizer.model'}")
     begin = time.monotonic()
     with complete_file(output) as file:  # opened first: a folder that cannot be written shows before the work
         text = list(lines(flags))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse
 from megapipe.schedule import Placement, Schedule, Timeline
@@ -36,6 +37,9 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
     if flags.traces is None:
         raise ConfigError("--traces is missing: megapipe traces runs/quickstart/torch_profile")
+    outputs = {"--output": flags.output, **{f"--{kind}": path for kind, path in flags.named.items()}}
+    if problems := list(file_problems(outputs)):
+        raise ConfigError(problems)
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
     if not paths:
         raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
@@ -64,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         raise DataError(f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window")
     if flags.output is not None:
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
-        Path(flags.output).write_bytes(gzip.compress(text) if flags.output.endswith(".gz") else text)
+        write_complete(flags.output, gzip.compress(text) if flags.output.endswith(".gz") else text)
         print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
     for path in write(drawn, flags, " ".join(about), "ms") if flags.named else ():
         print(f"Wrote {path}")

@@ -1,4 +1,4 @@
-"""Output files that appear under their name only when complete."""
+"""Output files that appear under their name only when complete, and what keeps a name from being one."""
 
 from __future__ import annotations
 
@@ -47,10 +47,39 @@ def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 temporary.unlink(missing_ok=True)
 
 
+def write_complete(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """A whole file at once. Half of a surrogate pair, as names in JSON and of files can hold, is escaped."""
+    with complete_file(path) as file:
+        file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+
+
+def file_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Iterator[str]:
+    """Outputs, by flag, that can be no file: said before the work that would be written there."""
+    for flag, path in outputs.items():
+        if path is not None and os.path.isdir(path):
+            yield f"{flag} {path} is a folder. Name a file in it: {flag} {Path(path) / 'NAME'}"
+        elif path is not None:
+            yield from _problems_above(flag, Path(path))
+
+
+def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Iterator[str]:
+    """Outputs, by flag, that can be no folder."""
+    for flag, path in outputs.items():
+        if path is not None and os.path.exists(path) and not os.path.isdir(path):
+            yield f"{flag} {path} is a file, not a folder. Give another name."
+        elif path is not None:
+            yield from _problems_above(flag, Path(path))
+
+
+def _problems_above(flag: str, path: Path) -> Iterator[str]:
+    there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
+    if there is not None and not os.path.isdir(there):
+        yield f"{flag} {path}: {there} is a file, not a folder. Give another name."
+
+
 def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
     """Write beside an output how it was made, for `is_current`."""
-    with complete_file(_how(output)) as file:
-        file.write((json.dumps(how, indent=1) + "\n").encode())
+    write_complete(_how(output), json.dumps(how, indent=1) + "\n")
 
 
 def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, Any]) -> bool:

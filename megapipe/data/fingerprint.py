@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapipe.data.files import complete_file
+from megapipe.data.files import write_complete
 from megapipe.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 _PROBE = (
@@ -39,8 +39,7 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
-    with complete_file(_path(prefix)) as file:
-        file.write((json.dumps(said, indent=1) + "\n").encode())
+    write_complete(_path(prefix), json.dumps(said, indent=1) + "\n")
 
 
 def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:

@@ -67,9 +67,11 @@ class Flag:
         if self.count_problem(values):
             return None
         try:
-            self.read(values)
+            read = self.read(values)
         except (KeyError, ValueError):
             return f"{self.name} {' '.join(values)}: expected {self.allowed}"
+        if self.default is None and read == "":
+            return f"{self.name} '' is empty. Leave it out, or set the variable that it was to be."
         return None
 
     def read(self, values: Sequence[str]) -> Any:

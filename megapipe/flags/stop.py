@@ -20,6 +20,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
     main: what it returns is the exit status, none is 0.
     """
+    take_any_name()
     try:
         code = main(sys.argv[1:])
     except (UserError, KeyboardInterrupt) as error:
@@ -33,6 +34,12 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         stop(UserError(f"{error.filename}: {error.strerror}"))
     if code:
         sys.exit(code)
+
+
+def take_any_name() -> None:
+    """Let standard output say any name of a file, as standard error does: bytes that are no text are escaped."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, a test's, or a file that became a pipe
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def say(text: str) -> None:

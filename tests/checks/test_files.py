@@ -55,6 +55,14 @@ def test_padded_vocabulary():
     assert not [*vocabulary_problems(config("--tensor-model-parallel-size 8"), 50257)]
 
 
+@pytest.mark.parametrize("flag", ["save", "tensorboard-dir", "data-cache-path", "metrics-file"])
+def test_nothing_is_written_below_a_file(flag, tmp_path):
+    """`--save file/x` ended in a traceback, a profile beside `--tensorboard-dir file/x` at the end of its window."""
+    (tmp_path / "file").touch()
+    (said,) = problems(f"--{flag} {tmp_path}/file/x" + " --save-interval 1" * (flag == "save"))
+    assert said == f"--{flag} {tmp_path}/file/x: {tmp_path}/file is a file, not a folder. Give another name."
+
+
 def test_save_needs_an_interval():
     assert problem("--save a") == "--save a needs --save-interval, for example --save-interval 1000"
     assert problem("--save a --save-interval 20 --save-retain-interval 50") == (

@@ -100,7 +100,6 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("show", "dualpipe", "--pp", "3", "--microbatches", "8"), "the nearest is 4"),
         (("show", "no/such.json"), "no/such.json: No such file or directory"),
         (("show", "mine.csv", "--pp", "4"), "mine.csv says these itself; leave out --pp"),
-        (("show", "1f1b", *SIZE, "--svg", "no/such/dir.svg"), "no/such/dir.svg: No such file or directory"),
         (("show", "1f1b", *SIZE, "--micro", "3"), "unrecognized arguments: --micro 3"),
         (("show", "1f1b", *SIZE, "--costs", "1,1,1e308"), "got '1,1,1e308'"),
         (

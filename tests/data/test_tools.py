@@ -194,9 +194,6 @@ def test_what_a_tokenizer_cannot_be_is_told_before_the_text_is_read(tmp_path) ->
     assert refused("--output", tmp_path / "m", "--vocab-size", 0) == (
         "--vocab-size 0 must be at least 261: 256 bytes, 4 special ids and text"
     )
-    assert f"--output {tmp_path} is a folder; name a file in it" in refused("--output", tmp_path)
-    (tmp_path / "file").touch()
-    assert f"{tmp_path}/file/m cannot be written: " in refused("--output", tmp_path / "file" / "m")
 
 
 def test_a_damaged_gz_is_named(tmp_path) -> None:

@@ -94,6 +94,12 @@ def test_all_problems_are_named_at_once():
     )
 
 
+def test_an_empty_value_is_no_default():
+    """`--save "$SAVE"` of a variable that is not set trained without saving."""
+    for words in ["--save", ""], ["--save="]:
+        assert problems(*words) == ("--save '' is empty. Leave it out, or set the variable that it was to be.",)
+
+
 def test_a_choice_names_what_is_allowed():
     assert problems("--normalization", "BatchNorm") == ("--normalization BatchNorm: expected LayerNorm or RMSNorm",)
 

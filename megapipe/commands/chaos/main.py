@@ -28,6 +28,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapipe.commands.chaos.broken_run import Fault, Launched, difference, newest_sound, numbers
+from megapipe.data.files import folder_problems
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 
@@ -224,6 +225,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if "--save-interval" not in command:
         raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
+    if problems := list(folder_problems({"--folder": options.folder})):
+        raise ConfigError(problems)
     root = Path(options.folder or mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
     if (root / "broken").exists():

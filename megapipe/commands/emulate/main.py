@@ -11,13 +11,13 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megapipe.commands.emulate import late, reduction
 from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
+from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.schedule import (
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
     print(_table(rows, flags))
     if flags.json:
         written = {"arguments": asdict(flags), "costs": asdict(known), "rows": [asdict(r) for r in rows]}
-        Path(flags.json).write_text(json.dumps(written, indent=1))
+        write_complete(flags.json, json.dumps(written, indent=1))
 
 
 def _wrong(flags: Flags) -> Iterator[str]:
@@ -146,6 +146,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1"
     if flags.reduction_mib and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
+    yield from file_problems({"--json": flags.json})
 
 
 def _jobs(flags: Flags, costs: Costs) -> list[Job]:

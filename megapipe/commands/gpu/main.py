@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from megapipe.commands.gpu.cases import CASES, SHAPE, SIZES, Case
+from megapipe.data.files import folder_problems, write_complete
 from megapipe.doors import ROOT, in_clone
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--device cuda: torch {torch.__version__} finds no GPU. --device cpu tries the tool without")
     if flags.nanogpt is not None and not in_clone():
         raise ConfigError("--nanogpt needs a clone of megapipe: the training that is compared with is in tools/bench.")
+    if problems := list(folder_problems({"--output": flags.output})):
+        raise ConfigError(problems)
     folder = Path(flags.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "saved", ignore_errors=True)  # an older run's checkpoints
@@ -83,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     outcomes = _run_all(chosen(flags), flags, folder)
     rows = [asdict(o) for o in outcomes]
     (folder / "report.json").write_text(json.dumps({"machine": machine, "cases": rows}, indent=1))
-    (folder / "report.md").write_text(f"{machine}\n\n{markdown(outcomes)}\n")
+    write_complete(folder / "report.md", f"{machine}\n\n{markdown(outcomes)}\n")
     failed = sum(o.result != "pass" for o in outcomes)
     print(f"{len(outcomes) - failed} of {len(outcomes)} pass; {folder / 'report.md'}")
     raise SystemExit(failed > 0 or not outcomes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems, validate
@@ -21,6 +20,7 @@ from megapipe.commands.plan.measure import measure
 from megapipe.commands.plan.search import BEST, Search, search
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.config.layers import inline
+from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import has_cuda, pick_device
 from megapipe.errors import ConfigError
@@ -69,6 +69,8 @@ def main(argv: Sequence[str]) -> None:
         if any(token.partition("=")[0] == old for token in argv):
             raise ConfigError(f"{old} is called --world-size, as in megapipe check and megapipe rehearse")
     flags, config = parse_among(Flags, argv)
+    if problems := list(file_problems({"--save-costs": flags.save_costs})):
+        raise ConfigError(problems)
     if flags.search:
         print(_search(config, flags))
         return
@@ -168,11 +170,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def _save(costs: Costs, path: str) -> None:
-    try:
-        Path(path).write_text(dump_costs(costs), encoding="utf-8")
-    except OSError as error:
-        text = f"--save-costs {path} cannot be written: {error.strerror}. Name a file in a folder that is."
-        raise ConfigError(text) from None
+    write_complete(path, dump_costs(costs))
     say(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of megapipe schedules")
 
 

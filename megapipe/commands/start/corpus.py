@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapipe.data.files import complete_file
+from megapipe.data.files import complete_file, file_problems
 from megapipe.errors import ConfigError, DataError
 from megapipe.flags.parse import parse, run
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     if flags.output is None:
         raise ConfigError("--output is missing: --output data/stdlib.jsonl")
+    if problems := list(file_problems({"--output": flags.output})):
+        raise ConfigError(problems)
     output = Path(flags.output)
     if flags.reuse and output.exists():
         print(f"{output}: up to date")

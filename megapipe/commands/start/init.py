@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.data.files import folder_problems
 from megapipe.errors import ConfigError
 from megapipe.flags.stop import say
 
@@ -22,8 +23,10 @@ def main(argv: Sequence[str]) -> None:
     if {"--help", "-h"} & {*argv}:
         say(_ABOUT)
         return
-    if len(argv) != 1 or argv[0].startswith("-"):
+    if len(argv) != 1 or not argv[0] or argv[0].startswith("-"):
         raise ConfigError(f"init takes the folder to write, such as megapipe init my; got {' '.join(argv) or 'none'}")
+    if problems := list(folder_problems({"init": argv[0]})):
+        raise ConfigError(problems)
     folder = Path(argv[0])
     names = sorted(
         str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file() and path.suffix != ".pyc"

@@ -137,6 +137,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
         ]
     best = _best(fitting, "makespan")
     plain = next((row for row in rows if row.label == PLAIN), fitting[0])
+    if not best.makespan:
+        return ["Nothing takes time by these costs, so no schedule is shorter than another."]
     if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
         closest = f"; {best.label} would take {short(best.makespan)}" if best.makespan < plain.makespan else ""
         advice = [
@@ -146,7 +148,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
         best = plain
     else:
         over = "" if plain.fits else f", which needs {short(plain.peak)}"
-        more = f" ({short(best.peak / plain.peak)} x that of {plain.label})" if best.peak > plain.peak else ""
+        than = f"{short(best.peak / plain.peak)} x that" if plain.peak else "against none"
+        more = f" ({than} of {plain.label})" if best.peak > plain.peak else ""
         advice = [
             f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than "
             f"{plain.label} ({short(plain.makespan)}{over}); peak {short(best.peak)}{more}, "
@@ -159,7 +162,7 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             f"Where iterations follow each other without a barrier (post-validation), take {steady.label}: period "
             f"{short(steady.period)} against {short(best.period)} of {best.label}."
         )
-    if not costs.comm and best.sent > plain.sent:
+    if not costs.comm and best.sent > plain.sent > 0:
         advice.append(
             f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many as {plain.label}: "
             "compare again with your latency as the fourth number of --costs."

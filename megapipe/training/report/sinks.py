@@ -22,7 +22,7 @@ class Sink:
         failures: errors that are the sink's.
     """
 
-    failures: tuple[type[Exception], ...] = (OSError,)
+    failures: tuple[type[Exception], ...] = (OSError, UnicodeError)
 
     def __init__(self, lost: str) -> None:
         self.lost = lost
@@ -76,7 +76,7 @@ class WeightsAndBiases(Sink):
             return
         import wandb
 
-        self.failures = (OSError, wandb.Error)
+        self.failures = (*self.failures, wandb.Error)
         folder = Path(log.wandb_save_dir or Path(config.checkpoint.save or "", "wandb"))
         settings = {name: value for section in config.sections for name, value in asdict(section).items()}
         with self._trying():

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
+from megapipe.flags.stop import take_any_name
+
 
 @contextmanager
 def stdout_may_break() -> Iterator[None]:
@@ -16,6 +18,7 @@ def stdout_may_break() -> Iterator[None]:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
+    take_any_name()
     with redirect_stdout(cast(TextIO, _Forgiving(sys.stdout))):
         yield
 

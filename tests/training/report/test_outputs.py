@@ -16,6 +16,7 @@ from megapipe.config import LogConfig
 from megapipe.errors import DataError
 from megapipe.flags.parse import stop
 from megapipe.training.report.sinks import MetricsFile, TensorBoard
+from megapipe.training.report.stdout import stdout_may_break
 
 PROGRAM = """
 import sys
@@ -96,6 +97,13 @@ def small_files():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_name_that_tensorboard_cannot_take_costs_one_warning(tmp_path, capsys):
+    with stdout_may_break():
+        TensorBoard(LogConfig(tensorboard_dir=f"{tmp_path}/\udcff")).scalars({"lm loss": 1.0}, 1, 1)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "WARNING: no TensorBoard logs from here on, --tensorboard-dir" in line
+
+
 def test_a_full_disk_under_tensorboard_costs_one_warning(tmp_path, capsys, small_files):
     """The writer's thread meets it, and the next call raised it."""
     board = TensorBoard(LogConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1))
