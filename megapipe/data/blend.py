@@ -90,7 +90,7 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
 def blend_indices(
     weights: Sequence[float], size: int, limits: Sequence[int]
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Which set (int16) and which of its samples (int64) each of `size` samples is.
+    """The set (int16) of each of `size` samples, and which of the set's samples it is (int64).
 
     Sample i comes from the set with the largest w * max(i, 1) - taken, the first one in a tie. A set that
     has given `limits` samples is left out, so with sizes as weights every sample comes exactly once.
@@ -151,6 +151,8 @@ def _deal_in_lanes(
     end = _deal(w, begin.copy(), starts, length, rows, places)
     good = lanes
     for attempt in range(_ROUNDS + 1):
+        # Each lane began with a guess of what the sets had given by then. One whose guess is not what the lane before
+        # it ended with is dealt again, until all fit or the rounds are over.
         wrong = 1 + np.flatnonzero((begin[1:] != end[:-1]).any(axis=1))
         good = int(wrong[0]) if wrong.size else lanes
         if good == lanes or attempt == _ROUNDS:

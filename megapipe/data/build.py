@@ -1,4 +1,4 @@
-"""From the configuration to the three datasets of a run: files opened and checked, split, blended, long enough."""
+"""The three datasets of a run, by its configuration: files opened and checked, split, blended, long enough."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 
 
 def open_parts(config: Config, tokenizer: Tokenizer) -> list[_Part | None]:
-    """What train, validation and test are made of, None for what the run does not read; no sample is put in order.
+    """The sources of train, validation and test, None for what the run does not read; no sample is put in order.
 
     Raises: DataError as `build_datasets`, but for files that have too few samples.
     """
@@ -103,7 +103,7 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 
 
 def reads(config: Config, data: Datasets) -> str:
-    """What the run reads from its first step to its last: of each part and each set in it."""
+    """A line on what the run reads from its first step to its last: of each part and each set in it."""
     lines, seq = [], config.train.sequence
     for part, dataset, wanted in zip(_PARTS, (data.train, data.valid, data.test), samples_wanted(config), strict=True):
         if dataset is None:
@@ -217,5 +217,5 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
 
 
 def _digest(lengths: NDArray[np.int32]) -> str:
-    """Of all that the order of samples takes from a source, so that a copy elsewhere finds the entry of the first."""
+    """The digest of all that the order of samples takes from a source: a copy elsewhere finds the first one's entry."""
     return hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()

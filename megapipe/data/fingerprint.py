@@ -1,4 +1,4 @@
-"""Which tokenizer wrote a .bin/.idx pair: a small file beside them, compared when a run opens them.
+"""The fingerprint of the tokenizer that wrote a .bin/.idx pair: a small file beside them, compared by each run.
 
 The fingerprint is of what the tokenizer does, not of its files: a text of many kinds, in ids. GPT-2's two files and the
 tokenizer.json made of them have the same one.
@@ -25,14 +25,14 @@ _PROBE = (
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Of the ids that it makes; a NullTokenizer's is of its size alone."""
+    """The fingerprint of the ids that it makes; a NullTokenizer's is of its size alone."""
     probe = "0 1" if isinstance(tokenizer, NullTokenizer) else _PROBE
     content = json.dumps([tokenizer.vocab_size, tokenizer.eod, tokenizer.encode(probe)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
-    """Beside PREFIX.bin and .idx."""
+    """Write the fingerprint beside PREFIX.bin and .idx."""
     said = {
         "fingerprint": fingerprint(tokenizer),
         "tokenizer_type": kind,

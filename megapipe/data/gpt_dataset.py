@@ -34,7 +34,7 @@ Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
 
 
 class TokenDataset(Protocol):
-    """What the loader reads; inputs and labels overlap by all but one token."""
+    """A data set as the loader reads it; inputs and labels overlap by all but one token."""
 
     def __len__(self) -> int: ...
 
@@ -67,6 +67,7 @@ def build_indices(
     assert per_epoch > 0
     epochs = 1 if num_samples is None else max(1, math.ceil((num_samples * seq_length + 1) / per_epoch))
     samples = (epochs * per_epoch - 1) // seq_length
+    # All numbers, types and the order of draws are Megatron-LM's: the same seed gives its very samples.
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
     # A last epoch of which little is used is shuffled apart, or its few samples would come from anywhere in it.
     separate = (
@@ -83,7 +84,7 @@ def build_indices(
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
-    """In place, what stands before the cut and what stands behind it apart."""
+    """Shuffle in place, each side of the cut apart."""
     for part in (values[:cut], values[cut:]):
         random.shuffle(part)
 

@@ -29,7 +29,7 @@ from megapipe.errors import DataError
 def cached(
     folder: str | None, key: Mapping[str, object], build: Callable[[], Sequence[NDArray[Any]]]
 ) -> list[NDArray[Any]]:
-    """What `build` returns, mapped from `folder` if an entry of this key is there, else computed and stored.
+    """The arrays of `build`, mapped from `folder` if an entry of this key is there, else computed and stored.
 
     Args:
         folder: cache folder, None for no cache.
@@ -54,11 +54,11 @@ def cached(
 
 _ARRAYS = "arrays.json"
 _BEAT_S, _STALE_S = 5.0, 60.0
-"""How often a builder says that it lives, and how long the others believe it without a word."""
+"""Seconds after which a builder says again that it lives, and for which the others believe it without a word."""
 
 
 def _once(entry: Path, build: Callable[[], None]) -> None:
-    """Until the entry is there: build it, or wait for who does."""
+    """Build the entry, or wait for who does, until it is there."""
     lock = entry.with_name(f".lock-{entry.name}")
     seen: tuple[str, int] | None = None
     since = 0.0
@@ -68,6 +68,7 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
         try:
             handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
+            # The holder's beat is watched by this machine's clock: those of two machines may differ by hours.
             if (now := _holder(lock)) != seen:
                 seen, since = now, time.monotonic()
             if now is not None and (_dead(now[0]) or time.monotonic() - since > _STALE_S):
@@ -99,7 +100,7 @@ def _beat(lock: Path, done: threading.Event) -> None:
 
 
 def _holder(lock: Path) -> tuple[str, int] | None:
-    """Who has the lock, and when it last said that it lives by the clock of its file system."""
+    """The holder of the lock, and when it last said that it lives by the clock of its file system."""
     try:
         return lock.read_text(), lock.stat().st_mtime_ns
     except OSError:

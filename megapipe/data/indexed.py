@@ -103,7 +103,7 @@ class IndexedDataset:
 
 
 def glance(prefix: str) -> None:
-    """What can be seen of a pair without reading its index through: header, sizes, where the last sequence ends.
+    """Check what can be seen of a pair without reading its index through: header, sizes, where the last sequence ends.
 
     Raises: DataError as `IndexedDataset`, which looks at every entry.
     """
@@ -180,6 +180,7 @@ def _check_index(
 ) -> None:
     """Sequences lie back to back from byte 0 to the end of .bin; documents cut them in order."""
     expected = 0
+    # Block by block: an index may have more entries than memory has room for several copies of.
     for at in range(0, len(lengths), _BLOCK):
         length = lengths[at : at + _BLOCK].astype(np.int64)
         if (length < 0).any():
@@ -245,6 +246,7 @@ class IndexedWriter:
         with writing(self.prefix):
             self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         before = len(self._lengths)
+        # An empty document is an entry without a sequence, as Megatron-LM's own writer has it.
         self._lengths.extend(lengths[lengths > 0].tolist())
         self._documents.extend((before + np.cumsum(lengths > 0)).tolist())
 

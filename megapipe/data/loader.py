@@ -21,7 +21,7 @@ from megapipe.distributed.tokens import Cut
 from megapipe.errors import DataError
 
 Microbatch = Tensor | Mapping[str, Tensor]
-"""As it is read: token ids [b, s + 1], or tensors [b, ...] by name with `tokens` among them."""
+"""A microbatch as it is read: token ids [b, s + 1], or tensors [b, ...] by name with `tokens` among them."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def make_batch(
     position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if reset_position_ids:
         begins = torch.zeros_like(tokens)
+        # The position of the first token behind each eod, carried on by the running maximum: no loop over documents.
         begins[:, 1:] = torch.where(ends[:, :-1], position_ids[:, 1:], 0)
         position_ids = position_ids - begins.cummax(dim=1).values
     return Batch(tokens, labels, loss_mask, position_ids)
@@ -105,7 +106,7 @@ def make_batch(
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which samples a data-parallel rank reads, given only how many the run has consumed (Megatron's two samplers).
+    """The samples that a data-parallel rank reads, by the number that the run has consumed (Megatron's two samplers).
 
     single: in order; of every run of b x dp samples rank r takes the r-th b, so the samples of a global batch depend
     neither on b nor on dp.
@@ -149,6 +150,7 @@ class SampleOrder:
         return [self._cyclic(p) for p in positions]
 
     def _cyclic(self, position: int) -> int:
+        # A rest that does not fill a microbatch of all ranks is dropped, as in Megatron-LM.
         per_epoch = self.num_samples // self.width * self.width
         if per_epoch == 0:
             raise DataError(
@@ -208,6 +210,7 @@ class Batches:
         for futures in self._ahead.values():  # read for a step that was not asked for
             for future in futures:
                 future.cancel()
+        # One step ahead and no more: samples are read while this step computes, and memory holds two steps of them.
         self._ahead = {starts.stop: self._submit(self._pool, self._starts(starts.stop))}
         return _Step(step)
 

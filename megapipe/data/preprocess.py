@@ -28,7 +28,7 @@ _MAX_PROBLEMS = 10
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a document becomes token ids.
+    """The way of a document to token ids.
 
     Attributes:
         tokenizer: which one.

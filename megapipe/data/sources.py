@@ -1,4 +1,4 @@
-"""Which files a run reads: one blend that --split cuts in three, or a blend for each of train, validation and test.
+"""The files that a run reads: one blend that --split cuts in three, or one each for train, validation and test.
 
 They stand in the flags, or in a file that a flag names; messages spell what was typed.
 """
@@ -94,7 +94,7 @@ def mapped_files(data: DataConfig) -> dict[str, tuple[int, int]]:
 
 
 def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
-    """What is missing at the end of a file that is mapped ends the process that reads it by SIGBUS, without a word.
+    """Refuse files that have become shorter: reading what is gone of a mapped one ends the process by SIGBUS, mute.
 
     Raises: DataError for files that are shorter than before. One that was removed or replaced is read on as it was.
     """

@@ -39,7 +39,7 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
 
 
 def text_bytes(paths: Sequence[str]) -> int:
-    """Of all files, unpacked; those that are no files, such as a pipe, count for nothing.
+    """The size of all files, unpacked; those that are no files, such as a pipe, count for nothing.
 
     Raises: DataError for one that cannot be read.
     """

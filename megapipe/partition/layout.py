@@ -68,7 +68,7 @@ def _strangers(plain: str) -> str:
 
 
 def _end(plain: str, letter: str) -> str:
-    """What is wrong with E, which must begin the string, or with L, which must end it."""
+    """A problem with E, which must begin the string, or with L, which must end it; empty for none."""
     begins = letter == "E"
     what, where = ("embedding", "the first letter") if begins else ("loss", "the last letter")
     if (count := plain.count(letter)) != 1:

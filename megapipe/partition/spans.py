@@ -1,4 +1,4 @@
-"""Which layers a stage holds. Every layer of the model is on exactly one stage of each chain, in order.
+"""The layers of each stage. Every layer of the model is on exactly one stage of each chain, in order.
 
 A split is the number of layers at each position of the chain; the placement deals positions to ranks. So one rule
 serves loop, V and mirror, and no split can lose a layer: the numbers add up to --num-layers or are refused.

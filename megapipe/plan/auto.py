@@ -24,7 +24,7 @@ _PASSES = 4_000_000
 
 @dataclass(frozen=True)
 class Judge:
-    """What a split is worth under a schedule.
+    """The worth of a split under a schedule.
 
     Attributes:
         limit: bytes that the activations of each rank may take, given the split; None: no limit.

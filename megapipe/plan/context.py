@@ -1,4 +1,4 @@
-"""What context parallelism sends, beside what tensor parallelism over as many ranks would."""
+"""Bytes that context parallelism sends, beside those of tensor parallelism over as many ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def context_bytes(
 
 
 def tensor_bytes(model: ModelConfig, tokens: int, *, ranks: int, element_bytes: int = 4) -> tuple[float, float]:
-    """The same of tensor parallelism with --sequence-parallel: an all-gather and a reduce-scatter of the hidden states
+    """Bytes of tensor parallelism with --sequence-parallel: an all-gather and a reduce-scatter of the hidden states
     around attention and around the MLP, in backward two all-gathers more, for the weights' gradients."""
     once = (ranks - 1) / ranks * tokens * model.hidden * element_bytes
     return 4 * once, 6 * once
 
 
 def context_line(plan: Plan, config: Config) -> str:
-    """What is sent, and what as much tensor parallelism would; empty without context parallelism."""
+    """A line on the bytes that are sent, and those of as much tensor parallelism; empty without context parallelism."""
     model, train, par, c = config.model, config.train, config.parallel, config.parallel.context_parallel_size
     if c == 1:
         return ""
@@ -56,5 +56,5 @@ def context_line(plan: Plan, config: Config) -> str:
 
 
 def _plain(number: float) -> str:
-    """Without an exponent."""
+    """A number without an exponent."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

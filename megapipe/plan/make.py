@@ -23,7 +23,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what, and the prediction of what it takes.
+    """The division of work over the ranks, and the prediction of what it takes.
 
     Attributes:
         counts: layers at each position of the chain.
@@ -52,17 +52,17 @@ class Plan:
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
-        """Of each stage."""
+        """The layers of each stage."""
         return spans(self.counts, self.schedule.placement)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Of each stage."""
+        """The work of each stage."""
         return tuple(map(self.pieces.stage, self.spans))
 
     @property
     def costs(self) -> Costs:
-        """Of the stages: times as given, else by FLOPs; memory in bytes."""
+        """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
         counted = self.pieces.costs(self.counts)
         return (
             counted
@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def state_bytes(self) -> tuple[float, ...]:
-        """What each rank keeps between steps."""
+        """Bytes that each rank keeps between steps."""
         place = self.schedule.placement
         return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
 
@@ -88,14 +88,14 @@ class Plan:
 
     @property
     def shares(self) -> frozenset[str]:
-        """Which ranks hold the same weights: `ends` for a tie between the ends of a chain, DualPipe's `twins`."""
+        """Names of the groups with the same weights: `ends` for a tie between a chain's ends, DualPipe's `twins`."""
         place = self.schedule.placement
         first, last = place.rank_of[0], place.rank_of[place.chain - 1]
         there = {"ends": self.tied and first != last and not place.vocabulary, "twins": place.num_chains > 1}
         return frozenset(name for name, needed in there.items() if needed)
 
     def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
-        """At least that a checkpoint takes; under ZeRO-1 a share of its optimizer state is counted.
+        """Bytes that a checkpoint takes at least; under ZeRO-1 a share of its optimizer state is counted.
 
         parameters: of each stage, over all tp ranks.
         """
@@ -117,7 +117,7 @@ class Plan:
 
 @lru_cache(maxsize=8)
 def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
-    """Of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
+    """Bytes of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
 
     Raises: ConfigError as `find_rule`.
     """
@@ -212,7 +212,7 @@ def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
 
 
 def with_batch(plan: Plan, config: Config) -> Plan:
-    """The same layers on the same ranks, under the table of another batch size.
+    """A plan of the same layers on the same ranks, under the table of another batch size.
 
     Raises: ScheduleError, ConfigError if the schedule cannot mean its number of microbatches, or they do not fit.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint takes: bytes on the disk, and on a rank's host while it is written."""
+"""The bytes of a checkpoint: on the disk, and on a rank's host while it is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
 
 
 def checkpoint_line(plan: Plan, config: Config) -> str:
-    """The same in words; empty without --save."""
+    """A line on these bytes; empty without --save."""
     if config.checkpoint.save is None:
         return ""
     size, most = (value / GIB for value in checkpoint_bytes(plan, config))

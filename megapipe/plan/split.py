@@ -1,4 +1,4 @@
-"""From flags to stages: which schedule, in how many stages, with which layers.
+"""The way from flags to stages: which schedule, in how many stages, with which layers.
 
 Megatron's ways to say it exclude one another; here they are told apart, and what they ask for is compared with what the
 schedule has. The rules of one way are in pipeline_parallel.partition and pipeline_parallel.layout_string.
@@ -73,7 +73,7 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def forwards(config: Config, microbatches: int) -> int:
-    """Of a step, at the stages that the flags ask for.
+    """The forwards of a step, at the stages that the flags ask for.
 
     Raises: ConfigError as `check_flags`.
     """
@@ -178,7 +178,7 @@ def _chunks(config: Config) -> int | None:
 
 
 def _other_stages(config: Config, schedule: Schedule) -> str | None:
-    """How the schedule's stages differ from those asked for."""
+    """A sentence on how the schedule's stages differ from those asked for; None if they do not."""
     par, place, chunks = config.parallel, schedule.placement, _chunks(config)
     layout, name, ranks = par.pipeline_model_parallel_layout, schedule.name, place.num_ranks
     more = ", or use --pipeline-schedule interleaved" if (chunks or 1) > 1 and name in SCHEDULES else ""
@@ -213,7 +213,7 @@ def _filled(config: Config) -> tuple[int, ...]:
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
-    """Those that a search may choose.
+    """Placements that a search may choose.
 
     Raises: ConfigError if --pipeline-costs names the stages of none.
     """
@@ -230,7 +230,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
 
 
 def given_costs(config: Config) -> Costs | None:
-    """What --pipeline-costs says.
+    """The costs of --pipeline-costs.
 
     Raises: ConfigError if it is no costs file.
     """

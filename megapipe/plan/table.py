@@ -55,7 +55,7 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
 
 
 def _active(plan: Plan) -> str:
-    """How many parameters a token makes use of, where that is not all."""
+    """The number of parameters that a token makes use of, where that is not all."""
     works = plan.works[: plan.schedule.placement.chain]
     whole, unused = sum(work.parameters for work in works), sum(work.unused for work in works)
     if not unused:

@@ -1,4 +1,4 @@
-"""What the pieces of a model cost: time, activation and parameters of embedding, layers and head, from their widths.
+"""Costs of a model's pieces: time, activation and parameters of embedding, layers and head, from their widths.
 
 Time is counted in FLOPs of matrix products, so an embedding look-up and the softmax of the loss, which wait for memory,
 count as nothing; costs measured on a device can stand in for these.
@@ -20,8 +20,8 @@ from megapipe.schedule import Costs
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
 
 OVERHEAD = 0.02
-"""What a pass costs beside its work where nobody measured it, in forwards of 1/P of the model: on emulated devices host
-time and launches take 0.3 to 0.5 ms of passes of 20 ms."""
+"""The cost of a pass beside its work where nobody measured it, in forwards of 1/P of the model: on emulated devices
+host time and launches take 0.3 to 0.5 ms of passes of 20 ms."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
-        """One of so many equal shares."""
+        """The work of one of so many equal shares."""
         f, b, w, held, kept = (x / shares for x in (self.f, self.b, self.w, self.held, self.kept))
         return Work(f, b, w, held, kept, self.parameters // shares)
 
@@ -100,7 +100,7 @@ class Pieces:
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held)
 
     def on(self, ranks: int) -> Pieces:
-        """With the overhead to expect on so many pipeline ranks."""
+        """The pieces with the overhead to expect on so many pipeline ranks."""
         whole = sum((x.f for x in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
 
@@ -123,7 +123,7 @@ def _mixed(a: tuple[float, ...], b: tuple[float, ...], shares: tuple[float, ...]
 
 @dataclass(frozen=True)
 class _Load:
-    """What goes through a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
+    """The load of a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
     also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here."""
 
     seq: int
@@ -134,7 +134,7 @@ class _Load:
     meets: bool
 
     def bytes(self, between: float, inside: float, masked: float = 0) -> float:
-        """Of features between and inside the parallel parts; masked: of the former, those with a byte for dropout."""
+        """Bytes of features between and inside the parallel parts; masked: of the former, those with a dropout byte."""
         return self.tokens * ((self.element * between + masked) / self.shared + self.element * inside / self.tp)
 
 

@@ -15,7 +15,7 @@ _PATTERNS = {
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How text is cut before pairs are merged, by --tiktoken-pattern."""
+"""The patterns that cut text before pairs are merged, by --tiktoken-pattern."""
 _NAMED = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 

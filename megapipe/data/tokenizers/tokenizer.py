@@ -120,7 +120,7 @@ def build_tokenizer(data: TokenizerConfig) -> Tokenizer:
 
 
 def tokenizer_files(data: TokenizerConfig) -> list[str]:
-    """Of which the ids follow."""
+    """The files that decide the ids."""
     if data.tokenizer == "GPT2BPETokenizer":
         return [path for path in (data.vocab_file, data.merge_file) if path is not None]
     path = data.tokenizer_model
@@ -131,7 +131,7 @@ def tokenizer_files(data: TokenizerConfig) -> list[str]:
 
 
 def assumed_vocab_size(data: TokenizerConfig) -> int:
-    """What a plan may count with while the tokenizer's files are not at hand."""
+    """A size that a plan may count with while the tokenizer's files are not at hand."""
     return data.vocab_size or {"GPT2BPETokenizer": 50257, "TikTokenizer": _TIKTOKEN_SIZE}.get(data.tokenizer, 32000)
 
 
