@@ -13,7 +13,7 @@ import pytest
 from programs import ROOT, forked_python, run_ranks
 
 from megapipe.commands.start import quickstart
-from megapipe.schedule.measured.traces import order_of, read
+from megapipe.schedule.measured.traces import read
 
 SMALL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
@@ -131,7 +131,7 @@ def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwar
     flags = f"--train-iters 2 --lr-warmup-fraction 0.1 --split 1,0,99 {profile} --profile-step-end 2"
     output = run_its_ranks("pretrain_gpt3_857m.sh", tmp_path, flags)
     assert "global batch size:    16" in output
-    order = order_of(read(tmp_path / "torch_profile" / "rank-0.json.gz"))
+    order = [str(item.label) for item in read(tmp_path / "torch_profile" / "rank-0.json.gz").steps[0]]
     assert order[:3] == ["0F0", "0F1", "0F2"]
     assert order[3:13] == [label for n in range(5) for label in (f"0F{3 + n}", f"0BW{n}")]
     assert order[13:] == ["0BW5", "0BW6", "0BW7"]

@@ -58,10 +58,6 @@ class History:
     suspects: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
 
-    @staticmethod
-    def empty() -> History:
-        return History({})
-
     def after(
         self, samples: Sequence[Sample], schedule: Schedule, counted: Costs
     ) -> tuple[History, list[Slow], list[Slow]]:

@@ -254,11 +254,6 @@ def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
     return schedule, simulate(schedule, costs_of(ranks, schedule))
 
 
-def order_of(trace: RankTrace, step: int = 0) -> list[str]:
-    """Labels of a rank's passes in one step, in order: 0F0, 0F1, 0BW0, ..."""
-    return [str(item.label) for item in trace.steps[step]]
-
-
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
     """From the first start to the last end of one step's rows."""
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

@@ -1,8 +1,8 @@
 """zb-auto: a schedule searched for the costs, the memory and the placement at hand.
 
 The papers' patterns and building blocks of our own are candidates; annealing improves the best of them until the lower
-bound is met or the effort is spent. `python -m megapipe.schedule.search.known` shows the gain where a better schedule
-than any fixed pattern is known to exist.
+bound is met or the effort is spent. `python tools/bench/search.py` shows the gain where a better schedule than any
+fixed pattern is known to exist.
 """
 
 from __future__ import annotations

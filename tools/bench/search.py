@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
+from pathlib import Path
 from time import process_time
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.search.auto import search
