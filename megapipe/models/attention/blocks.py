@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class Sight:
     """What a query sees, and with which probability a part of that is dropped.
 
     Attributes:
@@ -130,29 +130,29 @@ class Sums(NamedTuple):
         return Sums(out, out.new_full((*shape, 1), float("-inf")))
 
 
-def attend(rule: Rule, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sums: Sums) -> None:
+def attend(sight: Sight, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sums: Sums) -> None:
     """Add what keys and values [2, b, groups, m, d] at `held` are to q [b, heads, n, d] at `queries`."""
     keys, values = map(_pairs, kv)
-    for block in rule.blocks(q, queries, held):
-        scores = rule.scores(_rows(q, block, len(keys)), keys[:, block.columns], block)
+    for block in sight.blocks(q, queries, held):
+        scores = sight.scores(_rows(q, block, len(keys)), keys[:, block.columns], block)
         most = scores.amax(-1, keepdim=True)
         most.masked_fill_(most == float("-inf"), 0)  # of rows that see none of these keys
         p = scores.sub_(most).exp_()
         lse = most + p.sum(-1, keepdim=True).log()
-        if rule.p:
-            _drop(p, rule.kept(p, len(q), block))
+        if sight.p:
+            _drop(p, sight.kept(p, len(q), block))
         o = (p.to(values.dtype) @ values[:, block.columns]).to(p.dtype)
         out, before = (x[:, :, block.rows] for x in sums)
         most, lse = most.view_as(before), lse.view_as(before)
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == float("-inf"), 0)
-        o = o.view_as(out).mul_((most - base).exp_().mul_(1 / (1 - rule.p)))
+        o = o.view_as(out).mul_((most - base).exp_().mul_(1 / (1 - sight.p)))
         out.mul_((before - base).exp_()).add_(o)
         before.copy_(after)
 
 
 def differentiate(
-    rule: Rule,
+    sight: Sight,
     q: Tensor,
     queries: Tokens,
     kv: Tensor,
@@ -168,14 +168,14 @@ def differentiate(
     """
     keys, values = map(_pairs, kv)
     dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values))
-    for block in rule.blocks(q, queries, held):
+    for block in sight.blocks(q, queries, held):
         columns = block.columns
         rows, do = (_rows(x, block, len(keys)) for x in (q, grad))
         norm, share = (x[:, :, block.rows].reshape(len(keys), -1, 1) for x in (lse, delta))
-        p = rule.scores(rows, keys[:, columns], block).sub_(norm).exp_()
-        do = do * (1 / (1 - rule.p))
+        p = sight.scores(rows, keys[:, columns], block).sub_(norm).exp_()
+        do = do * (1 / (1 - sight.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
-        kept = rule.kept(p, len(q), block) if rule.p else None
+        kept = sight.kept(p, len(q), block) if sight.p else None
         ds = _drop(dp, kept).sub_(share).mul_(p).to(rows.dtype)
         p = _drop(p, kept)
         into = dq[:, :, block.rows]

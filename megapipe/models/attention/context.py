@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.tokens import Cut, Tokens
 from megapipe.errors import ConfigError
-from megapipe.models.attention.blocks import Rule, Sums, attend, differentiate
+from megapipe.models.attention.blocks import Sight, Sums, attend, differentiate
 
 Use = Callable[[Tensor, Tokens], None]
 """What is done with the keys and values of these tokens."""
@@ -27,67 +27,67 @@ Differentiate = Callable[[Tensor, Tokens], Tensor]
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: Rule, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sums, mine = Sums.empty(q, k.shape[1]), rule.stream.cut.spans(rule.length)
+    def forward(ctx: Any, sight: Sight, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sums, mine = Sums.empty(q, k.shape[1]), sight.stream.cut.spans(sight.length)
 
         def use(kv: Tensor, held: Tokens) -> None:
-            attend(rule, q, mine, kv, held, sums)
+            attend(sight, q, mine, kv, held, sums)
 
-        (_ring if "p2p" in way else _all_at_once)(rule, torch.stack((k, v)), use)
+        (_ring if "p2p" in way else _all_at_once)(sight, torch.stack((k, v)), use)
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
         ctx.save_for_backward(q, k, v, out, sums.lse)
-        ctx.rule, ctx.way = rule, way
+        ctx.sight, ctx.way = sight, way
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        rule = ctx.rule
-        mine = rule.stream.cut.spans(rule.length)
+        sight = ctx.sight
+        mine = sight.stream.cut.spans(sight.length)
         dq = torch.zeros(*lse.shape[:3], q.shape[-1], dtype=lse.dtype, device=q.device)
         delta = (grad.to(lse.dtype) * out).sum(-1).reshape(lse.shape)
 
         def use(kv: Tensor, held: Tokens) -> Tensor:
-            return differentiate(rule, q, mine, kv, held, grad, lse, delta, dq)
+            return differentiate(sight, q, mine, kv, held, grad, lse, delta, dq)
 
         back = _ring_back if "p2p" in ctx.way else _all_back
-        dk, dv = back(rule, torch.stack((k, v)), use).to(k.dtype)
+        dk, dv = back(sight, torch.stack((k, v)), use).to(k.dtype)
         return None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
 
 
-def context_attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule, way: str = "p2p") -> Tensor:
-    """softmax(q k^T / sqrt(d)) v with each query seeing what the rule says, wherever in the sequence it lies.
+def context_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, way: str = "p2p") -> Tensor:
+    """softmax(q k^T / sqrt(d)) v with each query seeing what the sight says, wherever in the sequence it lies.
 
     Args:
-        q: [b, heads/t, s/c, d], the tokens that the rule's stream has here.
+        q: [b, heads/t, s/c, d], the tokens that the sight's stream has here.
         k, v: [b, groups/t, s/c, d], each group for heads/groups successive heads.
         way: p2p (a2a+p2p is the same here) or all_gather; without effect where c is 1.
     Returns: [b, heads/t, s/c, d]. Scores have q's type (float32 for fp16), softmax and sums over blocks are float32.
         Memory: some tensors of one block's scores, output and logarithms in float32, and the keys of two ranks (p2p)
         or of all.
     """
-    return _attention(rule, way, q, k, v)
+    return _attention(sight, way, q, k, v)
 
 
-def _ring(rule: Rule, kv: Tensor, use: Use) -> None:
+def _ring(sight: Sight, kv: Tensor, use: Use) -> None:
     """c - 1 messages. Ranks before this one come first."""
-    cp, cut = rule.stream.cp, rule.stream.cut
+    cp, cut = sight.stream.cp, sight.stream.cut
     for step in range(cp.size):
         coming = cp.start_shift(kv) if step < cp.size - 1 else None
-        use(kv, cut.spans(rule.length, (cp.rank - step) % cp.size))
+        use(kv, cut.spans(sight.length, (cp.rank - step) % cp.size))
         kv = kv if coming is None else coming.wait()
 
 
-def _ring_back(rule: Rule, kv: Tensor, use: Differentiate) -> Tensor:
+def _ring_back(sight: Sight, kv: Tensor, use: Differentiate) -> Tensor:
     """2 (c - 1) messages: gradients follow their keys one step later, and come home with the last."""
-    cp, cut = rule.stream.cp, rule.stream.cut
+    cp, cut = sight.stream.cp, sight.stream.cut
     own, sums = torch.empty(()), None
     for step in range(cp.size):
         coming = cp.start_shift(kv) if step < cp.size - 1 else None
-        grads = use(kv, cut.spans(rule.length, (cp.rank - step) % cp.size))
+        grads = use(kv, cut.spans(sight.length, (cp.rank - step) % cp.size))
         if step == 0:
             own = grads
         else:
@@ -97,18 +97,18 @@ def _ring_back(rule: Rule, kv: Tensor, use: Differentiate) -> Tensor:
     return own if sums is None else own.add_(sums.wait())
 
 
-def _all_at_once(rule: Rule, kv: Tensor, use: Use) -> None:
+def _all_at_once(sight: Sight, kv: Tensor, use: Use) -> None:
     """One all-gather."""
-    cp, cut = rule.stream.cp, rule.stream.cut
+    cp, cut = sight.stream.cp, sight.stream.cut
     parts = cp.all_gather(kv).chunk(cp.size)
-    use(cut.join(parts, 3) if cp.size > 1 else kv, (range(rule.length),))
+    use(cut.join(parts, 3) if cp.size > 1 else kv, (range(sight.length),))
 
 
-def _all_back(rule: Rule, kv: Tensor, use: Differentiate) -> Tensor:
+def _all_back(sight: Sight, kv: Tensor, use: Differentiate) -> Tensor:
     """One all-gather, one reduce-scatter."""
-    cp, cut = rule.stream.cp, rule.stream.cut
+    cp, cut = sight.stream.cp, sight.stream.cut
     whole: list[Tensor] = []
-    _all_at_once(rule, kv, lambda kv, held: whole.append(use(kv, held)))
+    _all_at_once(sight, kv, lambda kv, held: whole.append(use(kv, held)))
     return cp.reduce_scatter(torch.cat([cut.take(whole[0], 3, rank) for rank in range(cp.size)]).to(kv.dtype))
 
 

@@ -20,7 +20,7 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import layout_of, set_layout
 from megapipe.distributed.tokens import Cut, Documents, positions
-from megapipe.models.attention.blocks import Rule, band
+from megapipe.models.attention.blocks import Sight, band
 from megapipe.models.attention.context import context_attention, whole_sequences
 from megapipe.models.attention.cpu import causal_attention
 from megapipe.models.parts import parts_of
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
 
     def _attend_blocks(self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = self.config
-        rule = Rule(
+        sight = Sight(
             q.shape[0] * stream.cp.size,
             stream,
             config.window,
@@ -123,7 +123,7 @@ class SelfAttention(nn.Module):
             heads,
         )
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = context_attention(q, k, v, rule, way)
+        out = context_attention(q, k, v, sight, way)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

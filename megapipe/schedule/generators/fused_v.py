@@ -6,7 +6,7 @@ of 1F1B's memory is what a V needs for a full middle.
 
 from __future__ import annotations
 
-from megapipe.schedule.generators.packing import Row
+from megapipe.schedule.generators.packing import RankSlots
 from megapipe.schedule.passes import Kind, Pass, Schedule, vee
 
 
@@ -32,7 +32,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule("1f1b-v", vee(ranks), microbatches, tuple(tuple((x,) for x in row) for row in fused))
 
 
-def _repeated(ranks: int, microbatches: int) -> list[Row]:
+def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:
     """Forwards one slot after the other, backwards two slots each; every third one waits, so that periods of 6 fit."""
     stages = 2 * ranks
     slots: list[dict[int, Pass]] = [{} for _ in range(ranks)]
@@ -44,4 +44,4 @@ def _repeated(ranks: int, microbatches: int) -> list[Row]:
             row[now + 6 * i] = Pass(Kind.B, stage, i)
             row[now + 6 * i + 1] = Pass(Kind.W, stage, i)
         now += 2 + 3 * ((n + 1 - ranks - 2) % 3 == 0)
-    return [Row(row, weights=True) for row in slots]
+    return [RankSlots(row, weights=True) for row in slots]

@@ -62,7 +62,7 @@ def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
 def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     """Passes of the ramps go to the earliest free slot; of the cool-down alone if there are no `weights`."""
     last = 2 * len(slots) - 1
-    rows = [Row(row, weights) for row in slots]
+    rows = [RankSlots(row, weights) for row in slots]
     at = {item: slot for row in slots for slot, item in row.items()}
     steady = range(at[Pass(Kind.B, 0, 0)], at[Pass(Kind.F, 0, microbatches - 1)] + 1)
     limit = max(held for row in rows for held, _ in row.states)
@@ -79,7 +79,7 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     return _squeezed(packed_slots if weights else _with_weights(packed_slots), microbatches)
 
 
-class Row:
+class RankSlots:
     """The slots of a rank, and (microbatches of a stage held, W owed) after each of them.
 
     Without `weights` each free slot pays a W that is owed.

@@ -33,7 +33,7 @@ def patterns(problem: Problem) -> list[Found]:
 
 
 @dataclass(frozen=True)
-class Block:
+class Rhythm:
     """When the passes of one microbatch run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Block:
 
 def blocks(problem: Problem, tries: int, until: float, random: Random, keep: int = 8) -> list[Found]:
     """The best of a random and then narrowing search over building blocks, best first."""
-    pool: list[tuple[float, Block, Found]] = []
+    pool: list[tuple[float, Rhythm, Found]] = []
     for step in range(tries):
         if process_time() > until:
             break
@@ -131,7 +131,7 @@ def _sorted(problem: Problem, times: list[float]) -> Orders:
     return orders
 
 
-def _unrolled(problem: Problem, block: Block) -> Found | None:
+def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
     """A block repeated for every microbatch."""
     place, m = problem.placement, problem.microbatches
     p, stages = place.num_ranks, place.num_stages
@@ -179,7 +179,7 @@ def _begins(m: int, group: int, period: float, part: float) -> list[float]:
     return [(i // group * group + i % group * (part if group > 1 else 1.0)) * period for i in range(m)]
 
 
-def _random(problem: Problem, random: Random) -> Block:
+def _random(problem: Problem, random: Random) -> Rhythm:
     place = problem.placement
     p, legs = place.num_ranks, 2 * place.num_stages // place.num_ranks
     looped = legs > 2 and place.rank_of[:p] == place.rank_of[p : 2 * p]
@@ -190,10 +190,12 @@ def _random(problem: Problem, random: Random) -> Block:
     def some() -> tuple[float, ...]:
         return tuple(random.choice((0.0, 0.0, random.uniform(0.0, scale))) for _ in range(legs))
 
-    return Block(some(), some(), random.choice((1.0, random.uniform(0.9, 1.6))), (group, back), random.choice(PATIENCE))
+    return Rhythm(
+        some(), some(), random.choice((1.0, random.uniform(0.9, 1.6))), (group, back), random.choice(PATIENCE)
+    )
 
 
-def _vary(block: Block, problem: Problem, random: Random) -> Block:
+def _vary(block: Rhythm, problem: Problem, random: Random) -> Rhythm:
     """A block with one to three of its numbers changed."""
     legs = len(block.waits)
     for _ in range(random.choice((1, 1, 2, 3))):

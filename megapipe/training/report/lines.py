@@ -11,23 +11,26 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from megapipe.config import Config
+from megapipe.training.report.moment import Moment
 from megapipe.training.report.numbers import asked, fields
-from megapipe.training.report.seen import Seen
 
 
-def iteration_line(seen: Seen, now: datetime) -> str:
+def iteration_line(moment: Moment, now: datetime) -> str:
     """Megatron-LM's line (training_log), then our own fields."""
-    head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {seen.progress.iteration:8d}/{seen.last:8d} |"
-    return head + "".join(f" {field} |" for field in fields(asked(seen.config), seen))
+    head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {moment.progress.iteration:8d}/{moment.last:8d} |"
+    return head + "".join(f" {field} |" for field in fields(asked(moment.config), moment))
 
 
-def short_line(seen: Seen) -> str:
+def short_line(moment: Moment) -> str:
     """The same in 80 characters, and as many more as metrics of one's own behind the loss take."""
-    losses = seen.over.losses
+    losses = moment.over.losses
     main = "lm loss" if "lm loss" in losses else next(iter(losses), None)
     own = "".join(f" {name} {value:.4g}" for name, value in losses.items() if name != main)
-    parts = [f"{seen.progress.iteration}/{seen.last}", f"loss {'-' if main is None else f'{losses[main]:.4f}'}{own}"]
-    rows = [(*row.short, value) for row in asked(seen.config) if row.short and (value := row.of(seen)) is not None]
+    parts = [
+        f"{moment.progress.iteration}/{moment.last}",
+        f"loss {'-' if main is None else f'{losses[main]:.4f}'}{own}",
+    ]
+    rows = [(*row.short, value) for row in asked(moment.config) if row.short and (value := row.of(moment)) is not None]
     parts += [text(value) for _, text, value in sorted(rows, key=lambda row: row[0])]
     fit = sum(len(" ".join(parts[: n + 1])) <= 80 + len(own) for n in range(len(parts)))
     return " ".join(parts[:fit])

@@ -13,7 +13,7 @@ from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
 from megapipe.plan import GIB
 from megapipe.training.report.counters import Measured
-from megapipe.training.report.seen import Seen
+from megapipe.training.report.moment import Moment
 
 PREFIX = "megapipe/"
 """Of the tags that are not Megatron-LM's."""
@@ -189,20 +189,20 @@ NUMBERS = (
 """In the order of the line, our own behind Megatron-LM's."""
 
 
-def fields(rows: Sequence[Number], seen: Any) -> Iterator[str]:
+def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
     """What a line says, number by number."""
     for row in rows:
-        if row.line and (value := row.of(seen)) is not None:
+        if row.line and (value := row.of(moment)) is not None:
             several = value.items() if isinstance(value, Mapping) else [value if isinstance(value, tuple) else (value,)]
             yield from (row.line.format(*one) for one in several)
 
 
-def scalars(seen: Seen, *, line: bool) -> dict[str, float]:
+def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
     """By tag: those of a step, or those that come with a line."""
     found: dict[str, float] = {}
-    for row in asked(seen.config):
+    for row in asked(moment.config):
         tag = row.line_tag if line else row.tag
-        if tag and (value := row.of(seen)) is not None:
+        if tag and (value := row.of(moment)) is not None:
             if isinstance(value, Mapping):
                 found |= {tag.format(name): x for name, x in value.items()}
             else:
@@ -210,11 +210,11 @@ def scalars(seen: Seen, *, line: bool) -> dict[str, float]:
     return found
 
 
-def as_json(seen: Seen) -> dict[str, Any]:
+def as_json(moment: Moment) -> dict[str, Any]:
     """By key."""
     found: dict[str, Any] = {}
-    for row in asked(seen.config):
-        if row.key and ((value := row.of(seen)) is not None or row.null):
+    for row in asked(moment.config):
+        if row.key and ((value := row.of(moment)) is not None or row.null):
             found |= _paired(row.key, f"predicted_{row.key}", value)
     return found
 

@@ -19,8 +19,8 @@ from megapipe.training.report import timers
 from megapipe.training.report.counters import THIRD, Counters, table
 from megapipe.training.report.flops import flops_per_token
 from megapipe.training.report.lines import LEGEND, iteration_line, perplexity, short_line, validation_lines
+from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, as_json, fields, scalars
-from megapipe.training.report.seen import Seen, Window
 from megapipe.training.report.sinks import MetricsFile, TensorBoard, WeightsAndBiases
 from megapipe.training.steps.step import StepResult
 
@@ -75,7 +75,7 @@ class Reporter:
         in_line = regular or window.first
         if not (on_board or in_line or log.metrics_file):
             return
-        step = Seen(
+        step = Moment(
             config,
             progress,
             result,
@@ -97,18 +97,18 @@ class Reporter:
                 self._timers.restart()
             window.told(regular=regular)
 
-    def _line(self, seen: Seen) -> None:
+    def _line(self, moment: Moment) -> None:
         log = self.config.log
-        self.say(short_line(seen) if log.log_format == "short" else iteration_line(seen, datetime.now()))
+        self.say(short_line(moment) if log.log_format == "short" else iteration_line(moment, datetime.now()))
         if log.log_straggler and (text := self._counters.straggler()):
             self.say(text)
-        self._draw(scalars(seen, line=True), seen.progress)
+        self._draw(scalars(moment, line=True), moment.progress)
         if times := self._timers.read():
             self.say(timers.text(times, log.timing_log_option))
         if log.log_timers_to_tensorboard:
             most = {f"{name}-time": max(seconds) for name, seconds in times.items()}
             for board in self._boards:
-                board.scalars(most, seen.progress.iteration)
+                board.scalars(most, moment.progress.iteration)
 
     def validation(self, losses: Mapping[str, float], where: str, samples: range, progress: Progress) -> None:
         """The lines of one evaluation and its scalars. As in Megatron-LM the test set's have the validation's tags."""

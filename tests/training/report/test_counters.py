@@ -30,8 +30,8 @@ from megapipe.training.progress import Progress
 from megapipe.training.report import numbers
 from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
 from megapipe.training.report.lines import LEGEND, iteration_line, short_line
+from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, Number, as_json, fields, scalars
-from megapipe.training.report.seen import Seen, Window
 from megapipe.training.steps.step import StepResult
 
 
@@ -144,22 +144,22 @@ def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remai
     assert "left 0:00:00" in lines[1]
 
 
-def first_of_two(losses: dict[str, float]) -> Seen:
+def first_of_two(losses: dict[str, float]) -> Moment:
     """The first of two steps of 8 tokens, which takes 100 ms."""
     asked = Config(train=TrainConfig(micro_batch_size=8, seq_length=1, train_iters=2))
     result = StepResult(losses, 1.0, 8.0, skipped=False, batch=8)
-    return Seen(asked, Progress(1, 8), result, Window.of(result, 0.1), lr=1e-3)
+    return Moment(asked, Progress(1, 8), result, Window.of(result, 0.1), lr=1e-3)
 
 
 def test_a_row_is_all_that_a_logged_number_needs(monkeypatch):
-    row = Number(lambda seen: 7.5, "rain (mm): {:.2f}", (0, "rain {:.0f}".format), tag="rain", key="rain_mm")
+    row = Number(lambda moment: 7.5, "rain (mm): {:.2f}", (0, "rain {:.0f}".format), tag="rain", key="rain_mm")
     monkeypatch.setattr(numbers, "NUMBERS", (*numbers.NUMBERS, row))
-    seen = first_of_two({})
-    assert iteration_line(seen, datetime(2026, 1, 1)).endswith(
+    moment = first_of_two({})
+    assert iteration_line(moment, datetime(2026, 1, 1)).endswith(
         "| tokens per second: 80 | TFLOP/s per device: 0 | rain (mm): 7.50 |"
     )
-    assert " rain 8 100 ms" in short_line(seen)
-    assert scalars(seen, line=False)["rain"] == as_json(seen)["rain_mm"] == 7.5
+    assert " rain 8 100 ms" in short_line(moment)
+    assert scalars(moment, line=False)["rain"] == as_json(moment)["rain_mm"] == 7.5
 
 
 def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():

@@ -21,7 +21,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
-from megapipe.training.report.seen import Window
+from megapipe.training.report.moment import Window
 from megapipe.training.steps.stages import Stages, evaluate
 from megapipe.training.steps.step import Rates, StepResult, train_step
 from megapipe.training.steps.totals import Adder

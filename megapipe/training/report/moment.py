@@ -71,7 +71,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Moment:
     """What numbers are computed from.
 
     Attributes:
