@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from megapipe.data.files import write_complete
 from megapipe.doors import DOORS
 from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
@@ -49,6 +51,16 @@ def _other(word: str) -> None:
         near = difflib.get_close_matches(word, DOORS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ". megapipe --help lists them."
         raise ConfigError(f"unknown command {word}{hint}")
+
+
+def tell(text: str, numbers: object, file: str | None) -> None:
+    """Print what a command has found, and write its numbers as JSON; - prints these alone."""
+    if file == "-":
+        print(json.dumps(numbers, indent=1))
+        return
+    print(text)
+    if file is not None:
+        write_complete(file, f"{json.dumps(numbers, indent=1)}\n")
 
 
 def version() -> str:

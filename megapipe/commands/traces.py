@@ -8,10 +8,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megapipe.commands.main import tell
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse
@@ -30,6 +31,8 @@ class Flags(Files):
     """Folder with rank-N.json.gz of all ranks."""
     output: str | None = None
     """File to write, .json or .json.gz; none for the summary alone."""
+    json: str | None = None
+    """Write the summary to this file too; - prints it alone."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,7 +40,11 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
     if flags.traces is None:
         raise ConfigError("--traces is missing: megapipe traces runs/quickstart/torch_profile")
-    outputs = {"--output": flags.output, **{f"--{kind}": path for kind, path in flags.named.items()}}
+    outputs = {
+        "--output": flags.output,
+        "--json": flags.json,
+        **{f"--{kind}": path for kind, path in flags.named.items()},
+    }
     if problems := list(file_problems(outputs)):
         raise ConfigError(problems)
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
@@ -47,28 +54,32 @@ def main(argv: Sequence[str]) -> None:
     events: list[dict[str, Any]] = []
     drawn: list[tuple[list[Track], Placement]] = []
     about: list[str] = []
+    text: list[str] = []
+    numbers: list[dict[str, Any]] = []
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         try:
             schedule, predicted = predict(ranks)
         except UserError as error:
             raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
-        print(f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches")
-        print("rank   step ms   busy ms    idle  predicted ms    idle")
         rows = summarise(ranks, schedule, predicted)
-        for row in rows:
-            print(
-                f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%} "
-                f"{row.predicted_step_ms:13.1f} {row.predicted_bubble:6.1%}"
-            )
+        text += [f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches"]
+        text += ["rank   step ms   busy ms    idle  predicted ms    idle"]
+        text += [
+            f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%} "
+            f"{row.predicted_step_ms:13.1f} {row.predicted_bubble:6.1%}"
+            for row in rows
+        ]
+        numbers += [{"pipeline": number} | asdict(row) for row in rows]
         events += merge(ranks, schedule, predicted)
         if flags.named:
             drawn.append((_one_step(ranks, schedule, predicted), schedule.placement))
             about.append(_caption(number, schedule, max(rows, key=lambda row: row.bubble)))
     if not events:
         raise DataError(f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window")
+    tell("\n".join(text), numbers, flags.json)
     if flags.output is not None:
-        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
-        write_complete(flags.output, gzip.compress(text) if flags.output.endswith(".gz") else text)
+        merged = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
+        write_complete(flags.output, gzip.compress(merged) if flags.output.endswith(".gz") else merged)
         print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
     for path in write(drawn, flags, " ".join(about), "ms") if flags.named else ():
         print(f"Wrote {path}")

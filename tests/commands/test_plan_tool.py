@@ -1,10 +1,12 @@
 """The plan without the run: tools/plan.py as a user calls it."""
 
+import json
 import re
 import subprocess
 
 from programs import run
 
+from megapipe.commands.main import command
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -58,3 +60,15 @@ def test_the_number_of_processes_has_one_name_and_counts():
     zero = "plan.py: error: --world-size 0 must be at least 1 and at most 100000"
     assert plan("--world-size 0").stderr.startswith(zero)
     assert "--pipeline-model-parallel-size 0 must be at least 1" in plan("--pipeline-model-parallel-size 0").stderr
+
+
+def test_a_machine_reads_what_the_table_says(tmp_path, capsys):
+    flags = [*MODEL.split(), "--pipeline-model-parallel-size", "3"]
+    command("plan")([*flags, "--json", "-"])
+    told = json.loads(capsys.readouterr().out)
+    command("plan")([*flags, "--json", str(tmp_path / "plan.json")])
+    assert json.loads((tmp_path / "plan.json").read_text()) == told
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert [f"{stage['parameters']:,}" for stage in told["stages"]] == [row[-4] for row in shown]
+    assert [f"{peak / 2**30:.3g}" for peak in told["peak_bytes"]] == [row[-1] for row in shown]
+    assert [stage["layers"] for stage in told["stages"]] == [[0, 1], [2, 3], [4, 5]]

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems, validate
+from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
-from megapipe.commands.plan.search import BEST, Search, search
+from megapipe.commands.plan.search import BEST, Search, Timed, search
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
@@ -61,6 +63,8 @@ class Flags:
     device: str | None = None
     """A .json of a device and its links, of --search: flops, node, inside, outside, latency, overhead
     (megapipe/commands/plan/links.py)."""
+    json: str | None = None
+    """Write the numbers to this file too; - prints them alone."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,16 +73,15 @@ def main(argv: Sequence[str]) -> None:
         if any(token.partition("=")[0] == old for token in argv):
             raise ConfigError(f"{old} is called --world-size, as in megapipe check and megapipe rehearse")
     flags, config = parse_among(Flags, argv)
-    if problems := list(file_problems({"--save-costs": flags.save_costs})):
+    if problems := list(file_problems({"--save-costs": flags.save_costs, "--json": flags.json})):
         raise ConfigError(problems)
     if flags.search:
-        print(_search(config, flags))
+        tell(*_search(config, flags), flags.json)
         return
     plan = _plan(config, flags)
-    if plan.before is not None:
-        print(changes(plan))
-    print(table(plan, seconds=flags.measure))
-    print(f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'")
+    layout = f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'"
+    text = [changes(plan), table(plan, seconds=flags.measure), layout]
+    tell("\n".join(filter(None, text)), numbers(plan, seconds=flags.measure), flags.json)
     if flags.save_costs:
         _save(plan.costs, flags.save_costs)
     if flags.emulate_ms is not None:
@@ -94,7 +97,28 @@ def _wrong(flags: Flags) -> Iterator[str]:
         yield f"--repeats must be at least 1, got {flags.repeats}."
 
 
-def _search(config: Config, flags: Flags) -> str:
+def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
+    """What the table says, and the step. Times are seconds if they were measured, else FLOPs."""
+    place, timeline = plan.schedule.placement, plan.timeline
+    stages = [
+        {
+            "rank": rank,
+            "layers": list(span.layers),
+            "embedding": span.embedding,
+            "loss": span.loss,
+            "parameters": work.parameters,
+            "forward": work.f,
+            "time": work.time,
+        }
+        for rank, span, work in zip(place.rank_of, plan.spans, plan.works, strict=True)
+    ]
+    step = {"time": timeline.makespan, "bubble": timeline.bubble / timeline.makespan if timeline.makespan else 0.0}
+    layout = layout_string(plan.counts)
+    told = {"schedule": plan.schedule.name, "layout": layout, "unit": "s" if seconds else "FLOP", "step": step}
+    return told | {"peak_bytes": list(plan.peak_bytes), "stages": stages}
+
+
+def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     device = load_device(flags.device) if flags.device else Device()
     config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
     problems = flag_problems(config)
@@ -109,7 +133,21 @@ def _search(config: Config, flags: Flags) -> str:
     memory = flags.memory_gib * GIB
     found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
     told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
-    return "\n".join([told, *said, report(found, memory)])
+    best = [
+        {
+            "step_s": x.step,
+            "peak_bytes": x.peak,
+            "schedule": x.schedule,
+            "parts_s": x.parts,
+            "flags": flags_of(x.config),
+        }
+        for x in _best(found)
+    ]
+    return "\n".join([told, *said, report(found, memory)]), best
+
+
+def _best(found: Search) -> list[Timed]:
+    return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
 
 
 def _plan(config: Config, flags: Flags) -> Plan:
@@ -133,7 +171,7 @@ def _plan(config: Config, flags: Flags) -> Plan:
 
 def report(found: Search, memory: float) -> str:
     """The best plans, each with the flags to paste, and what became of the rest."""
-    best = sorted(found.best.values(), key=lambda x: x.step)[:BEST]
+    best = _best(found)
     if not best:
         return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
     first = best[0]

@@ -21,10 +21,12 @@ import torch
 
 from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems
+from megapipe.commands.main import tell
 from megapipe.commands.plan.links import NOTHING, Device, load_device, sums, with_messages
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank
 from megapipe.config import Config
 from megapipe.config.layers import inline, layer_config
+from megapipe.data.files import file_problems
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
@@ -55,6 +57,8 @@ class Flags:
     """Memory of a device."""
     device: str | None = None
     """How fast links are: a .json as megapipe plan --search takes it."""
+    json: str | None = None
+    """Write the numbers to this file too; - prints them alone."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,16 @@ def main(argv: Sequence[str]) -> None:
     at = argv.index("--") if "--" in argv else len(argv)
     flags = parse(Flags, argv[:at])
     counts = {"--world-size": flags.world_size, "--steps": flags.steps, "--memory-gib": flags.memory_gib}
-    if wrong := [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]:
+    wrong = [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]
+    if wrong := [*wrong, *file_problems({"--json": flags.json})]:
         raise ConfigError(wrong)
     device = load_device(flags.device) if flags.device else NOTHING
     config, plan = prepared(argv[at + 1 :], flags.world_size)
     shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)
-    print(report(config, plan, shown, forecast(config, plan, shown, device), flags.memory_gib))
-    print(f"communication is not measured: {'it takes no time here' if device == NOTHING else device.links}")
+    told = forecast(config, plan, shown, device)
+    text = report(config, plan, shown, told, flags.memory_gib)
+    text += f"\ncommunication is not measured: {'it takes no time here' if device == NOTHING else device.links}"
+    tell(text, numbers(plan, shown, told), flags.json)
 
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
@@ -210,6 +217,13 @@ def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
             x if s in timed else flops[s] * rate if like[s] is None else took[like[s]] for s, x in enumerate(took)
         )
     return replace(costs, **columns)
+
+
+def numbers(plan: Plan, shown: Shown, told: Forecast) -> dict[str, Any]:
+    """What the report says: ranks that were rehearsed, costs of the stages in seconds, the step."""
+    ranks = [{"rank": r, "stages": x.stages, "peak_bytes": x.peak, "bytes": x.parts} for r, x in shown.items()]
+    step = {"schedule": plan.schedule.name, "passes_s": told.passes, "step_s": told.step, "bubble": told.bubble}
+    return step | {"costs_s": {name: getattr(told.costs, name) for name in ("f", "b", "w")}, "ranks": ranks}
 
 
 def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib: float | None) -> str:
