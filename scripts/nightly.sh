@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies,
-# faults at random moments, damaged inputs of every command, mutants of the core; and the GPU's check on a CPU. MINUTES (of
+# faults at random moments, damaged inputs of every command, mutants of the core; the docs' site; the GPU's check on a CPU. MINUTES (of
 # the comparison, 30), CASES (of post-validation, 300), DRAWS (of inputs, 20000), MUTANTS (100) and SEED change it. A case
 # that differs is printed as a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
-install_megapipe "[dev]"
+install_megapipe "[dev,docs]"
+NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict # the docs as a site, in runs/site; a dead link is an error
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
 WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/schedule/search/test_auto.py tests/pipeline_parallel/test_equality.py \
   tests/pipeline_parallel/contracts/test_p2p.py tests/optim/test_distributed.py tests/training/test_same_numbers.py \

@@ -15,11 +15,17 @@ from types import ModuleType
 import pytest
 
 from megapipe.config import Config
+from megapipe.doors import DOORS
 from megapipe.flags import parse
+from megapipe.schedule import SCHEDULES
+from tools.docs import hooks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-PROGRAM = re.compile(r"(?:.*\s)?(?:python3?|torchrun)\s.*?((?:tools|scripts)/[\w/]+\.py|pretrain_gpt\.py)\s?(.*)")
+PROGRAM = re.compile(
+    r"(?:.*\s)?(?:python3?|torchrun)\s.*?((?:tools|scripts)/[\w/]+\.py|pretrain_gpt\.py|megapipe [\w-]+)\b\s?(.*)"
+    r"|(megapipe [\w-]+)\s?(.*)"
+)
 
 
 class Parsed(Exception):
@@ -66,23 +72,31 @@ def test_dead_links_are_found(tmp_path):
 def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:
     """(program, its words) of every command in a fence or in `code`; what only stands for something is left out."""
     fences = [code for kind, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "bash")]
-    inline = re.findall(r"`((?:python|torchrun) [^`]+)`", prose(text))
+    inline = re.findall(r"`((?:python|torchrun|megapipe) [^`]+)`", prose(text))
     for line in "\n".join([*fences, *inline]).replace("\\\n", " ").splitlines():
-        if found := PROGRAM.match(line.removeprefix("$ ")):
+        if (found := PROGRAM.match(line.removeprefix("$ "))) and "NAME" not in line:
             # Behind three blanks stands what it is for; [...] may be left out; `...` and <flags> are yours, N a number.
-            words = re.split(r"\s{3,}(?=\w)|\s+[|>#&;]|\s\(", found[2])[0]
+            words = re.split(r"\s{3,}(?=\w)|\s+[|>#&;]|\s\(", found[2] or found[4] or "")[0]
             words = re.sub(r"<[^>]+>|\[[^]]*\]|(--[\w-]+ )?(?<!\S)\.\.\.(?!\S)", "", words)
-            yield found[1], [re.sub(r"^N$", "8", word) for word in shlex.split(words.rstrip(")"))]
+            yield found[1] or found[3], [re.sub(r"^N$", "8", word) for word in shlex.split(words.rstrip(")"))]
 
 
 def main_of(program: str) -> tuple[ModuleType, Callable[..., object]]:
     """The module that reads a program's flags, and its function. Raises: Parsed if the program has none."""
-    source = (ROOT / program).read_text(encoding="utf-8")
-    door = re.search(r"^from (megapipe\.commands\.[\w.]+) import command$", source, re.M)
-    if not door and not re.search(r"\bparse(_among|_args)?\(", source):
+    door = (
+        re.search(r"^    door\(\"([\w-]+)\"\)$", (ROOT / program).read_text("utf-8"), re.M) if "/" in program else None
+    )
+    named = door[1] if door else program.removeprefix("megapipe ")
+    if named in DOORS:
+        name, _, function = f"megapipe.commands.{DOORS[named].module}".partition(":")
+    else:
+        name, function = program.removesuffix(".py").replace("/", "."), ""
+    if not re.search(
+        r"\bparse(_among|_args)?\(", ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+    ):
         raise Parsed
-    module = importlib.import_module(door[1] if door else program.removesuffix(".py").replace("/", "."))
-    return module, module.main
+    module = importlib.import_module(name)
+    return module, getattr(module, function or "main")
 
 
 def read(program: str, words: list[str]) -> None:
@@ -124,3 +138,24 @@ def test_every_command_of_the_docs_is_one_that_its_program_takes():
         else:
             wrong.append(f"{program} {shlex.join(words)}: ran without reading its flags")
     assert wrong == []
+
+
+def test_a_schedules_page_of_the_site_has_picture_paper_and_numbers():
+    text = hooks.page("zb-v")
+    assert "![zb-v](../schedules/zb-v.svg)" in text
+    assert "Qi et al. 2023, sec. 6" in text
+    assert "| 8 | 16 | 10:11:8 | 502.5 | 667 | 21 | 4.3% | 8 |" in text  # as the table of docs/schedules.md
+    docs = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    assert [name for name in SCHEDULES if f"\n### {name}\n" not in docs] == []
+
+
+def test_the_sites_first_page_links_within_docs_and_to_files_beside_them():
+    text = hooks.readme()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_every_page_stands_in_the_sites_table_of_contents():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"[\w/]+\.md", nav)) == pages | {"index.md", "api.md"}
