@@ -24,10 +24,10 @@ from megapipe.schedule.verify import verify
 
 OWN = "own"
 PLAIN = "1f1b"
-"""What a run has without a name, and what others are measured by."""
+"""The schedule of a run that names none, and the one that others are compared with."""
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
-"""Of a table: 128 ranks with 8 chunks take 4,000 microbatches."""
+"""The largest table: 128 ranks with 8 chunks take 4,000 microbatches."""
 
 
 @dataclass(frozen=True)

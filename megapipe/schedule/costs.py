@@ -1,4 +1,4 @@
-"""What a pass costs and holds: the only numbers a schedule is ever judged by.
+"""Costs: what a pass takes and holds, the only numbers a schedule is ever judged by.
 
 A plain number is per device share (one microbatch through 1/P of the model), so that every schedule does the same work
 on a rank, however many chunks it cuts; a tuple names each stage of the chain and is taken as it is.

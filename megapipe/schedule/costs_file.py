@@ -16,7 +16,7 @@ from megapipe.schedule.costs import MOST, SHARES, Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
 _SINGLE = ("fb", "overhead", "piece", *SHARES)
-"""The same on every stage."""
+"""Costs that are the same on every stage."""
 
 
 def load_costs(path: str | Path) -> Costs:

@@ -1,4 +1,4 @@
-"""Which passes of a table must be done before a pass can start: the rules of `kinds` with stages and numbers."""
+"""Dependencies: the passes of a table that must be done before a pass can start, by the rules of `kinds`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
 
 
 class Dependencies:
-    """What the passes of a table need.
+    """The needs of a table's passes.
 
     Args:
         schedule: the table; its passes are looked at once.
@@ -34,7 +34,7 @@ class Dependencies:
         return [maker for need in wanted for maker in self._makers(item, need)]
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """For each pass those of its needs that are not of its own microbatch."""
+        """The needs of each pass that are not of its own microbatch."""
         return {item: makers for item in self._there if (makers := self.of(item, beyond=True))}
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
@@ -49,7 +49,7 @@ class Dependencies:
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
-    """Of each rank how many of its first steps can be run a second time by all ranks together.
+    """The number of each rank's first steps that all ranks together can run a second time.
 
     They write no gradient, and what they need of any rank is among those of that rank: the forwards at the beginning of
     a step, which are run again when the weights under them turn out to be wrong.

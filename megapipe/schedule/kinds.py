@@ -1,4 +1,4 @@
-"""What a kind of pass is, in one place: where it runs, what it needs, what it leaves for others, what it holds.
+"""Kinds of pass, each in one place: where it runs, what it needs, what it leaves for others, what it holds.
 
 Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here and an entry in
 `pipeline_parallel.passes.begin`.
@@ -20,7 +20,7 @@ class Lane(StrEnum):
 
 
 class Made(StrEnum):
-    """What a pass leaves for others."""
+    """Results that a pass leaves for others."""
 
     OUTPUT = "output"
     GRADIENT = "gradient of the input"
@@ -57,7 +57,7 @@ HANDED = {Where.PREV, Where.NEXT, Where.FIRST, Where.LAST, Where.SHARES}
 
 
 class Need(NamedTuple):
-    """What must be there before a pass can start.
+    """A need: a result that must be there before a pass can start.
 
     Attributes:
         back: steps before this one.
@@ -131,7 +131,7 @@ _ALL = Where.SHARES
 
 
 class Kind(StrEnum):
-    """What a pass does.
+    """A kind of pass: what it does.
 
     Of a microbatch: F forward, B input gradient, W weight gradient, BW both, as autograd does. Of a stage as a whole,
     once a step: G reduce its gradients over data parallel, U update the owned share, A gather the updated weights for

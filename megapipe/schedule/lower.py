@@ -1,4 +1,4 @@
-"""From a table to programs: where each rank sends and receives.
+"""Lowering of a table to programs: where each rank sends and receives.
 
 One clock sorts all passes and messages; each rank's program is its own slice of that one order. Whoever follows one
 global order cannot meet another rank in the opposite one, so no schedule deadlocks even if every send waits for its
@@ -53,6 +53,8 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         if step[0].kind not in computes:  # posted in its place of the row; it waits on its own lane
             tick = done = posted[rank]
         posted[rank] = done
+        # V is a border of the global order: messages made before it sort before it on both ranks, whatever their
+        # times.
         validating = step[0].kind in validates
         if validating:
             passed[rank] = 2 * step[0].microbatch + 2
@@ -69,7 +71,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
 
 
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
-    """Of each rank: the most of its messages that are made and not yet taken at one time by the clock."""
+    """The most messages of each rank that are made and not yet taken at one time by the clock."""
     links = schedule.links
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
@@ -80,12 +82,13 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
         for dst in links[p[:2]].sends:
+            # Negative, so that of two at one time the one that is made counts before the one that is taken.
             changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same table with only what an evaluation does: its forwards."""
+    """A table with only what an evaluation does: its forwards."""
     rows = [[tuple(x for x in step if x.kind.rule.evaluates) for step in row] for row in schedule.ranks]
     return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows))
 

@@ -35,7 +35,7 @@ def own_generator(name: str) -> Callable[..., Schedule]:
 
 
 def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatches: int) -> Schedule:
-    """What `generate` makes, its rows and steps as tuples. `source` names it in errors.
+    """The schedule that `generate` makes, its rows and steps as tuples. `source` names it in errors.
 
     Raises: ScheduleError if the user's code fails, or what it returns is no table for these numbers.
     """

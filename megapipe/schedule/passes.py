@@ -35,7 +35,7 @@ Step = tuple[Pass, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage.
+    """A placement of stages on ranks.
 
     Attributes:
         rank_of: rank of each stage.
@@ -106,7 +106,7 @@ class Placement:
         return tuple(range(self.num_stages)) if where is Where.EVERYWHERE else (stage,)
 
     def shares(self, stage: int) -> tuple[int, ...]:
-        """Of each rank the stage that has its share of the vocabulary, the first that it has of the chain of `stage`,
+        """The stage of each rank that has its share of the vocabulary, the first that it has of the chain of `stage`,
         in ascending order; none where the ends of the model have the whole vocabulary."""
         return self._shares[stage // self.chain]
 
@@ -124,7 +124,7 @@ class Placement:
 
 
 def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
-    """Why there is no placement of these numbers."""
+    """Reasons why there is no placement of these numbers."""
     stages = list(rank_of)
     if set(stages) != set(range(ranks)):
         yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
@@ -153,7 +153,7 @@ def mirror(ranks: int) -> Placement:
 
 
 class Link(NamedTuple):
-    """What passes of a kind and stage take of others, by what it is and the stage that made it, and the other ranks to
+    """Links of the passes of a kind and stage: what they take, by what it is and who made it, and the other ranks to
     which what they make is sent."""
 
     takes: tuple[tuple[Made, int], ...]
@@ -161,7 +161,7 @@ class Link(NamedTuple):
 
 
 class Last(NamedTuple):
-    """Of a stage the microbatches that come last in its row: of its backwards, and of the passes that add into the
+    """The last microbatches in the row of a stage: of its backwards, and of the passes that add into the
     gradients of its weights."""
 
     backward: int
@@ -185,17 +185,17 @@ class Schedule:
 
     @property
     def all_microbatches(self) -> int:
-        """Of all training steps together."""
+        """Microbatches of all training steps together."""
         return self.num_microbatches * self.training_steps
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """What there is in the table."""
+        """Kinds of pass that are in the table."""
         return frozenset([item[0] for row in self.ranks for step in row for item in step])
 
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
-        """Of each kind in the table those needs of its row that apply."""
+        """The needs of each kind in the table, as far as they apply to it."""
         return {kind: tuple(filter(self._applies, kind.rule.needs)) for kind in self.kinds}
 
     def _applies(self, need: Need) -> bool:
@@ -205,7 +205,7 @@ class Schedule:
 
     @cached_property
     def links(self) -> dict[tuple[Kind, int], Link]:
-        """By kind and stage; a result that no kind of the table takes goes nowhere."""
+        """Links by kind and stage; a result that no kind of the table takes goes nowhere."""
         place = self.placement
         takes = {
             (kind, stage): tuple((n.made, x) for n in needs if n.where in HANDED for x in place.needed(stage, n))
@@ -222,7 +222,7 @@ class Schedule:
 
     @cached_property
     def last(self) -> dict[int, Last]:
-        """By stage, of those that have a microbatch. Rows may have their microbatches in any order."""
+        """The last microbatches by stage, of stages that have one. Rows may have their microbatches in any order."""
         passes = [item for row in self.ranks for step in row for item in step]
         backward = {stage: microbatch for kind, stage, microbatch in passes if kind.is_backward}
         weights = {stage: mb for kind, stage, mb in passes if Made.WEIGHT_GRADIENT in kind.rule.makes}
@@ -234,12 +234,12 @@ class Schedule:
 
 
 def unpaired(schedule: Schedule) -> Schedule:
-    """The same order with every F&B pair as F, then B: for models that cannot overlap them."""
+    """A table with every F&B pair as F, then B: for models that cannot overlap them."""
     return replace(schedule, ranks=tuple(tuple((p,) for step in row for p in step) for row in schedule.ranks))
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """For each stage the microbatches that are n of those it has between F and B, whenever it has the most.
+    """The microbatches of each stage that are n of those it has between F and B, whenever it has the most.
 
     Megatron-LM's choice among outstanding microbatches (max_outstanding_backprops): the first n of every window.
     """
@@ -256,7 +256,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
 
 
 class Message(NamedTuple):
-    """What a pass made, on its way from rank src to rank dst."""
+    """A message: the result of a pass, on its way from rank src to rank dst."""
 
     made_by: Pass
     src: int
@@ -274,4 +274,4 @@ class Exchange:
 
 
 Program = tuple[Step | Exchange, ...]
-"""What one rank does: steps and exchanges, in order."""
+"""The program of one rank: steps and exchanges, in order."""

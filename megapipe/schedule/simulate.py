@@ -24,7 +24,7 @@ from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule does under given costs. Times and memory are in the units of the costs.
+    """The course of a schedule under given costs. Times and memory are in the units of the costs.
 
     Attributes:
         start, end: of every pass; both passes of an overlapped pair have the pair's.
@@ -80,7 +80,7 @@ class Clock:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Of the many small tuples of a table none is in a cycle; the search for cycles takes two fifths of the time."""
+    """Pause the search for cycles: none of a table's small tuples is in one, and it takes two fifths of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -138,6 +138,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
+    # A dict as an ordered set: a rank that is woken twice is looked at once, the one that was woken last first.
     ready = dict.fromkeys(reversed(range(len(rows))))  # ranks that may go on, the last one first
     while ready:
         rank = next(reversed(ready))
@@ -145,6 +146,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
         for i in range(len(ends), len(steps)):
             step = steps[i]
             lane = lane_of[step[0][0]]
+            # Inlined, with local names: this loop runs once for each pass of each table that a search tries.
             now = lanes[lane]
             for item in step:
                 kind, stage, microbatch = item
@@ -155,6 +157,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
                         now = there
                 if others and item in others:
                     now = max(now, after_others(item, rank))
+            # Not made yet: the rank leaves the loop, and whoever makes it wakes the rank.
             if now == inf:
                 break
             clock.order.append((rank, i))
@@ -178,11 +181,11 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
 _LANES = tuple(Lane)
 _Arrival = tuple[dict[int, float], int, float]
-"""Where the time of a result is found: by stage * microbatches + microbatch, shifted; and how long it travels."""
+"""The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 
 
 class _Wires(NamedTuple):
-    """What a table's kinds are to the clock. `needs` and `makes` by kind and stage, within one microbatch; `others`, of
+    """The kinds of a table for the clock. `needs` and `makes` by kind and stage, within one microbatch; `others`, of
     each pass, what it needs beyond, and `waiters`, of each of those, the ranks that may wait for it."""
 
     lane_of: dict[Kind, int]
@@ -202,6 +205,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
         needs[kind] = [[] for _ in place.rank_of]
         within = [need for need in rows if not is_beyond(kind, need)]
         beyond = beyond or len(within) < len(rows)
+        # Results are found by one number, so that a need of another stage is a shift: no tuple is made for a lookup.
         for need, (stage, rank) in product(within, enumerate(place.rank_of)):
             for other in place.needed(stage, need):  # neighbours lie m apart
                 src = place.rank_of[other]
@@ -253,12 +257,13 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
 
 
 def memory_steps(schedule: Schedule, costs: Costs, clock: Clock) -> list[list[tuple[float, float, int]]]:
-    """For each rank (time, activation held from then on, the step of its row that makes it so), in order of time."""
+    """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
     by_stage = list(zip(*costs.memory(schedule.placement), strict=True))
     change = {
         kind: [sum(n * size for n, size in zip(kind.rule.memory, sizes, strict=True)) for sizes in by_stage]
         for kind in schedule.kinds
     }
+    # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
     takes = {kind for kind in schedule.kinds if max(kind.rule.memory) > 0 <= min(kind.rule.memory)}
     gives = {kind for kind in schedule.kinds if min(kind.rule.memory) < 0}
     curves = []

@@ -28,6 +28,7 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
     Raises: ScheduleError naming every problem with its rank, step and pass.
     """
     problems = list(_table_problems(schedule))
+    # A table that is wrong by itself is not lowered: what it would say then follows from what was said.
     if not problems:
         clock = run_clock(schedule, costs)
         if memory is not None:
@@ -78,7 +79,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
-    """Why a pass cannot stand on this rank."""
+    """The reason why a pass cannot stand on this rank."""
     place, m = schedule.placement, schedule.all_microbatches
     kind, stage, microbatch = item
     if not 0 <= stage < place.num_stages:
@@ -137,7 +138,7 @@ def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """What reads the microbatches of a chain must do so in one order: inputs and labels come from iterators, each of
+    """Readers of a chain's microbatches that are not in one order: inputs and labels come from iterators, each of
     which gives the next microbatch to whoever asks."""
     place, orders = schedule.placement, dict[tuple[Kind, int], list[int]]()
     for kind, stage, microbatch in seen:
@@ -158,12 +159,13 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """What is done to one stage as a whole in a step must be done to all, and to replicas in one order everywhere."""
+    """Passes of a stage as a whole that other stages lack, or that replicas do not run in one order everywhere."""
     place = schedule.placement
     done = sorted({(item.kind, item.microbatch) for item in seen if item.kind.rule.per_stage})
     for kind, step in done:
         missing = [item for s in range(place.num_stages) if (item := Pass(kind, s, step)) not in seen]
         yield from (f"rank {place.rank_of[item.stage]}: {item} is missing" for item in missing)
+        # Collectives of replicas meet by their order alone: two ranks that share several must have them in one order.
         together = kind.rule.lane is Lane.DP and not missing
         for rank in range(place.num_ranks) if together else ():
             order = sorted(place.stages_on(rank), key=lambda s: seen[Pass(kind, s, step)])
@@ -179,7 +181,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 
 def _never_again(schedule: Schedule) -> Iterator[str]:
-    """What stands before V has run on weights that V may take back: all ranks must be able to run it again."""
+    """Passes before V that cannot run again, as all must: they ran on weights that V may take back."""
     validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
     if not validates:
         return
@@ -242,6 +244,8 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                 for message in item.messages:
                     if message not in posted:
                         posted.add(message)
+                        # The first of two ranks to come to a message waits; the second finds it posted, and lets the
+                        # first go on.
                         waits[rank] += 1
                         continue
                     here.add((message.dst, *_result(message.made_by)))

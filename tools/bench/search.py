@@ -1,4 +1,4 @@
-"""How far the search gets where a better schedule than any fixed pattern is known to exist."""
+"""Cases where a better schedule than any fixed pattern is known to exist, and how far the search gets."""
 
 from __future__ import annotations
 

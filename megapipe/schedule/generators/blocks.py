@@ -30,7 +30,7 @@ def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 
 
 def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
-    """What costs choose from, and the memory."""
+    """The tables that costs choose from, and the memory."""
     clash = 0 if ranks % 2 else 3
 
     def block(rank: int) -> Block:
@@ -41,7 +41,7 @@ def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]
 
 
 def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
-    """What costs choose from, and the memory."""
+    """The tables that costs choose from, and the memory."""
     clash = 0 if ranks % 3 else 2
 
     def block(rank: int) -> Block:
@@ -88,7 +88,7 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 
 
 class _Rank:
-    """What a rank has run and holds."""
+    """A rank with what it has run and holds."""
 
     def __init__(self, down: int, up: int, block: Block, limit: int) -> None:
         w0, w1 = block.weights()
@@ -106,7 +106,7 @@ class _Rank:
         self.limit = limit
 
     def choose(self, ready: dict[tuple[Kind, int, int], int], now: int) -> Pass | None:
-        """What to run in slot `now`, noted as run; None if nothing can."""
+        """The pass to run in slot `now`, noted as run; None if nothing can."""
         full = sum(self.held.values()) == self.limit
         can = [
             (self.slots[kind, stage] + 6 * i, kind, stage)

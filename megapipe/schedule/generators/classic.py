@@ -28,5 +28,5 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """With a warm-up twice as deep: bubble (p-1)(F+B-2W), none at F = B = W, at almost twice the memory, 2p-1."""
+    """ZB-H1 with a warm-up twice as deep: bubble (p-1)(F+B-2W), none at F = B = W, memory 2p-1, almost twice."""
     return in_turns("zb-h2", ranks, [microbatches], slope=2, lag=2)

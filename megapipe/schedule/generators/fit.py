@@ -1,4 +1,4 @@
-"""What costs can still change in a fixed order: where the weight gradients stand.
+"""A fit of a fixed order to costs: they can still change where the weight gradients stand.
 
 F and B keep their order, so a schedule keeps its picture and its memory; W go where a rank would wait under the costs
 at hand, or where the memory asks for them.
@@ -16,7 +16,7 @@ from megapipe.schedule.generators.orders import Orders, Problem, backward_sooner
 from megapipe.schedule.passes import Schedule
 
 PATIENCE = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
-"""How far a W may overrun a wait that is shorter than itself, in parts of W."""
+"""Parts of W by which one may overrun a wait that is shorter than itself."""
 
 
 def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
@@ -45,7 +45,7 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
 def refilled(
     of: Problem, orders: Orders, patiences: Sequence[float] = PATIENCE
 ) -> Iterator[tuple[Orders, list[float]]]:
-    """The same F and B, made to fit the memory, with W wherever there is a wait, once for each patience of
+    """Orders of the same F and B, made to fit the memory, with W wherever there is a wait, once for each patience of
     `fill_weights`: orders and the end of every pass; none where they cannot fit."""
     bare: Orders = []
     for rank, order in enumerate(orders):
@@ -102,7 +102,7 @@ def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Ord
             end[x] = t
             out.append(x)
             i += 1
-            if x // m % 3:
+            if x // m % 3:  # not an F but a B: its W is owed from here on
                 owe.append(x + m)
             y = target[x]
             if y != n:

@@ -17,7 +17,7 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not change during a search. Lists of passes end with one more entry: "no pass", done at time 0.
+    """A problem: all that does not change during a search. Lists of passes end with one more, "no pass", at time 0.
 
     Attributes:
         costs: what all below is made of.

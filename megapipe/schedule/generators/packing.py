@@ -47,7 +47,7 @@ def packed(blocks: Sequence[Block], microbatches: int) -> tuple[tuple[Step, ...]
 
 
 Slots = list[dict[int, Pass]]
-"""For each rank the pass in each slot that is taken."""
+"""The pass in each slot that is taken, for each rank."""
 
 
 def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
@@ -91,7 +91,7 @@ class RankSlots:
         self.states = self._after(0, len(self.states))
 
     def move(self, slot: int, earliest: int, limit: int) -> int:
-        """Where the pass of a slot goes: the first free slot from `earliest` on that keeps to the limit, or none."""
+        """The place of a slot's pass: the first free slot from `earliest` on that keeps to the limit, or none."""
         item = self.passes.pop(slot)
         for free in range(earliest, slot):
             if free in self.passes:
@@ -106,7 +106,7 @@ class RankSlots:
         return slot
 
     def move_pair(self, slot: int, earliest: int) -> int:
-        """Where the passes of a slot and the next go: the first two free slots in a row."""
+        """The place of the passes of a slot and the next: the first two free slots in a row."""
         first, second = self.passes.pop(slot), self.passes.pop(slot + 1)
         free = next(s for s in range(earliest, slot + 1) if s not in self.passes and s + 1 not in self.passes)
         self.passes |= {free: first, free + 1: second}
@@ -134,7 +134,7 @@ class RankSlots:
 
 
 def _squeezed(slots: Slots, microbatches: int) -> Slots:
-    """The same order, every pass as soon as it can; a slot is one unit of time."""
+    """Slots in the same order, every pass as soon as it can; a slot is one unit of time."""
     time = simulate(Schedule("packed", vee(len(slots)), microbatches, _steps(slots)), Costs(2, 2, 2))
     return [{round(time.start[item]): item for item in row.values()} for row in slots]
 

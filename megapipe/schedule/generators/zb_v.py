@@ -9,7 +9,7 @@ from megapipe.schedule.passes import Schedule, vee
 
 
 def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
-    """No bubble at F = B = W, at memory p as 1F1B: rank 0 holds both ends, so that its first B follows F at once.
+    """ZB-V: no bubble at F = B = W, at memory p as 1F1B: rank 0 holds both ends, so its first B follows F at once.
 
     The order is made for at least 2p-1 microbatches; with fewer, those that do not exist are left out.
 

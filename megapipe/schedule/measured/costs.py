@@ -40,12 +40,12 @@ class Spent(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """Between its first and its last pass: the papers' bubble."""
+        """The rank's idle time between its first and its last pass: the papers' bubble."""
         return self.span - self.busy
 
 
 def spent(row: Sequence[Ran]) -> Spent:
-    """What the passes of a rank say; a validation counts as waiting."""
+    """The times of a rank's passes, summed; a validation counts as waiting."""
     groups = list(in_turn(row))
     first, end = groups[0][0], max(x.end for x in row)
     validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind is Kind.V)
@@ -103,7 +103,7 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
 
 
 def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
-    """Of a rank's share of the vocabulary; 0 where it is not shared."""
+    """The time of a rank's share of the vocabulary; 0 where it is not shared."""
     times = [seconds for (kind, _), row in took.items() if kind in kinds for seconds in row]
     return median(times) if times else 0.0
 
@@ -123,7 +123,7 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
-    """What made a pass's input; None at the ends of the model, for W, and where it was not timed."""
+    """The pass that made a pass's input; None at the ends of the model, for W, and where it was not timed."""
     source = place.prev(item.stage) if item.kind.is_forward else place.next(item.stage)
     if source is None or item.kind not in _KINDS or item.kind is Kind.W:
         return None
@@ -136,6 +136,6 @@ def _links(ranks: int) -> list[tuple[int, int]]:
 
 
 def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> float:
-    """Of the link between two ranks; 0 if nothing went over it."""
+    """The lag of the link between two ranks; 0 if nothing went over it."""
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]
     return sum(ways) / len(ways) if ways else 0.0

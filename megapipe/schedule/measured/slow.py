@@ -1,4 +1,4 @@
-"""Who is slow: stages and links that take more than others of equal work, or than they once did, and what that costs.
+"""Slow stages and links: those that take more than others of equal work, or than they once did, and at what cost.
 
 A pure function of what some steps have taken. What is slow in two samples in a row is named, once.
 """
@@ -16,7 +16,7 @@ from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import simulate
 
 SLOWER, LATER_S, WORTH = 1.25, 1e-3, 0.02
-"""What is named takes so much more than it should, is so much later, and costs so much of a step."""
+"""Bounds of what is named: it takes so much more than it should, is so much later, costs so much of a step."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sample:
 
 
 class Slow(NamedTuple):
-    """What is slow, by its name and in words, and what share of a step it costs; None for what is not any more."""
+    """A slow stage or link: its name, in words, and the share of a step that it costs; None for one that was slow."""
 
     name: str
     text: str
@@ -46,7 +46,7 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class History:
-    """What samples have shown so far.
+    """The history of samples so far.
 
     Attributes:
         least: each took.
@@ -61,7 +61,7 @@ class History:
     def after(
         self, samples: Sequence[Sample], schedule: Schedule, counted: Costs
     ) -> tuple[History, list[Slow], list[Slow]]:
-        """With a sample of every replica of the pipeline under one table.
+        """A history with one more sample of every replica of the pipeline under one table.
 
         Args:
             counted: what the plan gives each stage, which says whose work is equal.
@@ -87,7 +87,7 @@ def _took(samples: Sequence[Sample], schedule: Schedule) -> Iterator[tuple[_Key,
 
 
 def stage_seconds(costs: Costs, schedule: Schedule) -> list[float]:
-    """Of a microbatch, forward and backward, at each position of the chain."""
+    """Seconds of a microbatch, forward and backward, at each position of the chain."""
     time, place = replace(costs, overhead=0.0).durations(schedule.placement), schedule.placement
     return [time[Kind.F][at] + time[Kind.BW][at] for at in range(place.chain)]
 
@@ -112,7 +112,7 @@ def _stage_name(sample: Sample, at: int, schedule: Schedule) -> str:
 def _slow_stages(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule, counted: Costs
 ) -> Iterator[Slow]:
-    """Beside stages of equal work; one that has no equal, beside itself as it was, if others are as they were."""
+    """Slow stages beside those of equal work; one without any beside itself as it was, if others are as they were."""
     place = schedule.placement
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
     work = stage_seconds(counted, schedule)
@@ -137,7 +137,7 @@ def _slow_stages(
 
 
 def _late_links(least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule) -> Iterator[Slow]:
-    """Beside the other links; where there is one, beside itself as it was."""
+    """Late links beside the others; where there is one, beside itself as it was."""
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():
         should = median_low(took.values()) if len(took) > 1 else least.get(("link", r, n), seconds)

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 _PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)$")
 _MESSAGE = re.compile(r"^(recv|send) ")
 _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
-"""Where a GPU ran the passes its own times count, not the host's."""
+"""Annotations: where a GPU ran the passes its own times count, not the host's."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read(path: Path) -> RankTrace:
 
 
 def _is_event(event: object) -> bool:
-    """Also of those without a duration, which are kept as they are."""
+    """Is it an event? Those without a duration are too, and are kept as they are."""
     if not isinstance(event, dict):
         return False
     times = [event.get(name, 0.0) for name in ("ts", "dur")]
@@ -255,5 +255,5 @@ def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
-    """From the first start to the last end of one step's rows."""
+    """The span from the first start to the last end of one step's rows."""
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Cooling:
-    """How an annealing goes.
+    """The course of an annealing.
 
     Attributes:
         steps: moves to try.
@@ -177,7 +177,7 @@ def _shift(problem: Problem, orders: Orders, end: list[float], random: Random) -
 
 
 def _in_order(part: list[int], m: int) -> list[int]:
-    """The same classes at the same places, the microbatches of each class in their order."""
+    """An order with the same classes at the same places, the microbatches of each class in their order."""
     classes = [x // m for x in part]
     if len(set(classes)) == len(classes):
         return part

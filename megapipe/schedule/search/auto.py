@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. Times and memory are in the units of the costs.
+    """The result of a search. Times and memory are in the units of the costs.
 
     Attributes:
         bound: no schedule of this placement, memory and objective can be faster.
@@ -123,7 +123,7 @@ def search_among(
     seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """The same where each placement has its own costs, in the same units: the splits of one model.
+    """A search where each placement has its own costs, in the same units: the splits of one model.
 
     Raises: ScheduleError if no candidate can hold one microbatch.
     """
@@ -201,7 +201,7 @@ def _contest(problems: list[Problem], seconds: float, until: float, progress: Ca
 
 
 def _entrants(problems: list[Problem], seconds: float, until: float, random: Random) -> list[_Entrant]:
-    """Of each placement the best pattern and, if that is not optimal, other starts."""
+    """The best pattern of each placement and, if that is not optimal, other starts."""
     result = []
     for x in problems:
         objective = "period" if x.period else "makespan"
@@ -241,7 +241,7 @@ def _few(full: Problem) -> int:
 def _placements(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs, objective: str
 ) -> list[Placement]:
-    """Those to try."""
+    """Placements to try."""
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
     if placement not in (None, "loop", "v"):
@@ -272,7 +272,7 @@ def limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | N
 
 
 def _possible(problems: list[Problem]) -> list[Problem]:
-    """Those whose ranks can hold one microbatch."""
+    """Problems whose ranks can hold one microbatch."""
     found, lacking = [], []
     for x in problems:
         least = [max(accumulate(x.holds[y] for y in order)) for order in one_by_one(x)]

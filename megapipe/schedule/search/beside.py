@@ -55,7 +55,7 @@ class Beside:
         finalize(self, self._process.kill)  # at the exit of this process at the latest
 
     def result(self) -> Better | None:
-        """What it found; None while it searches. Raises: ScheduleError if it failed; its error is on stderr."""
+        """The table it found; None while it searches. Raises: ScheduleError if it failed; its error is on stderr."""
         if (status := self._process.poll()) is None:
             return None
         if status:

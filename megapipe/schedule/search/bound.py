@@ -1,4 +1,4 @@
-"""No schedule can be faster than this: what chains of passes, memory and work on one rank force.
+"""A lower bound: no schedule can be faster than what chains of passes, memory and work on one rank force.
 
 Two ideas, for any costs by stage. Before its first B a rank can only run F, no more than its memory holds; after its
 last B only W, no more than its memory holds. And every microbatch occupies memory from its F to its W (Little's law).

@@ -1,4 +1,4 @@
-"""Where the search starts: the papers' patterns, building blocks of our own, and a smaller solution unrolled.
+"""Starts of the search: the papers' patterns, building blocks of our own, and a smaller solution unrolled.
 
 A building block (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sec. 3) says when each pass of one
 microbatch runs; microbatch i runs i periods later, every rank in the order of those times. Here times are real costs,
@@ -34,7 +34,7 @@ def patterns(problem: Problem) -> list[Found]:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """When the passes of one microbatch run.
+    """A rhythm: the times at which the passes of one microbatch run.
 
     Attributes:
         waits: after each pass of a leg of the way down and up again, a leg being one chunk on all ranks.
@@ -175,7 +175,7 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
 
 
 def _begins(m: int, group: int, period: float, part: float) -> list[float]:
-    """When each microbatch enters: in groups, a group's at the pace of one chunk, which is `part` of the model's."""
+    """Times at which microbatches enter: in groups, a group's at the pace of one chunk, `part` of the model's."""
     return [(i // group * group + i % group * (part if group > 1 else 1.0)) * period for i in range(m)]
 
 

@@ -29,6 +29,7 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
     rows, cuts, gathers = [], closed_prefix(schedule), _gathers(schedule)
     for rank, (row, cut) in enumerate(zip(schedule.ranks, cuts, strict=True)):
         own = schedule.placement.stages_on(rank)
+        # Updates in the order in which gradients are there.
         reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
         front = gathers[rank] if gather == "ahead" else []
         back = [Pass(Kind.U, s, 0) for s in reduced]
@@ -66,7 +67,7 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:
-    """Of each rank from the model's first slice on, as its forwards need them; so replicas come in one order."""
+    """Gathers of each rank from the model's first slice on, as its forwards need them: replicas come in one order."""
     place = schedule.placement
     stages = (sorted(place.stages_on(rank), key=place.position) for rank in range(place.num_ranks))
     return [[Pass(Kind.A, stage, 0) for stage in own] for own in stages]

@@ -50,6 +50,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     room = [peak + sum(held[s] for s in place.stages_on(r)) for r, peak in enumerate(before.peak)]
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-place.num_stages // place.num_ranks)):
+        # Few trials decide what no rule does: how many forwards a backward may overtake, how many T may wait.
         for waiting in (1, 2, 3):
             merged = _Merge(unpaired(plain) if delay else plain, costs, delay, waiting).run()
             if merged is None:
@@ -92,7 +93,7 @@ class _Rank:
         return cls(deque(step for i, step in enumerate(row) if left[i]), others)
 
     def next(self, delay: int) -> list[Step]:
-        """What may come next of the row, the first choice first."""
+        """Steps of the row that may come next, the first choice first."""
         forward = [self.forwards[0]] if self.forwards else []
         left, other = self.others[0] if self.others else (-1, ())
         if left < len(self.forwards):
@@ -100,7 +101,7 @@ class _Rank:
         return [*forward, other] if left < len(self.forwards) + delay else [other]
 
     def take(self, step: Step) -> None:
-        """It is off the row."""
+        """Take the step off the row."""
         (self.forwards if self.forwards and self.forwards[0] is step else self.others).popleft()
 
 
@@ -146,6 +147,7 @@ class _Merge:
             if rank.lookups[chain] < min(len(own), self.begun[chain] + AHEAD):
                 rank.lookups[chain] += 1
                 return (own[rank.lookups[chain] - 1],)
+        # Before the row: these are short, and the loss of a microbatch waits for C, which waits for every rank's S.
         for kind in (Kind.C, Kind.EW, Kind.S):
             if rank.due[kind] and rank.due[kind][0][0] <= now:
                 return (rank.due[kind].pop(0)[1],)
@@ -156,6 +158,7 @@ class _Merge:
                 if comes <= now:
                     rank.take(step)
                     return step
+                # Half of T's time: a pass of the row that comes that soon is waited for, else T would hold it up.
                 if ready and comes < now + self.length[Kind.T][rank.due[Kind.T][0][1].stage] / 2:
                     return None
         return (rank.due[Kind.T].pop(0)[1],) if ready else None
@@ -186,7 +189,7 @@ class _Merge:
 
 
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
-    """Of each chain, in their order."""
+    """The first forwards of each chain, in their order."""
     passes = [x for row in schedule.ranks for step in row for x in step if x.kind.is_forward]
     firsts = range(0, schedule.placement.num_stages, schedule.placement.chain)
     return [[x for x in passes if x.stage == first] for first in firsts]

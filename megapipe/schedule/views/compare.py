@@ -14,7 +14,7 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.views.draw import short
 
 _SEARCH = 50
-"""How many times as long a search takes as a fixed schedule, for the progress bar."""
+"""Times that a search takes as long as a fixed schedule, for the progress bar."""
 
 _Make = Callable[[Callable[[float], None]], Schedule]
 """Makes a schedule, given whom to tell the share of the work that is done."""
@@ -25,7 +25,7 @@ _TIE, _WORTH = 0.005, 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """What one schedule does. Times in the unit of the costs, memory and parameters in device shares.
+    """The row of one schedule. Times in the unit of the costs, memory and parameters in device shares.
 
     Attributes:
         makespan: from the first start to the last end on any rank: an iteration with a barrier at the optimizer.
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def bubble_share(self) -> float:
-        """Of the period: (p-1)/(m+p-1) for 1F1B, as the papers state it."""
+        """The bubble's share of the period: (p-1)/(m+p-1) for 1F1B, as the papers state it."""
         return self.bubble / self.period if self.period else 0.0
 
 
@@ -121,7 +121,7 @@ def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, m
 
 
 def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UNIT) -> list[str]:
-    """Which schedule to take and why, in sentences; also when none of them helps.
+    """Advice which schedule to take and why, in sentences; also when none of them helps.
 
     Args:
         rows: those of `compare`. The measure is 1f1b, or the first that fits where costs have other stages.
@@ -199,7 +199,7 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
 def _makers(
     names: Iterable[str], ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float
 ) -> tuple[dict[str, _Make], dict[str, _Make]]:
-    """What makes each schedule of the comparison, by label; and those of them that search."""
+    """Makers of the schedules of the comparison, by label."""
 
     def fixed(name: str, chunks: int | None = None) -> _Make:
         return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
@@ -248,8 +248,8 @@ def _uneven(best: Row) -> list[str]:
 
 
 def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
-    """How cheap the overlapped pairs of DualPipeV, which has one copy of the model, must be to reach the best row, in
-    percent of their passes apart."""
+    """The share of their passes apart that the overlapped pairs of DualPipeV, with one copy of the model, may take to
+    reach the best row, in percent."""
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)
     known = costs.fb is not None or any(getattr(costs, name) for name in SHARES)

@@ -14,7 +14,7 @@ from megapipe.schedule.passes import Placement, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
 
 COLOURS = {kind: kind.rule.colour for kind in Kind}
-"""Of the first chunk. Apart for the common kinds of colour blindness: every two differ in lightness or in blue."""
+"""Colours of the first chunk, apart for common kinds of colour blindness: any two differ in lightness or in blue."""
 MEANING = {kind: kind.rule.meaning for kind in Kind}
 
 _Names = dict[tuple[Kind, int], str]
@@ -38,12 +38,12 @@ def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
 
 
 def on_track(schedule: Schedule, rank: int, lane: Lane) -> list[Step]:
-    """What runs on one lane of a rank, in order."""
+    """Steps that run on one lane of a rank, in order."""
     return [step for step in schedule.ranks[rank] if step[0].kind.rule.lane is lane]
 
 
 def chunks(placement: Placement) -> list[int]:
-    """Which chunk of its rank each stage is. In DualPipe the chunk is the direction."""
+    """The chunk of its rank that each stage is. In DualPipe the chunk is the direction."""
     return [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
 
 

@@ -45,16 +45,16 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Files:
-    """Where a figure goes, in one format or several; flags of a command may begin with these."""
+    """Files that a figure goes to, in one format or several; flags of a command may begin with these."""
 
     svg: str | None = None
     """Draw a figure to this file."""
     png: str | None = None
-    """The same as PNG."""
+    """A file with the figure as PNG."""
     pdf: str | None = None
-    """The same as PDF."""
+    """A file with the figure as PDF."""
     width: float = COLUMN
-    """Of the figure in inches; its height follows. A column of a paper has 3.4, a page 7."""
+    """The width of the figure in inches; its height follows. A column of a paper has 3.4, a page 7."""
 
     @property
     def named(self) -> dict[str, Path]:

@@ -27,7 +27,7 @@ KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
 MOST_RANKS, MOST_MICROBATCHES = 64, 256
-"""Of one; a page of them takes a browser's patience."""
+"""Limits of one table: a page of them takes a browser's patience."""
 CHUNKS = (2, 3, 4)
 
 _FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
@@ -35,7 +35,7 @@ _FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
     "v-half": v_half_patterns,
     "v-min": v_min_patterns,
 }
-"""Those whose W stand where costs leave a wait: what there is to choose from, and the memory to keep to."""
+"""Schedules whose W stand where costs leave a wait: what there is to choose from, and the memory to keep to."""
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.draw import chunks, tracks
 
 _MICROSECONDS = 1000.0
-"""Of one unit of cost: it reads as a millisecond."""
+"""Microseconds of one unit of cost: it reads as a millisecond."""
 
 Event = dict[str, object]
 
@@ -64,7 +64,7 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
-    """From each pass whose result another rank takes to the pass that takes it."""
+    """Arrows from each pass whose result another rank takes to the pass that takes it."""
     rank_of, links = schedule.placement.rank_of, schedule.links
     takes = {(*s, x.microbatch, rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
     sent = [(item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends]

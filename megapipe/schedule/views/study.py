@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXES = {"microbatches": "microbatches", "ranks": "pipeline ranks", "costs": "F:B:W"}
-"""What a study may vary; the first of which there are several is the figure's axis, the others make its panels."""
+"""Axes that a study may vary; the first of which there are several is the figure's, the others make its panels."""
 _COLOURS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
     *("#08306b", "#a63603", "#00441b", "#67000d", "#3f007d", "#000000", "#b8860b", "#008080"),
@@ -43,7 +43,7 @@ class Point:
         return [row for row in self.rows if isinstance(row, Row)]
 
     def text(self, *names: str) -> str:
-        """What of this point is meant by the names of axes: p = 8, m = 16, F:B:W = 10:11:8."""
+        """This point by the names of axes that are meant: p = 8, m = 16, F:B:W = 10:11:8."""
         said = {"ranks": f"p = {self.ranks}", "microbatches": f"m = {self.microbatches}", "costs": told(self.costs)}
         return ", ".join(said[name] for name in names)
 
@@ -155,7 +155,7 @@ def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], label
 
 
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
-    """What differs at each, and what it is; of costs that differ in their message alone that."""
+    """Ticks: what differs at each, and what it is; of costs that differ in their message alone that."""
     costs = [x for x in values if isinstance(x, Costs)]
     if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(isinstance(x.comm, tuple) for x in costs):
         return [f"{x.comm:g}" for x in costs], f"a message, where {told(replace(costs[0], comm=0.0))}"

@@ -119,7 +119,7 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
 
 
 def write_memory(schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None) -> None:
-    """What each rank holds over time, all to one scale."""
+    """Draw the memory that each rank holds over time, all to one scale."""
     time = simulate(schedule, costs)
     about = (
         f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_microbatches} "
