@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from megapipe.config.moe import EXPERTS
 from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, Idle, at_least, needs
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
@@ -36,6 +37,10 @@ class ParallelConfig:
     """Ranks that share the layers among them."""
     context_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share each sequence: of 2c pieces rank r has the r-th and the r-th from the end."""
+    expert_model_parallel_size: Annotated[int, LISTED] = 1
+    """Ranks that share the experts of each layer; in all else they hold the same, or parts of one layer."""
+    expert_tensor_parallel_size: Annotated[int | None, LISTED, EXPERTS] = None
+    """Ranks that share each expert. Default: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: Annotated[bool, SEVERAL_RANKS] = False
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
@@ -97,6 +102,10 @@ class ParallelConfig:
     """How long a collective or message may take before the run is stopped."""
     distributed_timeout_seconds_after_init: Annotated[float | None, CLOCK] = None
     """The same from the second iteration on. Default: --distributed-timeout-minutes."""
+
+    @property
+    def etp(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def ranks_of_a_replica(self) -> int:

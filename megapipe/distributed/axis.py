@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class Axis:
         group: communicator; None where size is 1.
         device: where its tensors live.
         shared: a faster way between CPU ranks of one host, where there is one.
-        links: of a pipeline over NCCL, communicators of the same ranks for messages of one way, see `links`.
+        links: of a pipeline over NCCL, communicators of the same ranks for messages of one way, see `groups.link`.
+        beside: of tensor parallelism, the axes of experts by name.
     """
 
     rank: int = 0
@@ -56,6 +57,11 @@ class Axis:
     device: torch.device = CPU
     shared: SharedMemory | None = None
     links: tuple[dist.ProcessGroup, ...] = ()
+    beside: Mapping[str, Axis] = field(default_factory=dict, compare=False)
+
+    def named(self, name: str) -> Axis:
+        """Of tensor parallelism, itself or one of those beside it; where none are, one rank has all experts."""
+        return self if name == "tp" else self.beside.get(name, ALONE)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine x over the axis in place and return it. op: sum, max or min."""

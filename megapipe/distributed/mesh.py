@@ -1,18 +1,17 @@
-"""Who a process is and with whom it talks: tensor, context, data and pipeline axes over one world of ranks.
+"""Who a process is and with whom it talks: the axes of both grids (grid.py) over one world of ranks.
 
-Read once from torch's device mesh into plain frozen objects; nothing else in the package asks torch.distributed who it
-is. Rank order as Megatron's: tensor parallel fastest, then context, data, pipeline; or pipeline before data.
+Plain frozen objects, made once; nothing else in the package asks torch.distributed who it is.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of, gpu_name
-from megapipe.distributed.links import num_links
+from megapipe.distributed.grid import Grids
+from megapipe.distributed.groups import Sets, check_backend, device_mesh_of, group_of, group_of_one, num_links
 from megapipe.distributed.meeting.agreement import agree, agree_in, taken
 from megapipe.distributed.meeting.meeting import meet
 from megapipe.distributed.meeting.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
-from megapipe.distributed.world import check_backend, check_sizes
 from megapipe.errors import ConfigError
 
-Sets = Sequence[tuple[int, ...]]
-JOINT = {"tp-pp": (0, 3), "tp-cp": (2, 3), "tp-dp": (1, 3), "tp-dp-cp": (1, 2, 3)}
-"""Axes over several others, for code in Megatron's shape, and their dimensions of `rank_grid`."""
+JOINT = {
+    "tp-pp": ("tp", "pp"),
+    "tp-cp": ("tp", "cp"),
+    "tp-dp": ("tp", "dp"),
+    "tp-dp-cp": ("tp", "dp_cp"),
+    "etp-ep-pp": ("experts", "pp"),
+}
+"""Axes over several others, for code in Megatron's shape, and the two of the mesh that have the same ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,12 @@ class ProcessMesh:
     """The axes of one process.
 
     Attributes:
+        tp: with `beside`, what splits weights: a layer is handed this axis alone.
         dp_cp: data and context parallel together: the ranks that hold the same weights and sum their gradients. The
             axis dp itself where sequences are not cut.
+        etp, ep, edp: of the experts: which split each one, which share them, which hold the same ones and sum their
+            gradients.
+        experts: ep and etp together: the ranks that have a stage's experts once among them.
         ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
             placement; size 1 for all others, where both are the same rank, and where nothing is tied.
         twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
@@ -64,6 +72,10 @@ class ProcessMesh:
     dp: Axis = Axis()
     dp_cp: Axis = Axis()
     pp: Axis = Axis()
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    edp: Axis = Axis()
+    experts: Axis = Axis()
     world: Axis = Axis()
     ends: Axis = Axis()
     twins: Axis = Axis()
@@ -101,8 +113,8 @@ class ProcessMesh:
     def single(device: torch.device | None = None) -> ProcessMesh:
         """One process, no groups."""
         device = device or CPU
-        one = Axis(device=device)
-        return ProcessMesh(one, one, one, one, one, one, one, one, device)
+        axes: dict[str, Any] = dict.fromkeys(axis_names(), Axis(device=device))
+        return ProcessMesh(**axes, device=device)
 
     @staticmethod
     def create(
@@ -114,8 +126,8 @@ class ProcessMesh:
     ) -> ProcessMesh:
         """The mesh of this process as torchrun started it; `single` when it is alone.
 
-        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp. Where
-        torch.distributed is initialised already, the mesh is made inside that world.
+        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp, and
+        etp x ep x edp x pp. Where torch.distributed is initialised already, the mesh is made inside that world.
 
         Args:
             shares: which of `ends` and `twins` share weights (Plan.shares), and need groups.
@@ -126,10 +138,10 @@ class ProcessMesh:
         guest = dist.is_initialized()
         world_size = dist.get_world_size() if guest else int(os.environ.get("WORLD_SIZE", "1"))
         rank = dist.get_rank() if guest else int(os.environ.get("RANK", "0"))
-        sizes = check_sizes(parallel, world_size)
+        grids = Grids.of(parallel, world_size)
         if world_size == 1:
             return replace(ProcessMesh.single(device), is_guest=guest).activate()
-        same = {**(facts or sizes), "the kind of device": device.type}
+        same = {**(facts or grids.sizes), "the kind of device": device.type}
         timeout, store = timedelta(minutes=parallel.distributed_timeout_minutes), None
         if guest:
             check_backend(device)
@@ -148,7 +160,7 @@ class ProcessMesh:
                     timeout=timeout,
                     device_id=device if device.type == "cuda" else None,
                 )
-            mesh = _joined(parallel, device, shares, joint)
+            mesh = _joined(grids, device, timeout, shares, joint)
         except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} could not make its process groups "
@@ -173,7 +185,7 @@ class ProcessMesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Those that were made for it."""
-        axes = (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.world, self.ends, self.twins, *self.joint.values())
+        axes = (*(getattr(self, name) for name in axis_names()), *self.joint.values())
         found = dict.fromkeys(group for axis in axes for group in (axis.group, *axis.links) if group is not None)
         return [group for group in found if not (self.is_guest and group is dist.group.WORLD)]
 
@@ -192,63 +204,30 @@ class ProcessMesh:
 _current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 
 
-def rank_grid(shape: tuple[int, int, int, int], *, dp_last: bool = False) -> torch.Tensor:
-    """The ranks of a (pp, dp, cp, tp) grid: tp varies fastest, then cp, dp, pp; with dp_last then pp, then dp."""
-    pp, dp, cp, tp = shape
-    ranks = torch.arange(pp * dp * cp * tp)
-    return ranks.view(dp, pp, cp, tp).transpose(0, 1).contiguous() if dp_last else ranks.view(shape)
-
-
-def device_mesh_of(grid: torch.Tensor, device: torch.device) -> DeviceMesh:
-    """torch's view of a grid. It would make a group of each rank alone for an axis of size 1."""
-    if grid.shape[2] == 1:
-        return DeviceMesh(device.type, grid.squeeze(2), mesh_dim_names=("pp", "dp", "tp"))
-    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "cp", "tp"))
+def axis_names() -> list[str]:
+    """The fields of a mesh that are axes."""
+    return [x.name for x in fields(ProcessMesh) if isinstance(x.default, Axis)]
 
 
 def _joined(
-    parallel: ParallelConfig, device: torch.device, shares: Collection[str], joint: Collection[str]
+    grids: Grids, device: torch.device, timeout: timedelta, shares: Collection[str], joint: Collection[str]
 ) -> ProcessMesh:
     """The mesh in a world that is there."""
-    rank, timeout = dist.get_rank(), timedelta(minutes=parallel.distributed_timeout_minutes)
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    grid = rank_grid((pp, dist.get_world_size() // (tp * pp * cp), cp, tp), dp_last=parallel.use_tp_pp_dp_mapping)
-    device_mesh = device_mesh_of(grid, device)
+    rank, device_mesh = dist.get_rank(), device_mesh_of(grids, device)
 
     def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
         if name in ("tp", "cp", "dp", "pp"):
             return device_mesh.get_group(name)
-        return dist.group.WORLD if name == "world" else _groups(sets, rank, device, timeout)
+        return dist.group.WORLD if name == "world" else group_of(sets, rank, device, timeout)
 
-    one_way = num_links(pp) if backend_of(device) == "nccl" else 0
-    mesh = build_mesh(grid, rank, device, make_group, device_mesh, shares, one_way, joint)
+    one_way = num_links(grids.dense.sizes["pp"]) if backend_of(device) == "nccl" else 0
+    mesh = build_mesh(grids, rank, device, make_group, device_mesh, shares, one_way, joint)
     alone = next((name for name in ("tp", "dp", "pp") if getattr(mesh, name).size == 1), None)
-    return replace(mesh, alone=device_mesh.get_group(alone) if alone else _of_one(rank))
-
-
-def _of_one(rank: int) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
-    return group
-
-
-def _groups(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group of the set with this rank: every rank of the world calls it, with all sets.
-
-    NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
-    world would take part in each. A gloo group concerns its members alone.
-    """
-    if backend_of(device) == "nccl" and dist.distributed_c10d._get_default_group().bound_device_id:
-        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
-    groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
-    return next((group for ranks, group in groups.items() if rank in ranks), None)
+    return replace(mesh, alone=device_mesh.get_group(alone) if alone else group_of_one(rank))
 
 
 def build_mesh(
-    grid: torch.Tensor,
+    grids: Grids,
     rank: int,
     device: torch.device,
     make_group: Callable[[str, Sets], dist.ProcessGroup | None],
@@ -257,15 +236,15 @@ def build_mesh(
     one_way: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
-    """The mesh of one rank of a grid.
+    """The mesh of one rank of the grids.
 
     Args:
         make_group: (name, sets of ranks that share no rank) -> the group of this rank's set, or None if it is in none.
             All ranks call it as often and in one order.
-        one_way: how many links a pipeline has, see `links.num_links`.
+        one_way: how many links a pipeline has, see `groups.num_links`.
         joint: names of JOINT.
     """
-    shape = grid.shape
+    made: dict[tuple[tuple[int, ...], ...], Axis] = {}
 
     def axis(name: str, sets: Iterable[Sequence[int]]) -> Axis:
         shared = [tuple(ranks) for ranks in sets if len(ranks) > 1]
@@ -273,28 +252,34 @@ def build_mesh(
         mine = next((ranks for ranks in shared if rank in ranks), None)
         return Axis(mine.index(rank), len(mine), mine, group, device) if mine else Axis(ranks=(rank,), device=device)
 
-    def along(*dims: int) -> list[list[int]]:
-        moved = grid.movedim(dims, tuple(range(-len(dims), 0)))
-        return moved.reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
+    def along(name: str, *names: str) -> Axis:
+        """An axis of a grid; one that has the same ranks is the same."""
+        sets = tuple(grids.sets(*(names or (name,))))
+        if sets not in made:
+            made[sets] = axis(name, sets)
+        found = made[sets]
+        if name in ("tp", "experts") and found.group is not None and found.shared is None and device == CPU:
+            found = replace(found, shared=SharedMemory(found.rank, found.gather_json, position))
+        return found
 
-    pipelines, position = along(0), Position()
+    pipelines, position = grids.sets("pp"), Position()
     ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
-    twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(shape[0] // 2)]
-    tp, cp, dp, pp = axis("tp", along(3)), axis("cp", along(2)), axis("dp", along(1)), axis("pp", pipelines)
+    twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(len(ranks) // 2)]
+    axes: dict[str, Any] = {name: along(name) for name in ("tp", "cp", "dp", "pp")}
     links = [axis(f"link{number}", pipelines).group for number in range(one_way)]
-    if tp.group is not None and device == CPU:
-        tp = replace(tp, shared=SharedMemory(tp.rank, tp.gather_json, position))
+    axes |= {name: along(name) for name in ("etp", "ep", "edp")}
+    axes |= {"dp_cp": along("dp_cp", "dp", "cp"), "experts": along("experts", "etp", "ep")}
+    if axes["experts"].ranks == axes["tp"].ranks:
+        axes["experts"] = axes["tp"]
+    axes["tp"] = replace(axes["tp"], beside={name: axes[name] for name in ("etp", "ep", "experts")})
+    axes["pp"] = replace(axes["pp"], links=tuple(group for group in links if group is not None))
     return ProcessMesh(
-        tp=tp,
-        cp=cp,
-        dp=dp,
-        dp_cp=dp if cp.size == 1 else axis("dp_cp", along(1, 2)),
-        pp=replace(pp, links=tuple(group for group in links if group is not None)),
-        world=axis("world", [range(grid.numel())]),
+        **axes,
+        world=axis("world", [range(len(pipelines) * len(pipelines[0]))]),
         ends=axis("ends", ends if "ends" in shares else ()),
         twins=axis("twins", twins if "twins" in shares else ()),
         device=device,
         device_mesh=device_mesh,
         position=position,
-        joint={name: axis(name, along(*JOINT[name])) for name in joint},
+        joint={name: along(name, *name.split("-")) for name in joint},
     )

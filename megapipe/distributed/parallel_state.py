@@ -1,8 +1,7 @@
 """Megatron-LM's `parallel_state` by its names: a view of the current mesh, for code that is handed none.
 
-It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What a GPT without an axis of experts and
-without FP8 has no answer to (expert groups, FP8's maxima, hybrid and hierarchical groups) raises one ConfigError that
-names it.
+It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What a GPT without FP8 has no answer to
+(FP8's maxima, hybrid and hierarchical groups) raises one ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from typing import Any
 
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.initialize import destroy_model_parallel, initialize_model_parallel
-from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.mesh import JOINT, ProcessMesh
 from megapipe.distributed.process_groups import Group, ProcessGroupCollection, group_of, joint_axis
 from megapipe.errors import ConfigError
 
 __all__ = ["ProcessGroupCollection", "destroy_model_parallel", "initialize_model_parallel"]
 
 _NOT_HERE = {
-    "expert": "megapipe has no axis of experts; they lie as dense layers do",
     "amax": "megapipe has no FP8, whose maxima this group reduces",
     "hybrid": "megapipe has no hybrid context parallelism",
     "hierarchical": "megapipe has no hierarchical context parallelism",
@@ -39,16 +37,59 @@ def is_initialized() -> bool:
 model_parallel_is_initialized = is_initialized
 
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Group | None:
-    return _group(lambda mesh: mesh.tp, check_initialized)
+def _current(check_initialized: bool) -> ProcessMesh | None:
+    return ProcessMesh.required() if check_initialized else ProcessMesh.current()
 
 
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Group | None:
-    return _group(lambda mesh: mesh.pp, check_initialized)
+def _group(axis: Callable[[ProcessMesh], Axis], check_initialized: bool) -> Group | None:
+    mesh = _current(check_initialized)
+    return None if mesh is None else group_of(mesh, axis(mesh))
 
 
-def get_context_parallel_group(check_initialized: bool = True) -> Group | None:
-    return _group(lambda mesh: mesh.cp, check_initialized)
+def _joint(mesh: ProcessMesh, name: str) -> Axis:
+    if (axis := joint_axis(mesh, name)) is None:
+        raise ConfigError(
+            f"parallel_state: the group {name} was not made with the mesh; make it by initialize_model_parallel, or by "
+            f'ProcessMesh.create(..., joint=["{name}"])'
+        )
+    return axis
+
+
+def _size(name: str) -> Callable[[], int]:
+    return lambda: getattr(ProcessMesh.required(), name).size
+
+
+def _rank(name: str) -> Callable[[], int]:
+    return lambda: getattr(ProcessMesh.required(), name).rank
+
+
+def _group_of(name: str) -> Callable[..., Group | None]:
+    """Megatron's function for an axis of the mesh, or of JOINT."""
+
+    def get(check_initialized: bool = True) -> Group | None:
+        return _group(lambda mesh: _joint(mesh, name) if name in JOINT else getattr(mesh, name), check_initialized)
+
+    return get
+
+
+get_tensor_model_parallel_group = _group_of("tp")
+get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _size("tp"), _rank("tp")
+get_pipeline_model_parallel_group = _group_of("pp")
+get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = _size("pp"), _rank("pp")
+get_context_parallel_group = _group_of("cp")
+get_context_parallel_world_size, get_context_parallel_rank = _size("cp"), _rank("cp")
+get_expert_model_parallel_group = _group_of("ep")
+get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _size("ep"), _rank("ep")
+get_expert_tensor_parallel_group = _group_of("etp")
+get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = _size("etp"), _rank("etp")
+get_expert_tensor_and_model_parallel_group = _group_of("experts")
+get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_parallel_rank = (
+    _size("experts"),
+    _rank("experts"),
+)
+get_model_parallel_group = _group_of("tp-pp")
+get_tensor_and_context_parallel_group = _group_of("tp-cp")
+get_expert_tensor_model_pipeline_parallel_group = _group_of("etp-ep-pp")
 
 
 def get_data_parallel_group(
@@ -65,18 +106,17 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
     return group_of(ProcessMesh.required(), _data(with_context_parallel))
 
 
-def get_model_parallel_group(check_initialized: bool = True) -> Group | None:
-    return _group(lambda mesh: _joint(mesh, "tp-pp"), check_initialized)
-
-
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Group | None:
     return _group(lambda mesh: _joint(mesh, "tp-dp-cp" if with_context_parallel else "tp-dp"), check_initialized)
 
 
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Group | None:
-    return _group(lambda mesh: _joint(mesh, "tp-cp"), check_initialized)
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> Group | None:
+    _one_instance(partial_expert_data_parallel)
+    return _group(lambda mesh: mesh.edp, check_initialized)
 
 
 def get_embedding_group(check_initialized: bool = True) -> Group | None:
@@ -93,22 +133,6 @@ def get_position_embedding_group(check_initialized: bool = True) -> Group | None
     return _group(lambda mesh: Axis(), check_initialized) if is_rank_in_position_embedding_group() else None
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    return ProcessMesh.required().tp.size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return ProcessMesh.required().tp.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return ProcessMesh.required().pp.size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return ProcessMesh.required().pp.rank
-
-
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
@@ -121,14 +145,6 @@ def get_data_parallel_rank(
 ) -> int:
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
-
-
-def get_context_parallel_world_size() -> int:
-    return ProcessMesh.required().cp.size
-
-
-def get_context_parallel_rank() -> int:
-    return ProcessMesh.required().cp.rank
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
@@ -144,9 +160,23 @@ def get_tensor_and_context_parallel_rank() -> int:
     return ProcessMesh.required().tp.rank + ProcessMesh.required().tp.size * ProcessMesh.required().cp.rank
 
 
+def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+    _one_instance(partial_expert_data_parallel)
+    return ProcessMesh.required().edp.size
+
+
+def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+    _one_instance(partial_expert_data_parallel)
+    return ProcessMesh.required().edp.rank
+
+
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of this rank's tensor-parallel group; so are the others below."""
     return ProcessMesh.required().tp.ranks[0]
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    return ProcessMesh.required().ep.ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
@@ -231,6 +261,10 @@ set_tensor_model_parallel_rank = _fixed("set_tensor_model_parallel_rank")
 set_pipeline_model_parallel_world_size = _fixed("set_pipeline_model_parallel_world_size")
 set_pipeline_model_parallel_rank = _fixed("set_pipeline_model_parallel_rank")
 set_data_parallel_rank = _fixed("set_data_parallel_rank")
+set_expert_model_parallel_world_size = _fixed("set_expert_model_parallel_world_size")
+set_expert_model_parallel_rank = _fixed("set_expert_model_parallel_rank")
+set_expert_tensor_parallel_world_size = _fixed("set_expert_tensor_parallel_world_size")
+set_expert_tensor_parallel_rank = _fixed("set_expert_tensor_parallel_rank")
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -245,27 +279,9 @@ def __getattr__(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _current(check_initialized: bool) -> ProcessMesh | None:
-    return ProcessMesh.required() if check_initialized else ProcessMesh.current()
-
-
-def _group(axis: Callable[[ProcessMesh], Axis], check_initialized: bool) -> Group | None:
-    mesh = _current(check_initialized)
-    return None if mesh is None else group_of(mesh, axis(mesh))
-
-
 def _data(with_context_parallel: bool) -> Axis:
     mesh = ProcessMesh.required()
     return mesh.dp_cp if with_context_parallel else mesh.dp
-
-
-def _joint(mesh: ProcessMesh, name: str) -> Axis:
-    if (axis := joint_axis(mesh, name)) is None:
-        raise ConfigError(
-            f"parallel_state: the group {name} was not made with the mesh; make it by initialize_model_parallel, or by "
-            f'ProcessMesh.create(..., joint=["{name}"])'
-        )
-    return axis
 
 
 def _one_instance(partial_data_parallel: bool) -> None:

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from megapipe.distributed.axis import CPU, Axis
-from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.mesh import JOINT, ProcessMesh
 
 Group = dist.ProcessGroup
+_AXES = {name: name for name in ("tp", "pp", "cp", "dp", "dp_cp", "ep")}
+_AXES |= {"expt_tp": "etp", "expt_dp": "edp", "tp_ep": "experts"}
+_JOINT = {"mp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-dp-cp", "tp_ep_pp": "etp-ep-pp"}
+"""Megatron-LM's names, and those of a mesh's axes."""
 
 
 @dataclass
@@ -22,7 +26,7 @@ class ProcessGroupCollection:
     """Megatron's collection of a rank's groups; None where there is none, or none was asked for.
 
     Attributes:
-        dp_cp_ag, expt_dp_ag: None, as parameters are gathered over dp_cp, and there are no experts.
+        dp_cp_ag, expt_dp_ag: None, as parameters are gathered over dp_cp and expt_dp.
     """
 
     tp: Group | None = None
@@ -34,6 +38,11 @@ class ProcessGroupCollection:
     tp_cp: Group | None = None
     tp_dp: Group | None = None
     tp_dp_cp: Group | None = None
+    ep: Group | None = None
+    expt_tp: Group | None = None
+    expt_dp: Group | None = None
+    tp_ep: Group | None = None
+    tp_ep_pp: Group | None = None
     embd: Group | None = None
     pos_embd: Group | None = None
     dp_cp_ag: Group | None = None
@@ -42,10 +51,8 @@ class ProcessGroupCollection:
     @staticmethod
     def of(mesh: ProcessMesh) -> ProcessGroupCollection:
         """The groups of a mesh."""
-        axes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp, "dp_cp": mesh.dp_cp}
-        for field, name in {"mp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-dp-cp"}.items():
-            if (axis := joint_axis(mesh, name)) is not None:
-                axes[field] = axis
+        axes = {name: getattr(mesh, of) for name, of in _AXES.items()}
+        axes |= {field: axis for field, name in _JOINT.items() if (axis := joint_axis(mesh, name)) is not None}
         if mesh.pp.rank in (0, mesh.pp.size - 1) and (mesh.ends.size > 1 or mesh.pp.size == 1):
             axes["embd"] = mesh.ends
         if mesh.pp.rank == 0:
@@ -79,8 +86,8 @@ def _nobody_else() -> Group:
 
 def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
     """An axis over several others, where one of them has all ranks, all ranks are in it, or it was asked for."""
-    parts = (mesh.tp, {"tp-pp": mesh.pp, "tp-cp": mesh.cp, "tp-dp": mesh.dp, "tp-dp-cp": mesh.dp_cp}[name])
+    parts: list[Axis] = [getattr(mesh, part) for part in JOINT[name]]
     many = [axis for axis in parts if axis.size > 1]
     if len(many) < 2:
-        return many[0] if many else mesh.tp
+        return many[0] if many else parts[0]
     return mesh.world if many[0].size * many[1].size == mesh.world.size else mesh.joint.get(name)

@@ -14,20 +14,34 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import ProcessMesh, Sets, build_mesh, rank_grid
+from megapipe.distributed.grid import Grids
+from megapipe.distributed.groups import Sets
+from megapipe.distributed.mesh import ProcessMesh, build_mesh
 
 T = TypeVar("T")
 
 
 def run_threads(
-    body: Callable[[ProcessMesh], T], *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, timeout_s: float = 60
+    body: Callable[[ProcessMesh], T],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    timeout_s: float = 60,
 ) -> list[T]:
     """Call `body(mesh)` once per rank of a tp x cp x dp x pp mesh; the results in rank order.
 
+    Args:
+        ep, etp: how experts lie over the same ranks; etp is tp by default.
     Raises: the first error of any rank, at once; ranks that wait for the failed one are left to their timeout.
     """
     world = tp * cp * dp * pp
+    grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
     store = HashStore()
     results: list[T | None] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -45,7 +59,7 @@ def run_threads(
             return group
 
         try:
-            results[rank] = body(build_mesh(rank_grid((pp, dp, cp, tp)), rank, CPU, make_group).activate())
+            results[rank] = body(build_mesh(grids, rank, CPU, make_group).activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

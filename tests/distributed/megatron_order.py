@@ -72,6 +72,28 @@ def answers(tp, pp, cp, order):
     return found, said
 
 
+def expert_answers(tp, ep, etp):
+    """Ranks of a rank's expert groups, as a sum over each says."""
+    ps.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    groups = {
+        "ep": ps.get_expert_model_parallel_group(),
+        "etp": ps.get_expert_tensor_parallel_group(),
+        "edp": ps.get_expert_data_parallel_group(),
+        "both": ps.get_expert_tensor_and_model_parallel_group(),
+    }
+    found = {}
+    for name, group in groups.items():
+        seen = torch.zeros(dist.get_world_size(), dtype=torch.int)
+        seen[dist.get_rank()] = 1
+        dist.all_reduce(seen, group=group)
+        found[name] = seen.nonzero().flatten().tolist()
+    sizes = ps.get_expert_model_parallel_world_size(), ps.get_expert_tensor_parallel_world_size()
+    assert sizes == (len(found["ep"]), len(found["etp"]))
+    assert ps.get_expert_data_parallel_rank() == found["edp"].index(dist.get_rank())
+    ps.destroy_model_parallel()
+    return found
+
+
 def refusal(tp, pp, own_size=False):
     """What a rank is told. own_size: each rank asks for another tensor-parallel size."""
     tp = 1 + dist.get_rank() % 2 if own_size else tp

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.links import link, num_links
-from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
+from megapipe.distributed.grid import Grids
+from megapipe.distributed.groups import link, num_links
+from megapipe.distributed.mesh import ProcessMesh, build_mesh
 
 
 @pytest.mark.parametrize("shares", [{"ends", "twins"}, {"ends"}, ()])
@@ -19,7 +21,12 @@ def test_all_groups_of_a_name_are_made_in_one_call_and_only_for_what_is_shared(s
     """tp 8 x dp 8 x pp 16: 64 pipelines; the other groups are those of torch's device mesh and the world."""
     made: list[tuple[str, int]] = []
     mesh = build_mesh(
-        rank_grid((16, 8, 1, 8)), 0, CPU, lambda name, sets: made.append((name, len(sets))), shares=shares, one_way=4
+        Grids.of(ParallelConfig(8, 16), 1024),
+        0,
+        CPU,
+        lambda name, sets: made.append((name, len(sets))),
+        shares=shares,
+        one_way=4,
     )
     pairs = {"ends": 64, "twins": 512}
     links = [(f"link{number}", 64) for number in range(4)]
@@ -53,12 +60,29 @@ def test_every_axis_of_a_process_alone_is_on_its_device():
 def test_ranks_are_numbered_as_megatron_numbers_them(dp_last):
     """tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under --use-tp-pp-dp-mapping (megatron/core/parallel_state.py)."""
     pp, dp, cp, tp = 3, 2, 2, 2
+    grids = Grids.of(ParallelConfig(tp, pp, cp, use_tp_pp_dp_mapping=dp_last), pp * dp * cp * tp)
     for rank in range(pp * dp * cp * tp):
-        mesh = build_mesh(rank_grid((pp, dp, cp, tp), dp_last=dp_last), rank, CPU, lambda name, ranks: None)
+        mesh = build_mesh(grids, rank, CPU, lambda name, ranks: None)
         outer = mesh.pp.rank + pp * mesh.dp.rank if dp_last else mesh.dp.rank + dp * mesh.pp.rank
         assert rank == mesh.tp.rank + tp * (mesh.cp.rank + cp * outer)
         assert mesh.dp_cp.rank == mesh.cp.rank + cp * mesh.dp.rank
         assert (mesh.world.rank, mesh.world.ranks) == (rank, tuple(range(pp * dp * cp * tp)))
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "ep", "etp", "expected"),
+    [
+        (16, 2, 2, 2, 1, ([0, 1], [0, 1], [0], [0, 2, 4, 6])),
+        (16, 2, 2, 2, None, ([0, 1], [0, 2], [0, 1], [0, 4])),
+        (8, 1, 2, 4, None, ([0], [0, 1, 2, 3], [0], [0])),
+        (8, 2, 1, 4, 1, ([0, 1], [0, 1, 2, 3], [0], [0, 4])),
+    ],
+)
+def test_experts_lie_over_the_ranks_that_megatron_gives_them(world, tp, pp, ep, etp, expected):
+    """By megatron/core/parallel_state.py's generator: tp, ep, etp and edp of rank 0."""
+    mesh = build_mesh(Grids.of(ParallelConfig(tp, pp, 1, ep, etp), world), 0, CPU, lambda name, ranks: None)
+    assert tuple(list(axis.ranks) for axis in (mesh.tp, mesh.ep, mesh.etp, mesh.edp)) == expected
+    assert set(mesh.experts.ranks) >= {*mesh.ep.ranks, *mesh.etp.ranks}
 
 
 def test_timeouts_are_set_by_the_public_function_where_torch_has_it(monkeypatch):

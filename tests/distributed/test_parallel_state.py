@@ -15,7 +15,7 @@ from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 
-from .megatron_order import answers, refusal
+from .megatron_order import answers, expert_answers, refusal
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,18 @@ def test_every_group_has_the_ranks_of_megatrons_order(pool, tp, pp, cp, order):
         assert said["chunk"] == (1, 2)
 
 
+def test_expert_groups_are_those_of_the_second_grid(pool):
+    """tp 2 x dp 2 under tp-cp-ep-dp-pp: two experts' ranks are a tensor-parallel pair where etp is 1."""
+    assert pool.run(expert_answers, [], 2, 2, 1) == [
+        {"ep": [r - r % 2, r - r % 2 + 1], "etp": [r], "edp": [r % 2, r % 2 + 2], "both": [r - r % 2, r - r % 2 + 1]}
+        for r in range(WORLD)
+    ]
+    assert pool.run(expert_answers, [], 2, 2, None) == [
+        {"ep": [r % 2, r % 2 + 2], "etp": [r - r % 2, r - r % 2 + 1], "edp": [r], "both": [0, 1, 2, 3]}
+        for r in range(WORLD)
+    ]
+
+
 def test_sizes_that_do_not_divide_the_world_are_one_sentence_on_all_ranks(pool):
     (text,) = set(pool.run(refusal, [], 3, 1))
     assert text == (
@@ -84,8 +96,7 @@ def test_sizes_are_refused_before_ranks_meet(monkeypatch, world, sizes):
 
 
 NAMES = """
-get_expert_model_parallel_group get_expert_tensor_parallel_rank set_expert_model_parallel_rank get_amax_reduction_group
-get_expert_data_parallel_group_gloo get_hybrid_data_context_parallel_groups get_hierarchical_context_parallel_groups
+get_amax_reduction_group get_hybrid_data_context_parallel_groups get_hierarchical_context_parallel_groups
 get_gtp_weight_remat_group get_inter_distributed_optimizer_instance_group get_global_memory_buffer
 create_all_gather_groups
 """
@@ -127,7 +138,7 @@ def test_before_there_is_a_mesh_each_answer_says_how_to_make_one(name):
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2, which megapipe does not implement"),
+        ({"use_sharp": True}, "use_sharp is True, which megapipe does not implement"),
         ({"order": "pp-tp-dp"}, "order is pp-tp-dp; megapipe has tp-cp-ep-dp-pp and tp-cp-ep-pp-dp"),
         ({"order": "tp-ep-dp-pp", "context_parallel_size": 2}, "order is tp-ep-dp-pp"),
     ],

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
+from megapipe.distributed.grid import Grids
 from megapipe.distributed.meeting.agreement import agree
 from megapipe.distributed.meeting.meeting import call_the_roll
-from megapipe.distributed.mesh import build_mesh, rank_grid
+from megapipe.distributed.mesh import build_mesh
 
 
 class Counting(HashStore):
@@ -52,5 +54,5 @@ def test_meeting_and_agreeing_take_ten_requests_of_a_rank_at_any_number_of_ranks
 def test_groups_over_nccl_are_made_in_as_many_calls_at_any_number_of_ranks(tp, pp, dp):
     """tp, dp, pp, the world's, tied ends, twins, and four one-way groups of a pipeline."""
     calls: list[str] = []
-    build_mesh(rank_grid((pp, dp, 1, tp)), 0, CPU, lambda name, sets: calls.append(name), one_way=4)
+    build_mesh(Grids.of(ParallelConfig(tp, pp), tp * pp * dp), 0, CPU, lambda name, sets: calls.append(name), one_way=4)
     assert len(calls) == 10

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.links import link
+from megapipe.distributed.groups import link
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger

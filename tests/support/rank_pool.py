@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from programs import FORKED
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.mesh import build_mesh, device_mesh_of, rank_grid
+from megapipe.distributed.grid import Grids
+from megapipe.distributed.groups import device_mesh_of
+from megapipe.distributed.mesh import build_mesh
 
 WORLD = 4
 
@@ -24,7 +27,7 @@ def rank_main(rank, store, commands, results):
 
     def mesh_of(pp, dp, tp, cp=1):
         if (pp, dp, tp, cp) not in meshes:
-            grid = rank_grid((pp, dp, cp, tp))
+            grid = Grids.of(ParallelConfig(tp, pp, cp), pp * dp * cp * tp)
             device_mesh = device_mesh_of(grid, CPU)
 
             def group(name, sets):

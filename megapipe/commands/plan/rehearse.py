@@ -23,11 +23,12 @@ from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import NOTHING, Device, load_device, sums, with_messages
-from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, grid_of, rehearse_rank
+from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank
 from megapipe.config import Config
 from megapipe.config.layers import inline, layer_config
 from megapipe.data.files import file_problems
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, make_plan
@@ -117,9 +118,14 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
     return config, make_plan(config)
 
 
+def _pipelines(config: Config) -> list[tuple[int, ...]]:
+    """The ranks of each."""
+    return Grids.of(config.parallel, config.world_size).sets("pp")
+
+
 def world_ranks(config: Config) -> list[int]:
     """Of one pipeline."""
-    return [int(rank) for rank in grid_of(config)[:, 0, 0, 0]]
+    return [*_pipelines(config)[0]]
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
@@ -128,7 +134,7 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
         return None
     if not all(r.isdecimal() and int(r) < config.world_size for r in ranks.split(",")):
         raise ConfigError(f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas.")
-    return {int((grid_of(config) == int(r)).nonzero()[0, 0]) for r in ranks.split(",")}
+    return {line.index(int(r)) for r in ranks.split(",") for line in _pipelines(config) if int(r) in line}
 
 
 def alike(config: Config, plan: Plan) -> list[int]:

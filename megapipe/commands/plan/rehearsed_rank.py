@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -24,7 +24,8 @@ from megapipe.config import CheckpointConfig, Config, LogConfig
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis, Pending
 from megapipe.distributed.device import pick_device, synchronize
-from megapipe.distributed.mesh import ProcessMesh, build_mesh, rank_grid
+from megapipe.distributed.grid import Grids
+from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.optim.census import take_census
 from megapipe.pipeline_parallel.messages.agreed import messages_of
@@ -113,19 +114,14 @@ class _Asking(Alone):
 
 def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()) -> ProcessMesh:
     """The mesh of a rank of the run, without the others. rank: of the world."""
-    mesh = build_mesh(grid_of(config), rank, device, lambda name, sets: None, shares=plan.shares)
-    axes = {x.name: getattr(mesh, x.name) for x in fields(mesh) if isinstance(getattr(mesh, x.name), Axis)}
+    mesh = build_mesh(
+        Grids.of(config.parallel, config.world_size), rank, device, lambda name, sets: None, shares=plan.shares
+    )
+    axes = {name: getattr(mesh, name) for name in axis_names()}
     alone = {name: (_World if name == "world" else Alone)(**vars(axis)) for name, axis in axes.items()}
-    changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers)}
+    tp = replace(alone["tp"], beside={name: alone[name] for name in mesh.tp.beside})
+    changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers), "tp": tp}
     return replace(mesh, **changed)
-
-
-def grid_of(config: Config) -> Tensor:
-    """The run's ranks by (pp, dp, cp, tp)."""
-    par = config.parallel
-    cp, tp = par.context_parallel_size, par.tensor_model_parallel_size
-    shape = (par.pipeline_model_parallel_size, config.data_parallel_size, cp, tp)
-    return rank_grid(shape, dp_last=par.use_tp_pp_dp_mapping)
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:

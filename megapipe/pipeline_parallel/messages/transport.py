@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import waits_for_kernels
-from megapipe.distributed.links import link
+from megapipe.distributed.groups import link
 
 Shape = Sequence[int]
 

@@ -1,0 +1,76 @@
+"""The world of ranks that a mesh is made in: what must hold of it, and the groups that are made of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapipe.distributed.device import backend_of
+from megapipe.distributed.grid import Grids
+from megapipe.errors import ConfigError
+
+Sets = Sequence[tuple[int, ...]]
+
+
+def check_backend(device: torch.device) -> None:
+    """Raises: ConfigError if the world that is there moves no tensors of the device."""
+    world, needed = dist.distributed_c10d._get_default_group(), backend_of(device)
+    kinds = {kind.type for kind in world._device_types}
+    found = world._get_backend(torch.device(device.type)).name() if device.type in kinds else "no backend"
+    if found != needed:
+        raise ConfigError(
+            f"torch.distributed was initialised with {found} for tensors on {device.type}, and stages send theirs over "
+            f'{needed}. Call torch.distributed.init_process_group("{needed}"), or give ProcessMesh.create another '
+            "device."
+        )
+
+
+def device_mesh_of(grids: Grids, device: torch.device) -> DeviceMesh:
+    """torch's view of the dense grid. It would make a group of each rank alone for an axis of size 1."""
+    names = ("pp", "dp", "cp", "tp") if grids.dense.sizes["cp"] > 1 else ("pp", "dp", "tp")
+    ranks = grids.dense.ranks(*names)
+    return DeviceMesh(device.type, ranks if len(names) == 4 else ranks[0], mesh_dim_names=names)
+
+
+def group_of_one(rank: int) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+    return group
+
+
+def group_of(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of the set with this rank: every rank of the world calls it, with all sets.
+
+    NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
+    world would take part in each. A gloo group concerns its members alone.
+    """
+    if backend_of(device) == "nccl" and dist.distributed_c10d._get_default_group().bound_device_id:
+        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
+    groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
+    return next((group for ranks, group in groups.items() if rank in ranks), None)
+
+
+def num_links(size: int) -> int:
+    """How many communicators of one way each the links of a ring of `size` ranks need.
+
+    NCCL runs what is posted on one communicator one after another: a receive that waits for its sender would hold up
+    every message behind it. Where each communicator of a rank serves one neighbour, one way, a waiting receive holds up
+    only receives from the same neighbour, and may be posted before its turn.
+    """
+    return 0 if size == 1 else 2 if size == 2 else 4 + 2 * (size % 2)
+
+
+def link(src: int, dst: int, size: int) -> int | None:
+    """The communicator from src to dst, 0..num_links-1; None if they are not neighbours on the ring.
+
+    The links of a chain take two colours in turn, the one that closes an odd ring a third; each colour has two ways.
+    """
+    low, high = sorted((src, dst))
+    if high - low not in (1, size - 1):
+        return None
+    place = low if high - low == 1 else high
+    colour = 2 if size % 2 and place == size - 1 else place % 2
+    return 2 * colour + (src < dst)
