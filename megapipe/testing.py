@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.config import Config, ModelConfig
 from megapipe.data.loader import Batch, make_batch
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -176,9 +177,7 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
 
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
     """A rank's part of a whole parameter, in the shape of `like`."""
-    if layout.dim is not None:
-        whole = whole.reshape(layout.full).chunk(tp, layout.dim)[tp_rank]
-    return whole.reshape(like.shape)
+    return layout.mine(whole.reshape(layout.full), Axis(tp_rank, tp)).reshape(like.shape)
 
 
 def _close(got: Tensor, want: Tensor, rounding: float = 1e-39) -> bool:

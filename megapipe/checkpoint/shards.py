@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
@@ -145,15 +147,20 @@ def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
-    local = tensor.view(layout.local(mesh.tp.size))
+    local = tensor.view(layout.local(mesh.tp))
+    along = {dim: axis for dim, name in layout.splits.items() if (axis := mesh.tp.named(name)).size > 1}
     shared = layout.part[1] > 1
-    if layout.dim is None or (mesh.tp.size == 1 and not shared):
+    if not along and not shared:
         return local
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
     if shared:
-        both = [Shard(layout.dim)] * 2
+        both = [Shard(dim) for dim in layout.splits] * 2
         return DTensor.from_local(local, mesh.device_mesh["pp", "tp"], both, run_check=False)
-    return DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(layout.dim)], run_check=False)
+    axes, dims = [*along.values()], [*along]
+    ranks = torch.tensor(axes[0].ranks if len(axes) == 1 else mesh.experts.ranks).view([axis.size for axis in axes])
+    groups: list[Any] = [axis.group for axis in axes]
+    of_axes = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=tuple(map(str, dims)))
+    return DTensor.from_local(local, of_axes, [Shard(dim) for dim in dims], run_check=False)
 
 
 def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd, lcm
 
 from megapipe.checks.numbers import division, near
 from megapipe.config import Config, ModelConfig
@@ -17,10 +18,13 @@ _OTHER = {
 
 def expert_problems(config: Config) -> Iterator[str]:
     """All that is wrong with the experts."""
-    model = config.model
+    model, ep = config.model, config.parallel.expert_model_parallel_size
     if config.checkpoint.moe_use_upcycling:
         yield from _upcycling(config)
     if not model.has_experts:
+        if ep > 1:
+            shares = f"--expert-model-parallel-size {ep} shares experts, and there are none."
+            yield f"{shares} Give --num-experts, or leave it out."
         return
     yield from _layers(model)
     yield from _choice(model, config.checkpoint.moe_use_upcycling)
@@ -110,17 +114,46 @@ def _limits(model: ModelConfig) -> Iterator[str]:
 
 
 def _split(config: Config) -> Iterator[str]:
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    widths = {
-        "--moe-ffn-hidden-size": model.expert_ffn if model.moe_ffn_hidden_size else None,
-        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
-    }
-    for name, width in widths.items():
-        if width is not None and width % tp:
-            yield (
-                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
-                f"Use {name} {near(width, tp)}."
-            )
+    """How experts lie over ranks."""
+    model, par, world = config.model, config.parallel, config.world_size
+    tp, pp, ep, etp = (
+        par.tensor_model_parallel_size,
+        par.pipeline_model_parallel_size,
+        par.expert_model_parallel_size,
+        par.etp,
+    )
+    of_experts = par.expert_tensor_parallel_size is not None
+    flag = "--expert-tensor-parallel-size" if of_experts else "--tensor-model-parallel-size"
+    inner, ffn = (model.expert_ffn, "--moe-ffn-hidden-size") if model.moe_ffn_hidden_size or of_experts else (0, "")
+    shared = model.moe_shared_expert_intermediate_size or 0
+    for name, width, by, ranks in (
+        (ffn, inner, flag, etp),
+        ("--moe-shared-expert-intermediate-size", shared, "--tensor-model-parallel-size", tp),
+    ):
+        if width % ranks:
+            remedy = f"Use {name} {near(width, ranks)}."
+            yield f"{name} {width} does not divide by {by} {ranks}: {division(width, ranks)}. {remedy}"
+    if model.experts % ep:
+        yield (
+            f"--num-experts {model.experts} does not divide by --expert-model-parallel-size {ep}: "
+            f"{division(model.experts, ep)}. Use --expert-model-parallel-size {_divisors(model.experts)}."
+        )
+    if tp > 1 and not model.sequence_parallel and (ep > 1 or etp != tp):
+        differs = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
+        yield (
+            f"{differs} beside --tensor-model-parallel-size {tp} needs ranks that have tokens of their own. "
+            "Add --sequence-parallel."
+        )
+    ranks = etp * ep * pp
+    if world % ranks and world % par.ranks_of_a_replica == 0:
+        whole = lcm(ranks, par.ranks_of_a_replica)
+        yield (
+            f"{world} processes are not --expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
+            f"--pipeline-model-parallel-size {pp} x ranks with the same experts: {division(world, ranks)}. "
+            f"Start a multiple of {whole}, such as torchrun --nproc-per-node {whole}, or use "
+            f"--expert-model-parallel-size {_divisors(gcd(world // pp, model.experts))} and "
+            "--expert-tensor-parallel-size 1."
+        )
 
 
 def _upcycling(config: Config) -> Iterator[str]:
@@ -172,3 +205,8 @@ def _upcycling(config: Config) -> Iterator[str]:
             f"{name}: layers without experts keep the dense model's MLPs. Give their width, --ffn-hidden-size {dense} "
             f"--moe-ffn-hidden-size {model.expert_ffn}, and leave {granularity} out."
         )
+
+
+def _divisors(value: int) -> str:
+    *most, last = [d for d in range(1, value + 1) if value % d == 0]
+    return f"{', '.join(map(str, most))} or {last}" if most else str(last)

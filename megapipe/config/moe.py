@@ -73,6 +73,9 @@ class MoEConfig:
     """Which tokens an expert keeps: those of the largest weights, or the first."""
     moe_pad_expert_input_to_capacity: Annotated[bool, Resume.NAMED, EXPERTS] = False
     """Each expert computes as many rows as it may take, with rows that count nothing: all shapes are fixed."""
+    moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], EXPERTS] = "allgather"
+    """How tokens reach experts on other ranks: every rank sees all tokens, or rows go where they are needed; flex, with
+    its kernels, is alltoall."""
     moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), EXPERTS] = None
     """Width of an MLP beside the experts that every token goes through, of all shared experts together."""
     moe_shared_expert_gate: Annotated[

@@ -147,8 +147,7 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
             layout = layout_of(param)
             whole = read(layout.tied_to or name)
             assert tuple(whole.shape) == layout.full, f"{name} is {list(whole.shape)}, not {list(layout.full)}"
-            local = whole if layout.dim is None else whole.chunk(tp.size, layout.dim)[tp.rank]
-            param.copy_(local.reshape(param.shape))
+            param.copy_(layout.mine(whole, tp).reshape(param.shape))
 
 
 def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:

@@ -27,13 +27,18 @@ class Pending:
 
     tensor: Tensor
     work: dist.Work | Started | Sequence[dist.Work] | None = None
+    what: Callable[[Tensor], Tensor] = lambda x: x
 
     def wait(self) -> Tensor:
         """The result, once it is here. To be called once."""
         for work in self.work if isinstance(self.work, Sequence) else (self.work,):
             if work is not None:
                 work.wait()
-        return self.tensor
+        return self.what(self.tensor)
+
+    def then(self, what: Callable[[Tensor], Tensor]) -> Pending:
+        """The same, with something done to the result."""
+        return Pending(self.tensor, self.work, lambda x: what(self.what(x)))
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class Axis:
     beside: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """Of tensor parallelism, itself or one of those beside it; where none are, one rank has all experts."""
-        return self if name == "tp" else self.beside.get(name, ALONE)
+        """Of tensor parallelism, itself or one of those beside it; where none are, experts are split as all else."""
+        return self if name == "tp" else self.beside.get(name, ALONE if name == "ep" else self)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine x over the axis in place and return it. op: sum, max or min."""
@@ -112,6 +117,12 @@ class Axis:
         # Of the group itself, which may be one that torch.distributed does not know (threads).
         arrives = self.group.recv([out], before, _SHIFT_TAG + lane)
         return Pending(out, (arrives, self.group.send([x], after, _SHIFT_TAG + lane)))
+
+    def start_all_to_all(self, x: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Pending:
+        """Rows of x to each rank, as many as `leaving` says one behind the other -> `arriving` of each rank's."""
+        out = x.new_empty(sum(arriving), *x.shape[1:])
+        work = dist.all_to_all_single(out, x.contiguous(), [*arriving], [*leaving], group=self.group, async_op=True)
+        return Pending(out, work)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """x [size, ...], its n-th row for rank n -> [size, ...], the n-th row from rank n."""

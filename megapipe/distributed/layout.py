@@ -1,4 +1,4 @@
-"""How a parameter lies over the tensor-parallel ranks, and what it is called in the whole model."""
+"""How a parameter lies over the ranks of a stage, and what it is called in the whole model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from math import prod
 
 from torch import Tensor, nn
 
+from megapipe.distributed.axis import Axis
+
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies over the tensor-parallel axis, and what it is called in the whole model.
+    """How a parameter lies over the axes that split weights, and what it is called in the whole model.
 
     Attributes:
         full: shape in which the parameter is saved, the same under every layout. The local tensor, viewed as `full`
@@ -26,7 +28,8 @@ class Layout:
             further. Such a parameter's name ends in [k/n].
         fused: rows of each matrix in one group, where the rows of several matrices take turns in groups (query, key
             and value); empty for one matrix.
-        stacked: the first dimension of `full` counts so many weights, each of a layer of its own (experts).
+        experts: the first dimension of `full` counts experts, whose weights are drawn one by one: expert parallelism
+            splits it, and expert tensor parallelism `dim`.
     """
 
     full: tuple[int, ...]
@@ -37,16 +40,35 @@ class Layout:
     sum_over_tp: bool = False
     part: tuple[int, int] = (0, 1)
     fused: tuple[int, ...] = ()
-    stacked: int = 1
+    experts: bool = False
 
-    def local(self, tp_size: int) -> tuple[int, ...]:
-        """`full` with this layout's dimension divided over its parts and tp."""
-        pieces = tp_size * self.part[1]
-        return tuple(n // pieces if d == self.dim else n for d, n in enumerate(self.full))
+    @property
+    def splits(self) -> dict[int, str]:
+        """Dimension of `full` -> the axis that splits it."""
+        along = {} if self.dim is None else {self.dim: "etp" if self.experts else "tp"}
+        return {0: "ep"} | along if self.experts else along
 
-    def piece(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
-        """(i, n): the local tensor is the i-th of n equal pieces of `full` in `dim`."""
-        return self.part[0] * tp_size + tp_rank, self.part[1] * tp_size
+    def pieces(self, tp: Axis) -> dict[int, tuple[int, int]]:
+        """Dimension of `full` -> (i, n): the local tensor is the i-th of n equal pieces there. tp: see Axis.beside."""
+        axes = {dim: tp.named(name) for dim, name in self.splits.items()}
+        (k, n) = self.part
+        return {dim: (k * axis.size + axis.rank, n * axis.size) for dim, axis in axes.items()}
+
+    def local(self, tp: Axis) -> tuple[int, ...]:
+        """`full` with the dimensions that are split divided over parts and axes."""
+        pieces = self.pieces(tp)
+        return tuple(size // pieces[dim][1] if dim in pieces else size for dim, size in enumerate(self.full))
+
+    def mine(self, whole: Tensor, tp: Axis) -> Tensor:
+        """This rank's slice of a whole parameter; of a single expert's its slice of that."""
+        for dim, (piece, pieces) in self.pieces(tp).items():
+            if whole.shape[dim] == self.full[dim]:
+                whole = whole.chunk(pieces, dim)[piece]
+        return whole
+
+    def is_first(self, tp: Axis) -> bool:
+        """Of the ranks of a stage that have the same slice, is this the first?"""
+        return self.dim is not None or tp.named("etp" if self.experts else "tp").rank == 0
 
 
 def whole_name(name: str) -> str:
@@ -58,6 +80,7 @@ def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Write down how a parameter is split, for code in Megatron's shape by its names too; returns it."""
     dim, stride = _partition(tuple(param.shape), layout)
     said = {"tensor_model_parallel": dim >= 0, "partition_dim": dim, "partition_stride": stride}
+    said |= {"allreduce": False} if layout.experts else {}  # over the ranks of the dense grid
     for name, value in ({"mesh_layout": layout} | said).items():
         setattr(param, name, value)
     return param
@@ -71,7 +94,8 @@ def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
     dim, behind = layout.dim, prod(layout.full[layout.dim + 1 :])
     if len(local) != len(layout.full):
         dim = next((d for d in reversed(range(len(local))) if prod(local[d:]) > behind), 0)
-    piece = prod(local) // max(prod(layout.full[: layout.dim]), 1)  # elements at one place of the dimensions before
+    before = (local[0], *layout.full[1 : layout.dim]) if layout.experts else layout.full[: layout.dim]
+    piece = prod(local) // max(prod(before), 1)  # elements at one place of the dimensions before
     return dim, max(prod(local[dim:]) // max(piece, 1), 1)
 
 

@@ -86,12 +86,11 @@ cuda-graph-impl=none|local|transformer_engine|full_iteration cuda-graph-warmup-s
     cuda-graph-modules=*|... enable-cuda-graph external-cuda-graph optimizer-cuda-graph: kernels are launched one by
     one, without CUDA graphs
 local-rank=#: the launcher passes the rank in the environment
-expert-model-parallel-size=1: each rank has all experts of its layers; --pipeline-model-parallel-size shares layers
-expert-tensor-parallel-size=#: experts are split over tensor-parallel ranks as all other layers
-moe-token-dispatcher-type=allgather|alltoall|flex moe-flex-dispatcher-backend=deepep|hybridep|ncclep moe-enable-deepep
+moe-flex-dispatcher-backend=deepep|hybridep|ncclep moe-enable-deepep
     moe-deepep-num-sms=# moe-hybridep-num-sms=# moe-flex-dispatcher-num-sms=# moe-shared-expert-overlap
     overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release moe-hybridep-num-sms-preprocessing=#
-    overlap-dispatch-backward-with-experts-wgrad: each rank has all experts of its layers, no token travels
+    overlap-dispatch-backward-with-experts-wgrad: one all-to-all, of torch.distributed; a schedule of pairs is what
+    works behind it
 moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-permute-fusion-into-hybridep: names a fused kernel; experts
     are one grouped product in bf16 on a GPU
 moe-enable-routing-replay: the experts of a token are kept for recomputation

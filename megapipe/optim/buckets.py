@@ -1,4 +1,4 @@
-"""A stage's parameters in buckets: what is summed over data parallel at once.
+"""A stage's parameters in buckets: what is summed over the same ranks at once.
 
 In its last weight pass a stage's layers are done from the last to the first, so a bucket has layers that follow each
 other, and its sum can begin while the layers before them are still computed (Li et al. 2020, PyTorch DDP, sec. 3.2).
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
+
+from megapipe.distributed.layout import layout_of
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -48,4 +50,12 @@ def buckets_of(params: Mapping[str, nn.Parameter], least: int | None = None, num
             made.append(Bucket(first, len(numbers), own))
             end = first
     begun = {name for bucket in made for name in bucket.params}
-    return [*made, Bucket(0, len(numbers), {name: p for name, p in params.items() if name not in begun})]
+    last = Bucket(0, len(numbers), {name: p for name, p in params.items() if name not in begun})
+    return [bucket for both in (*made, last) for bucket in _by_grid(both)]
+
+
+def _by_grid(bucket: Bucket) -> list[Bucket]:
+    """Experts by themselves, as other ranks have the same ones; before the rest, which they are done with."""
+    experts = {name: p for name, p in bucket.params.items() if layout_of(p).experts}
+    rest = {name: p for name, p in bucket.params.items() if name not in experts}
+    return [bucket._replace(params=params) for params in ((experts, rest) if experts else (rest,))]

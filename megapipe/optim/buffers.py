@@ -55,7 +55,8 @@ class FlatBuffers:
             here and nothing else.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
         device: of a stage without parameters, which takes part in collectives all the same.
-        shares: the data-parallel axis that `main` is split over; size 1: not at all.
+        replicas: the ranks that have the same parameters, over which gradients are summed.
+        distributed: `main` is split over them.
         groups: which parameters are updated alike.
         grads_as, main_as: types of `grads` and `main` where they are not the usual ones.
     Attributes:
@@ -69,11 +70,13 @@ class FlatBuffers:
         *,
         has_main: bool = True,
         device: torch.device = CPU,
-        shares: Axis = ALONE,
+        replicas: Axis = ALONE,
+        distributed: bool = False,
         groups: Groups = usual_groups,
         grads_as: torch.dtype | None = None,
         main_as: torch.dtype | None = None,
     ) -> None:
+        shares = replicas if distributed else ALONE
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
         own = [name for name in params if name not in borrowed]
@@ -93,7 +96,7 @@ class FlatBuffers:
                 self._where[name] = (end, params[name].shape)
                 end += -(-params[name].numel() // ALIGN) * ALIGN
             ends.append(end)
-        self.shares, size = shares, shared // shares.size
+        self.replicas, self.shares, size = replicas, shares, shared // shares.size
         self.share = slice(shares.rank * size, (shares.rank + 1) * size)
         parts = [self.within(first, last) for first, last in pairwise([0, *ends[:-1]])]
         rows = zip(kinds, alike, parts, strict=True)
@@ -116,8 +119,7 @@ class FlatBuffers:
         own_share = self.model[self.share]
         self.main = own_share.to(main_dtype) if self.rounds else self.model if shares.size == 1 else own_share
         for name, param in params.items():
-            main_grad = self.view(self.grads, name)
-            setattr(param, "main_grad", main_grad)  # noqa: B010
+            setattr(param, "main_grad", self.view(self.grads, name))  # noqa: B010
             # For parameters whose layer does not add its gradient itself: autograd's own `.grad` lives for a moment
             # only.
             param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
@@ -173,13 +175,13 @@ class FlatBuffers:
         """The tensors that `start_reduce` makes right: all gradients, or under ZeRO-1 the share's and the borrowed."""
         return [self.grads] if self.shares.size == 1 else [self.reduced, self.grads[self.model.numel() :]]
 
-    def start_reduce(self, dp: Axis, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """Sum the gradients over the data-parallel ranks, rounded to `dtype` if given; what is returned waits for it.
+    def start_reduce(self, dtype: torch.dtype | None = None) -> Callable[[], None]:
+        """Sum the gradients over their replicas, rounded to `dtype` if given; what is returned waits for it.
 
         One all-reduce; under ZeRO-1 one reduce-scatter, and an all-reduce of what is borrowed.
         """
         shared = self.model.numel() if self.shares.size > 1 else 0
-        jobs = []
+        jobs, dp = [], self.replicas
         for start, into, part in (
             (dp.start_reduce_scatter, self.reduced, self.grads[:shared]),
             (dp.start_all_reduce, self.grads[shared:], self.grads[shared:]),

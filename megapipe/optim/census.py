@@ -111,7 +111,7 @@ def frozen(stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: Process
         return None
     params = {name: param for stage in stages for name, param in stage.named_parameters() if not param.requires_grad}
     here = [name for name in params if census[name].rank == mesh.pp.rank and census[name].tied_to is None]
-    return [params[name] for name in here if mesh.tp.rank == 0 or layout_of(params[name]).dim is not None]
+    return [params[name] for name in here if layout_of(params[name]).is_first(mesh.tp)]
 
 
 def check_trained(census: Mapping[str, Row]) -> None:

@@ -7,7 +7,7 @@ the two uses of a tied weight are added, and the norm is summed over the model's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
-from megapipe.distributed.axis import ALONE
 from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
@@ -89,7 +88,6 @@ class Optimizer:
         self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
-        shares = mesh.dp_cp if self.distributed else ALONE
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = take_census(stages, mesh)
@@ -103,14 +101,11 @@ class Optimizer:
         self._lenders = {chunk_of[user]: chunk_of[owner] for user, owner in ties_here}
         self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
         self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
-        types = {"grads_as": _dtype(train.main_grads_dtype), "main_as": _dtype(train.main_params_dtype)}
         of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
         for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
             name = min(bucket.params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = FlatBuffers(
-                bucket.params, borrowed, has_main=here, device=mesh.device, shares=shares, groups=groups, **types
-            )
+            buffers = self._laid_out(bucket.params, borrowed, groups, has_main=here)
             chunk.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -131,6 +126,23 @@ class Optimizer:
             mesh.ends.broadcast(self.params[name].data, source)
         self._send_to_twins()
         self.reload_main()
+
+    def _laid_out(
+        self, params: Mapping[str, nn.Parameter], borrowed: Collection[str], groups: Groups, *, has_main: bool
+    ) -> FlatBuffers:
+        """Parameters of one grid, which the same ranks have."""
+        train, mesh, experts = self.train, self.mesh, any(layout_of(param).experts for param in params.values())
+        return FlatBuffers(
+            params,
+            borrowed,
+            has_main=has_main,
+            device=mesh.device,
+            replicas=mesh.edp if experts else mesh.dp_cp,
+            distributed=self.distributed,
+            groups=groups,
+            grads_as=_dtype(train.main_grads_dtype),
+            main_as=_dtype(train.main_params_dtype),
+        )
 
     def zero_grad(self) -> None:
         """Start a step."""
@@ -168,13 +180,7 @@ class Optimizer:
 
     def count_zeros(self) -> int:
         """Gradient elements that are exactly zero. Collective over the mesh."""
-        zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        for b in self.owned:
-            for grad in (b.own_part(b.reduced, name) for name in self._norm.counted(b)):
-                zeros += grad.numel() - grad.count_nonzero()
-        if self.distributed:
-            self.mesh.dp_cp.all_reduce(zeros)
-        return int(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(zeros)).item())
+        return self._norm.zeros(self.owned, split=self.distributed)
 
     def shrink(self, norm: float) -> float:
         """The factor of --clip-grad on gradients of this norm."""
@@ -189,12 +195,7 @@ class Optimizer:
     def params_norm(self) -> float:
         """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over the mesh."""
         trained = self._norm.start(self.owned, [b.main for b in self.owned])()
-        if self._frozen is None:
-            return trained
-        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for param in self._frozen:
-            squares += param.detach().double().square().sum()
-        return math.hypot(trained, math.sqrt(self.mesh.tp.all_reduce(self.mesh.pp.all_reduce(squares)).item()))
+        return trained if self._frozen is None else math.hypot(trained, self._norm.of_frozen(self._frozen))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that a resumed run needs and this rank owns: the rule's by parameter name, and master where

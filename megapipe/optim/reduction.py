@@ -25,7 +25,7 @@ def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Sums over tensor parallel, data parallel and twins, and the uses of tied weights.
+    """Sums over tensor parallel, replicas and twins, and the uses of tied weights.
 
     Attributes:
         chunks: of each of this rank's stages, in ascending order, its buckets in the order in which they are done.
@@ -67,13 +67,13 @@ class Reduction:
         return all_of([*early, *(self._start(buffers) for buffers in self.chunks[chunk][len(early) :])])
 
     def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
-        dp = self.mesh.dp_cp
+        dp = buffers.replicas
         buffers.sum_over_tp(self.mesh.tp)
         # The two uses of a weight have other shares on their two ranks, so under ZeRO-1 each is summed whole.
         sharded = buffers.shares.size > 1
         grads = [self._main_grad(name) for name in self.ties_across if sharded and name in buffers.own]
         whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
-        finish_all = buffers.start_reduce(dp, self.dtype)
+        finish_all = buffers.start_reduce(self.dtype)
 
         def finish() -> None:
             finish_all()

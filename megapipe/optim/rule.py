@@ -43,7 +43,8 @@ class Part:
             and clipped.
         state: tensors like `value` by the names that the rule gives, zeros at first; they are saved.
         lr, weight_decay: of this step and these parameters.
-        layout, tp: of a single parameter, how it lies over tensor parallel.
+        layout, tp: of a single parameter, how it lies over tensor parallel, or over expert tensor parallel; a rank's
+            experts are a whole for themselves.
     """
 
     names: tuple[str, ...]
@@ -58,16 +59,21 @@ class Part:
     def whole(self, x: Tensor) -> Tensor:
         """A tensor like `value`, in the shape of the whole model's parameter. Collective over tensor parallel."""
         dim = self.layout.dim
-        local = x.reshape(self.layout.local(self.tp.size if dim is not None else 1))
-        if dim is None or self.tp.size == 1:
+        local = x.reshape(self.layout.local(self.tp))
+        axis = self._axis
+        if dim is None or axis.size == 1:
             return local
-        return torch.cat(self.tp.all_gather(local[None].contiguous()).unbind(), dim)
+        return torch.cat(axis.all_gather(local[None].contiguous()).unbind(), dim)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """This rank's slice of the tensor that `whole` gave, in the shape of `value`."""
-        if self.layout.dim is not None and self.tp.size > 1:
-            whole = whole.chunk(self.tp.size, self.layout.dim)[self.tp.rank]
+        """This rank's slice of what `whole` gave, in the shape of `value`."""
+        if self.layout.dim is not None:
+            whole = whole.chunk(self._axis.size, self.layout.dim)[self._axis.rank]
         return whole.reshape(self.value.shape)
+
+    @property
+    def _axis(self) -> Axis:
+        return self.tp.named("etp" if self.layout.experts else "tp")
 
 
 @runtime_checkable

@@ -101,7 +101,7 @@ class Muon:
     kellerjordan.github.io/posts/muon), AdamW for all the rest.
 
     A matrix is orthogonalised whole, gathered over tensor parallel, the same on each rank: the gate and the value of
-    SwiGLU as one, query, key and value of all heads as three, as Megatron-LM does.
+    SwiGLU as one, query, key and value of all heads as three, as Megatron-LM does; of experts each by itself.
     """
 
     elementwise = False
@@ -118,7 +118,9 @@ class Muon:
             step = part.grad.lerp(momentum, self.train.muon_momentum) if self.train.muon_nesterov else momentum
             whole = part.whole(step)
             fused = () if self.train.muon_no_split_qkv else part.layout.fused
-            towards = self._orthogonal(whole.flatten(0, -2), fused).view(whole.shape)
+            each = whole if part.layout.experts else whole[None]
+            made = [self._orthogonal(matrix.flatten(0, -2), fused) for matrix in each]
+            towards = torch.stack(made).view(whole.shape)
             part.value.mul_(1 - part.lr * part.weight_decay).sub_(part.mine(towards), alpha=part.lr)
 
     def _orthogonal(self, x: Tensor, fused: tuple[int, ...]) -> Tensor:

@@ -161,34 +161,34 @@ def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, 
 def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
     """Fill every parameter that has a layout: the same whole weight for the same seed and name, then this rank's slice.
 
-    Drawn on the CPU in float32 one parameter at a time, so every device and layout starts from the same bits.
+    Drawn on the CPU in float32 one parameter, or one expert, at a time, so every device and layout starts from the
+    same bits.
     """
     for name, param in module.named_parameters():
         if not hasattr(param, "mesh_layout"):
             continue  # a layer we do not know has initialised itself
         layout = layout_of(param)
-        if math.prod(layout.local(tp.size)) != param.numel() or math.prod(layout.full) % param.numel():
+        if math.prod(layout.local(tp)) != param.numel() or math.prod(layout.full) % param.numel():
             split = "" if layout.dim is None else f", of which a rank of {tp.size} has a part in dimension {layout.dim}"
             raise ConfigError(
                 f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its Layout says "
                 f"{list(layout.full)}{split}. Make both agree in the model provider."
             )
         name = whole_name(layout.tied_to or name)
-        whole = initial(name, layout, seed)
-        piece, pieces = layout.piece(tp.rank, tp.size)
-        local = whole if layout.dim is None else whole.chunk(pieces, layout.dim)[piece]
-        param.copy_(local.reshape(param.shape))
+        if not layout.experts:
+            param.copy_(layout.mine(initial(name, layout, seed), tp).reshape(param.shape))
+            continue
+        piece, pieces = layout.pieces(tp)[0]
+        count = layout.full[0] // pieces
+        for local, expert in enumerate(range(piece * count, (piece + 1) * count)):
+            param[local].copy_(layout.mine(initial(name, layout, seed, expert), tp).reshape(param.shape[1:]))
 
 
-def initial(name: str, layout: Layout, seed: int) -> Tensor:
-    """The whole weight, float32 on the CPU, with which a parameter of this name begins."""
-    whole = torch.empty(layout.full, dtype=torch.float32)
+def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> Tensor:
+    """The weight, float32 on the CPU, with which a parameter of this name begins: the whole, or [1, ...] an expert."""
+    shape, site = (layout.full, (name,)) if expert is None else ((1, *layout.full[1:]), (name, expert))
+    whole, draw = torch.empty(shape, dtype=torch.float32), generator(torch.device("cpu"), seed, *site)
     if layout.std is None:
-        inputs = layout.full[-1]
-        bound = math.sqrt(6 / (inputs + whole.numel() // (layout.stacked * inputs)))
-        whole.uniform_(-bound, bound, generator=generator(whole.device, seed, name)).add_(layout.mean)
-    elif layout.std:
-        whole.normal_(layout.mean, layout.std, generator=generator(whole.device, seed, name))
-    else:
-        whole.fill_(layout.mean)
-    return whole
+        bound = math.sqrt(6 / (shape[-1] + whole.numel() // shape[-1]))
+        return whole.uniform_(-bound, bound, generator=draw).add_(layout.mean)
+    return whole.normal_(layout.mean, layout.std, generator=draw) if layout.std else whole.fill_(layout.mean)

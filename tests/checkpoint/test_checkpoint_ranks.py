@@ -27,10 +27,14 @@ def pool(tmp_path_factory):
         ((4, 1, 1), (1, 2, 2), torch.bfloat16, "neither"),
         ((1, 2, 2), (4, 1, 1), torch.bfloat16, "before"),
         ((1, 4, 1), (1, 2, 2), torch.bfloat16, "both"),
+        ((2, 2, 1, 1, 2), (1, 4, 1, 1, 4), torch.float32, "before"),
+        ((1, 2, 2, 1, 2), (2, 1, 2, 1, 2, 1), torch.bfloat16, "after"),
+        ((1, 2, 2), (1, 4, 1, 1, 2, 2), torch.float32, "both"),
     ],
 )
 def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype, sharded):
-    """Layouts are (tp, dp, pp); `sharded` says which of the two runs splits its optimizer state over dp (ZeRO-1)."""
+    """Layouts are (pp, dp, tp, cp, ep, etp), experts split with all else by default; `sharded` says which of the two
+    runs splits its optimizer state over dp (ZeRO-1)."""
     for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype, sharded):
         assert wrong == []
         assert counters == (2, 16, 2)

@@ -83,6 +83,47 @@ def test_experts_that_do_not_divide_over_tensor_parallel_ranks_are_named():
     assert problem(flags, 2) == f"{line}Use --moe-ffn-hidden-size 30 or 32."
 
 
+@pytest.mark.parametrize(
+    "flags, world, line",
+    [
+        (
+            "--expert-model-parallel-size 3",
+            3,
+            "--num-experts 8 does not divide by --expert-model-parallel-size 3: 8 = 3 x 2 + 2. "
+            "Use --expert-model-parallel-size 1, 2, 4 or 8.",
+        ),
+        (
+            "--expert-model-parallel-size 4",
+            2,
+            "2 processes are not --expert-tensor-parallel-size 1 x --expert-model-parallel-size 4 x "
+            "--pipeline-model-parallel-size 1 x ranks with the same experts: 2 = 4 x 0 + 2. Start a multiple of 4, "
+            "such as torchrun --nproc-per-node 4, or use --expert-model-parallel-size 1 or 2 and "
+            "--expert-tensor-parallel-size 1.",
+        ),
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+            4,
+            "--expert-model-parallel-size 2 beside --tensor-model-parallel-size 2 needs ranks that have tokens of "
+            "their own. Add --sequence-parallel.",
+        ),
+        (
+            "--expert-tensor-parallel-size 3 --moe-ffn-hidden-size 32",
+            3,
+            "--moe-ffn-hidden-size 32 does not divide by --expert-tensor-parallel-size 3: 32 = 3 x 10 + 2. "
+            "Use --moe-ffn-hidden-size 30 or 33.",
+        ),
+        (
+            "--expert-model-parallel-size 2 --num-experts 0",
+            2,
+            "--expert-model-parallel-size 2 shares experts, and there are none. Give --num-experts, or leave it out.",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks_have_their_line(flags, world, line):
+    batch = "--global-batch-size 24" if world == 3 else ""
+    assert problem(f"{EXPERTS} {flags} {batch}", world) == line
+
+
 def test_all_problems_are_told_at_once():
     flags = "--moe-router-topk 9 --moe-layer-freq 0 --moe-expert-capacity-factor 0 --moe-router-group-topk 2"
     assert len(problems(f"{EXPERTS} {flags}")) == 4

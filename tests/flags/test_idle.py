@@ -42,6 +42,7 @@ ALWAYS = set(_ALWAYS.split())
 """Fields that act in every run."""
 
 REFUSED = {
+    "expert_model_parallel_size": "Give --num-experts, or leave it out.",
     "rope_scaling_factor": "without --use-rope-scaling. Add it.",
     "recompute_modules": "without --recompute-granularity selective. Add it.",
     "num_microbatches_with_partial_activation_checkpoints": "Add --recompute-granularity full.",

@@ -43,10 +43,6 @@ def test_a_known_flag_we_lack_says_so():
         "--moe-latent-size is a Megatron-LM flag that megapipe does not implement yet "
         "(experts take the hidden states themselves)"
     )
-    assert problem("--expert-model-parallel-size", "8") == (
-        "--expert-model-parallel-size 8: only 1 is implemented (each rank has all experts of its layers; "
-        "--pipeline-model-parallel-size shares layers)"
-    )
     assert problem("--batch-size", "4").endswith("(an old name; use --micro-batch-size)")
 
 

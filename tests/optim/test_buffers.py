@@ -82,9 +82,9 @@ def test_bf16_weights_are_the_rounded_main_parameters():
 def test_gradients_are_summed_over_data_parallel():
     def body(mesh):
         model = toy()
-        flat = FlatBuffers(dict(model.named_parameters()))
+        flat = FlatBuffers(dict(model.named_parameters()), replicas=mesh.dp)
         model[0].weight.main_grad.fill_(mesh.dp.rank + 1)
-        flat.start_reduce(mesh.dp)()
+        flat.start_reduce()()
         return model[0].weight.main_grad
 
     for grad in run_threads(body, dp=3):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
-from megapipe.distributed.axis import Axis
+from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.optimizer import Optimizer, StepInfo
@@ -217,11 +217,12 @@ class Bucket:
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.shares, self.own = name, log, SimpleNamespace(size=1), ()
+        self.replicas = ALONE
 
     def sum_over_tp(self, tp: Any) -> None:
         self.log.append(f"tp {self.name}")
 
-    def start_reduce(self, dp: Any, dtype: Any) -> Any:
+    def start_reduce(self, dtype: Any) -> Any:
         self.log.append(f"begin {self.name}")
         return lambda: self.log.append(f"end {self.name}")
 

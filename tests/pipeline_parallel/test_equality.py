@@ -169,6 +169,14 @@ EXPERT_CASES = [
     ("1f1b", {"cp": 2}, {"experts": "bias", "style": "llama", "per_token_loss": True}),
     ("hanayo", {"dp": 2}, {"experts": "dropping", "vocabulary": True}),
     ("dualpipe-v", {"tp": 2}, {"experts": "some", "overrides": "halves"}),
+    ("zb-v", {"dp": 2, "ep": 2}, {"experts": "bias", "dispatcher": "alltoall", "distributed": True, "overlap": True}),
+    ("dualpipe", {"dp": 2, "ep": 2}, {"experts": "dropping", "dispatcher": "alltoall", "recompute": "full"}),
+    (
+        "interleaved",
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        {"experts": "shared", "sequence_parallel": True, "distributed": True, "overlap": True, "buckets": 3},
+    ),
+    ("zb-h1", {"cp": 2, "etp": 2}, {"experts": "groups", "dispatcher": "alltoall", "per_token_loss": True}),
 ]
 
 

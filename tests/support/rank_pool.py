@@ -25,9 +25,10 @@ def rank_main(rank, store, commands, results):
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     meshes = {}
 
-    def mesh_of(pp, dp, tp, cp=1):
-        if (pp, dp, tp, cp) not in meshes:
-            grid = Grids.of(ParallelConfig(tp, pp, cp), pp * dp * cp * tp)
+    def mesh_of(pp, dp, tp, cp=1, ep=1, etp=None):
+        layout = pp, dp, tp, cp, ep, etp
+        if layout not in meshes:
+            grid = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), pp * dp * cp * tp)
             device_mesh = device_mesh_of(grid, CPU)
 
             def group(name, sets):
@@ -36,8 +37,8 @@ def rank_main(rank, store, commands, results):
                 groups = {ranks: dist.new_group(list(ranks)) for ranks in sets if name != "world"}
                 return next((group for ranks, group in groups.items() if rank in ranks), dist.group.WORLD)
 
-            meshes[pp, dp, tp, cp] = build_mesh(grid, rank, CPU, group, device_mesh)
-        return meshes[pp, dp, tp, cp]
+            meshes[layout] = build_mesh(grid, rank, CPU, group, device_mesh)
+        return meshes[layout]
 
     for scenario, layouts, args in iter(commands.get, None):
         try:

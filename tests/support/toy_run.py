@@ -23,6 +23,7 @@ SHAPES = {
     **{f"layers.{n}.fc.weight": ((2, 8, 5), 1) for n in range(LAYERS)},
     **{f"layers.{n}.proj.weight": ((5, 8), 1) for n in range(LAYERS)},
     **{f"layers.{n}.fc.bias": ((6,), None) for n in range(LAYERS)},
+    **{f"layers.{n}.experts.weight": ((4, 2, 8, 3), 2) for n in range(0, LAYERS, 5)},
     "final.weight": ((6,), None),
     HEAD: ((24, 6), 0),
 }
@@ -40,13 +41,12 @@ class Toy(nn.Module):
     def __init__(self, mesh, dtype=torch.float32, layers=LAYERS):
         super().__init__()
         last = mesh.pp.size - 1
-        for name, (shape, dim) in SHAPES.items():
+        for name in SHAPES:
             layer = int(name.split(".")[1]) if name.startswith("layers") else None
             rank = layer * mesh.pp.size // LAYERS if layer is not None else 0 if name == EMBEDDING else last
             if rank == mesh.pp.rank and (layer or 0) < layers:
-                weight = nn.Parameter(split(full(EMBEDDING if name == HEAD else name, 0), dim, mesh).to(dtype))
-                tied = EMBEDDING if name == HEAD else None
-                self._parameters[name] = set_layout(weight, Layout(shape, dim, tied))
+                weight = nn.Parameter(split(full(EMBEDDING if name == HEAD else name, 0), name, mesh).to(dtype))
+                self._parameters[name] = set_layout(weight, layout(name))
 
 
 def full(name, salt):
@@ -54,9 +54,14 @@ def full(name, salt):
     return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(seed))
 
 
-def split(x, dim, mesh):
-    """A rank's slice, as the matrix that a layer would hold."""
-    return x if dim is None else x.chunk(mesh.tp.size, dim)[mesh.tp.rank].flatten(0, -2).clone()
+def layout(name):
+    return Layout(*SHAPES[name], EMBEDDING if name == HEAD else None, experts="experts" in name)
+
+
+def split(x, name, mesh):
+    """A rank's slice, as the matrix that a layer would hold, or the stack of its experts'."""
+    lies = layout(name)
+    return x if lies.dim is None else lies.mine(x, mesh.tp).flatten(int(lies.experts), -2).clone()
 
 
 class Run:
@@ -71,7 +76,8 @@ class Run:
         for step in range(first, last + 1):
             self.optimizer.zero_grad()
             for name, param in self.stages[0].named_parameters():
-                param.main_grad.add_(split(full(name, step), SHAPES[name][1], self.mesh))
+                sums = self.mesh.dp.size / self.mesh.edp.size if layout(name).experts else 1
+                param.main_grad.add_(split(full(name, step), name, self.mesh) * sums)
             self.optimizer.step(1e-2, grad_scale=1 / self.mesh.dp.size)
         return self
 
@@ -91,8 +97,7 @@ class Run:
             for name, tensor in tensors.items():
                 # A head on its own rank has state; beside the embedding the embedding's is its state.
                 want = theirs[kind][name if name in theirs[kind] else EMBEDDING].detach()
-                shape, dim = SHAPES[name]
-                if not torch.equal(tensor, split(want.view(shape), dim, self.mesh)):
+                if not torch.equal(tensor, split(want.view(SHAPES[name][0]), name, self.mesh)):
                     wrong.append(f"{kind} {name}")
         return wrong
 

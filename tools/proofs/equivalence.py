@@ -37,11 +37,10 @@ MOVES = 24
 
 
 class Part(NamedTuple):
-    """A rank's part of a parameter or its gradient, as saved: piece i of n in dimension `dim`."""
+    """A rank's part of a parameter or its gradient, as saved: by dimension (i, n), piece i of n there."""
 
     tensor: Tensor
-    dim: int | None
-    piece: tuple[int, int]
+    pieces: dict[int, tuple[int, int]]
 
 
 class Outcome(NamedTuple):
@@ -103,7 +102,7 @@ class Training:
     def weights(self) -> dict[str, Part]:
         """Of all stages here, routers' biases too."""
         biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
-        whole = {name: Part(x.double(), None, (0, 1)) for name, x in biases.items() if x is not None}
+        whole = {name: Part(x.double(), {}) for name, x in biases.items() if x is not None}
         return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
 
     def _at(self, consumed: int) -> list[Tensor]:
@@ -114,7 +113,7 @@ class Training:
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])
         tp = self.mesh.tp
-        return Part(tensor.detach().clone().view(layout.local(tp.size)), layout.dim, layout.piece(tp.rank, tp.size))
+        return Part(tensor.detach().clone().view(layout.local(tp)), layout.pieces(tp))
 
 
 def train(mesh: ProcessMesh, case: Case) -> Outcome:
@@ -139,15 +138,17 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
             if not _numbers_agree(case, kind, mine, whole):
                 found.append(f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}")
         for kind in ("gradients", "weights"):
-            for name, (tensor, dim, (i, n)) in getattr(mine, kind).items():
+            for name, (tensor, pieces) in getattr(mine, kind).items():
                 # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
                 wanted = (getattr(whole, kind).get(whole_name(name)) or getattr(whole, kind)[WORD_EMBEDDINGS]).tensor
-                wanted = wanted if dim is None else wanted.chunk(n, dim)[i]
+                for dim, (i, n) in pieces.items():
+                    wanted = wanted.chunk(n, dim)[i]
                 if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(case, tensor, wanted):
                     found.append(f"rank {rank}: {kind} of {name} differ by {(tensor - wanted).abs().max():.3g}")
     owners = Counter[str]()
-    for name, part in (pair for mine in ranks for pair in mine.gradients.items()):
-        owners[whole_name(name)] += 1 if part.dim is None else Fraction(case.tp, part.piece[1])  # type: ignore[assignment]
+    for name in (name for mine in ranks for name in mine.gradients):
+        shares = name.partition("/")[2].rstrip("]")  # of the vocabulary
+        owners[whole_name(name)] += Fraction(1, int(shares or 1))  # type: ignore[assignment]
     found += [
         f"{owners[name]} ranks own {name}, not {case.tp * case.cp * case.dp}"
         for name in whole.gradients

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ class Case:
             with each step.
         vocabulary: the ranks of the pipeline share it.
         experts: what the layers have in place of an MLP.
+        ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
         moved: seed by which every initial weight is moved by at most an ulp; 0 leaves them.
     """
@@ -131,6 +132,9 @@ class Case:
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
+    ep: int = 1
+    etp: int | None = None
+    dispatcher: Literal["allgather", "alltoall"] = "allgather"
     moved: int = 0
 
     @property
@@ -158,6 +162,8 @@ class Case:
             vocabulary=False,
             drawn=None,
             buckets=1,
+            ep=1,
+            etp=None,
         )
 
     @property
@@ -189,11 +195,10 @@ class Case:
                 **STYLES[self.style],
                 **RECOMPUTE[self.recompute],
                 **EXPERTS[self.experts],
+                moe_token_dispatcher_type=self.dispatcher,
             ),
             parallel=ParallelConfig(
-                tensor_model_parallel_size=self.tp,
-                pipeline_model_parallel_size=self.pp,
-                context_parallel_size=self.cp,
+                *(self.tp, self.pp, self.cp, self.ep, self.etp),
                 pipeline_schedule=self.schedule,
                 no_overlap_p2p_communication=self.p2p == "batched",
                 use_ring_exchange_p2p=self.p2p == "ring",

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
@@ -45,9 +46,8 @@ def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
     seconds = 300 if case.compile else 60
     try:
-        outcomes = run_threads(
-            partial(train, case=case), tp=case.tp, cp=case.cp, dp=case.dp, pp=case.pp, timeout_s=seconds
-        )
+        sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+        outcomes = run_threads(partial(train, case=case), **sizes, timeout_s=seconds)
         found = differences(case, outcomes)
         if case.drawn is not None:
             own = table(replace(case, vocabulary=False))
@@ -105,6 +105,8 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         if routes_alike and rng.random() < 0.5:
             parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
             case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
+        if case.experts != "none" and (tp == 1 or case.sequence_parallel):
+            case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
         try:
             chain = table(case).placement.chain
         except ScheduleError:
@@ -113,6 +115,12 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         case = replace(case, layers=layers)
         if 0 < sum(layers) <= 10 and not list(context_problems(case.config)):
             return case
+
+
+def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
+    """How six experts of width 8 lie over the ranks of a stage. variable: these have sequences of other lengths."""
+    ep, etp = rng.choice([(e, t) for e in (1, 2, 3, 6) for t in (1, 2, 4) if ranks % (e * t) == 0])
+    return {"ep": ep, "etp": etp, "dispatcher": "alltoall" if variable else rng.choice(("allgather", "alltoall"))}
 
 
 def command(case: Case) -> str:

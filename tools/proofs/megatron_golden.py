@@ -36,7 +36,7 @@ from megapipe.convert.tensors import whole_model
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of, saved_tensors
+from megapipe.distributed.layout import Layout, layout_of, saved_tensors
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
@@ -57,6 +57,18 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "recompute": ({"pp": 2}, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 1"),
     "dp": ({"dp": 2}, "--use-distributed-optimizer"),
+    "ep": ({"dp": 2, "ep": 2}, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "etp": ({"dp": 2, "etp": 2}, "--expert-tensor-parallel-size 2"),
+    "ep-zb-v": (
+        {"dp": 2, "ep": 2, "pp": 2},
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
+        "--use-distributed-optimizer",
+    ),
+    "ep-tp": (
+        {"tp": 2, "dp": 2, "ep": 2},
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall",
+    ),
 }
 """Ranks and flags by name."""
 
@@ -84,7 +96,16 @@ class Recorder(Callback):
 
 def _weights(run: Run) -> dict[str, Tensor]:
     tensors = (pair for module in run.modules for pair in saved_tensors(module))
-    return {name: x.detach().double().view(layout_of(x).full).clone() for name, x in tensors}
+    return {name: _whole(x, layout_of(x), run.mesh.tp) for name, x in tensors}
+
+
+def _whole(x: Tensor, layout: Layout, tp: Axis) -> Tensor:
+    """A parameter, or its moment, of the slices of all ranks."""
+    x = x.detach().double().view(layout.local(tp)).clone()
+    for dim, name in layout.splits.items():
+        if (axis := tp.named(name)).size > 1:
+            x = torch.cat(axis.all_gather(x[None].contiguous()).unbind(), dim)
+    return x
 
 
 @dataclasses.dataclass
@@ -102,7 +123,7 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
         start = SavedTensors(import_checkpoint(folder / "hf" / name.partition("/")[0], Path(scratch) / "start").folder)
         flags = f"{case['flags']} {more} --num-workers 0 --data-cache-path {scratch}"
         config = parse(Config, [*flags.split(), "--data-path", str(folder / "data" / "t_text_document")])
-        config = dataclasses.replace(config, world_size=math.prod(ranks.values()))
+        config = dataclasses.replace(config, world_size=math.prod(ranks.get(name, 1) for name in ("tp", "dp", "pp")))
         validate(config, has_cuda=False)
         tokenizer = build_tokenizer(config.data)
         rows = config.model.padded_vocab(tokenizer.vocab_size)
@@ -125,8 +146,11 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             moved = {f"weight {name}": x - record.start[name] for name, x in _weights(run).items()}
             if run.optimizer.distributed:  # a rank has a share of the moments
                 return Trained(record, moved)
+            layouts = {name: layout_of(param) for name, param in run.optimizer.params.items()}
             moments = {
-                f"{kind} {name}": x.double() for kind, held in run.optimizer.state().items() for name, x in held.items()
+                f"{kind} {name}": _whole(x, layouts[name], mesh.tp)
+                for kind, held in run.optimizer.state().items()
+                for name, x in held.items()
             }
             return Trained(record, moved | moments)
 

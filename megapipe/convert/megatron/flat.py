@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.convert.megatron.names import joined
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 
@@ -69,7 +70,7 @@ class FlatState:
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
         """A whole tensor in the shape in which we save it."""
-        numel = math.prod(layout.local(len(self.rows)))
+        numel = math.prod(layout.local(Axis(size=len(self.rows))))
         places = [found[name] for found in self.places]
         return joined([row.read(kind, start, start + numel) for row, start in places], layout)
 
@@ -80,7 +81,7 @@ class FlatState:
             owner = self.tied.get(name, name)
             layout = self.layouts[owner]
             whole = weight(owner)
-            mine = (whole if layout.dim is None else whole.chunk(len(self.rows), layout.dim)[rank]).flatten()
+            mine = layout.mine(whole, Axis(rank, len(self.rows))).flatten()
             aligned = begin - (begin - at) // ALIGN * ALIGN
             for start in dict.fromkeys((aligned, at)):
                 stop = start + mine.numel()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout
 
 _FUSED = {
@@ -47,7 +48,7 @@ def stored_names(name: str, sparse: bool) -> list[str]:
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """A tensor in the shape in which we save it, of what all tensor-parallel ranks have of it."""
-    shaped = [part.reshape(layout.local(len(parts))) for part in parts]
+    shaped = [part.reshape(layout.local(Axis(size=len(parts)))) for part in parts]
     return shaped[0] if layout.dim is None else torch.cat(shaped, layout.dim)
 
 

@@ -24,6 +24,7 @@ from megapipe.convert.megatron.flat import FlatState, Row
 from megapipe.convert.megatron.legacy import LegacyTensors
 from megapipe.convert.megatron.names import orders
 from megapipe.convert.tensors import Progress, counted, is_trained, whole_model
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
@@ -138,7 +139,9 @@ def _parameters(config: Config) -> tuple[dict[str, Layout], dict[str, str]]:
 def _check(opened: Source, kind: str, layouts: Mapping[str, Layout], tied: Mapping[str, str]) -> None:
     """Raises: CheckpointError with every tensor that is missing, left over or of another shape."""
     needed = {
-        name: layout.local(opened.pieces(name)) for name, layout in layouts.items() if not kind or is_trained(name)
+        name: layout.local(Axis(size=opened.pieces(name)))
+        for name, layout in layouts.items()
+        if not kind or is_trained(name)
     }
     there = {name: shape for name, shape in opened.shapes(kind).items() if name not in tied}
     check_names(f"{opened.folder}" + f", {kind}" * bool(kind), needed, there, _forms)

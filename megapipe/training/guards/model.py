@@ -106,7 +106,7 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
         layout = layout_of(param)
-        assert math.prod(layout.local(tp.size)) == param.numel(), f"{name} was initialised, so its layout fits"
+        assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so its layout fits"
         found[name] = [n // layout.part[1] if dim == layout.dim else n for dim, n in enumerate(layout.full)]
     return found
 

@@ -18,8 +18,9 @@ from megapipe.errors import ConfigError, RanksDiffer
 def check_replicas(
     modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool, after: int | None = None
 ) -> None:
-    """Compare parameters and buffers over data parallel and, if `mirrored`, with DualPipe's twins, and over tensor
-    parallel the parameters that are whole on each rank: one hash of a rank where all is well. Collective over the mesh.
+    """Compare parameters and buffers over the ranks that have the same and, if `mirrored`, with DualPipe's twins, and
+    over tensor parallel the parameters that are whole on each rank: one hash of a rank where all is well. Collective
+    over the mesh.
 
     Args:
         after: iterations that were trained; None at the start.
@@ -27,10 +28,13 @@ def check_replicas(
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
     tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
-    whole = {name: param for name, param in params.items() if layout_of(param).dim is None}
+    experts = {name: param for name, param in params.items() if layout_of(param).experts}
+    dense = {name: x for name, x in tensors.items() if name not in experts}
     groups: list[tuple[str, Axis, Mapping[str, Tensor]]] = [
-        ("data-parallel", mesh.dp_cp, tensors),
-        ("tensor-parallel", mesh.tp, whole),
+        ("data-parallel", mesh.dp_cp, dense),
+        ("expert-data-parallel", mesh.edp, experts),
+        ("tensor-parallel", mesh.tp, _whole(dense, params)),
+        ("expert-tensor-parallel", mesh.etp, _whole(experts, params)),
         ("pipeline", mesh.twins if mirrored else Axis(), tensors),
     ]
     problems = [line for what, axis, compared in groups for line in _differing(what, axis, compared)]
@@ -50,6 +54,11 @@ def check_replicas(
         "\n      They had equal gradients and updates: a device or its memory may be at fault. The last checkpoint is "
         "sound if they were equal then."
     )
+
+
+def _whole(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of which each rank has all, or all of its experts."""
+    return {name: x for name, x in tensors.items() if name in params and layout_of(x).dim is None}
 
 
 def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
