@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import short, to_svg
 from megapipe.schedule.views.figure import COLUMN, PAGE, Files
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
+from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
@@ -138,8 +140,10 @@ def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
     )
     hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
     one.add_argument("--comm-share", type=given.share, metavar="Q", help=hidden)
-    most = "most activation of a rank; 1F1B peaks at P (default: no limit)"
+    most = "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask for)"
     one.add_argument("--memory", type=given.positive, metavar="X", help=most)
+    together = "run passes together so that the communication of one hides; compare: beside the tables without"
+    one.add_argument("--pairs", action="store_true", help=together)
     for kind in ("png", "pdf"):
         one.add_argument(f"--{kind}", type=given.path, metavar="FILE", help=f"write a figure, {kind}")
     wide = f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}"
@@ -178,6 +182,10 @@ def run_show(args: argparse.Namespace) -> int:
     _refuse_outputs(args, "json", "csv", "svg", "perfetto", "png", "pdf")
     args.costs = _priced(args.costs, args.comm_share)
     schedule, found = _schedule(args)
+    if args.pairs and args.vocabulary:
+        raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
+    if args.pairs:
+        schedule, found = told_pairs(schedule, args.costs, args.memory)
     args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
     if args.vocabulary:
         schedule = with_vocabulary(schedule, args.costs)
@@ -219,6 +227,12 @@ def run_compare(args: argparse.Namespace) -> int:
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
     costs = [_priced(cost, args.comm_share) for cost in args.costs]
+    if args.pairs:
+        if figure.named or args.csv:
+            raise ScheduleError("compare --pairs prints tables: leave out --csv, --svg, --png and --pdf")
+        for p, m, cost in product(args.pp, args.microbatches, costs):
+            print(paired_table(p, m, cost, args.memory, names=names, progress=Progress()))
+        return 0
     points = study(args.pp, args.microbatches, costs, args.memory, names, args.effort, Progress())
     for n, point in enumerate(points):
         if len(points) > 1:
@@ -259,7 +273,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         if said:
             raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(said)}")
         schedule = load(args.name)
-        verify(schedule, memory=args.memory, costs=args.costs)
+        verify(schedule, memory=None if args.pairs else args.memory, costs=args.costs)
         return schedule, []
     searched = name in SCHEDULES and SCHEDULES[name].searched
     if options and not searched:
@@ -274,7 +288,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         report = search(ranks, microbatches, progress=Progress(), **choice, **options)
         return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
     try:
-        return build(args.name, ranks, microbatches, **choice), []
+        return build(args.name, ranks, microbatches, **choice | ({"memory": None} if args.pairs else {})), []
     except ScheduleError as error:
         hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
         raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None

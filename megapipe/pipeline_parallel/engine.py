@@ -35,6 +35,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.lower import lower_timed, most_in_flight
+from megapipe.schedule.passes import overlaps
 from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.rng import Stream
 
@@ -48,8 +49,8 @@ def _programs(
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
     """The program of each rank, and how many of its messages are under way at most."""
     verify(schedule)
-    # Pairs need stages that can run two passes together; without them F comes before B, as the table means.
-    schedule = schedule if overlap else unpaired(schedule)
+    # A pair of F and B needs stages that can run two passes together; other pairs run one after the other.
+    schedule = unpaired(schedule, overlaps if overlap else lambda step: False)
     schedule = forward_only(schedule) if evaluate else schedule
     clock = run_clock(schedule, costs)
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)

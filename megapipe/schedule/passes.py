@@ -6,7 +6,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
 
 
 Step = tuple[Pass, ...]
-"""One pass, or a forward and a backward run as one: DualPipe's overlapped pair."""
+"""One pass, or two run together: DualPipe's overlapped pair of a forward and a backward, or any other two."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,18 @@ class Schedule:
         return microbatch % self.num_microbatches * self.placement.num_chains // self.num_microbatches
 
 
-def unpaired(schedule: Schedule) -> Schedule:
-    """A table with every F&B pair as F, then B: for models that cannot overlap them."""
-    return replace(schedule, ranks=tuple(tuple((p,) for step in row for p in step) for row in schedule.ranks))
+def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: False) -> Schedule:
+    """A table with the two passes of every pair one after the other, but for those pairs that are kept."""
+    rows = (
+        tuple(part for step in row for part in ((step,) if keep(step) else ((x,) for x in step)))
+        for row in schedule.ranks
+    )
+    return replace(schedule, ranks=tuple(rows))
+
+
+def overlaps(step: Step) -> bool:
+    """Is it a forward and a backward, the pair that the executor can run as one?"""
+    return len(step) == 2 and step[0].kind.is_forward and step[1].kind.is_backward
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:

@@ -17,6 +17,8 @@ from megapipe.schedule.lower import lower_timed
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock, uncollected
 
+_PAIRED = {Kind.F, Kind.B, Kind.W, Kind.BW}
+
 
 @uncollected()
 def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UNIT) -> None:
@@ -61,8 +63,8 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):
         for i, step in enumerate(row):
-            if len(step) != 1 and (len(step) != 2 or not step[0].kind.is_forward or not step[1].kind.is_backward):
-                yield f"rank {rank}, step {i}, {_text(step)}: a step is one pass, or a forward and a backward"
+            if len(step) != 1 and (len(step) != 2 or not _PAIRED.issuperset(x.kind for x in step)):
+                yield f"rank {rank}, step {i}, {_text(step)}: a step is one pass, or two of F, B, W and BW"
             for item in step:
                 misplaced = _misplaced(schedule, rank, item)
                 if misplaced:

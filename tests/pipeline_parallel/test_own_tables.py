@@ -15,9 +15,9 @@ from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from tools.proofs import fuzz_equivalence
-from tools.proofs.drawn_tables import drawn_table
 from tools.proofs.equivalence_case import Case
 from tools.proofs.synchronised import WAYS, too_early
+from tools.proofs.tables.drawn import drawn_table
 
 
 def test_the_last_of_a_stage_is_what_its_row_has_last() -> None:

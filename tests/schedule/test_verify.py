@@ -23,6 +23,7 @@ from megapipe.schedule import (
     loop,
     lower,
     simulate,
+    vee,
     verify,
     verify_programs,
 )
@@ -159,9 +160,19 @@ def test_a_rank_too_few() -> None:
 
 
 def test_a_step_that_is_no_pair() -> None:
-    pair = (Pass(Kind.F, 0, 0), Pass(Kind.F, 0, 1))
-    text = sentence(edited("gpipe", lambda rows: rows[0].__setitem__(slice(0, 2), [pair])))
-    assert "rank 0, step 0, 0F0 0F1: a step is one pass, or a forward and a backward" in text
+    three = tuple(Pass(Kind.F, 0, i) for i in range(3))
+    text = sentence(edited("gpipe", lambda rows: rows[0].__setitem__(slice(0, 3), [three])))
+    assert "rank 0, step 0, 0F0 0F1 0F2: a step is one pass, or two of F, B, W and BW" in text
+
+
+def test_two_passes_run_together_need_nothing_of_each_other() -> None:
+    own = (Pass(Kind.F, 1, 0), Pass(Kind.BW, 1, 0))
+    text = sentence(edited("1f1b", lambda rows: rows[1].__setitem__(slice(0, 2), [own])))
+    assert "rank 1, step 0, 1BW0: runs before 1F0 at step 0" in text
+    fold = tuple(Pass(Kind.F, s, 0) for s in (0, 1))
+    rest = tuple((x,) for x in (Pass(Kind.BW, 1, 0), Pass(Kind.BW, 0, 0)))
+    with pytest.raises(ScheduleError, match="rank 0 waits at step 0, 1F0, for 0F0"):
+        verify(Schedule("fold", vee(1), 1, ((fold, *rest),)))
 
 
 def test_more_microbatches_than_passes_is_one_problem() -> None:

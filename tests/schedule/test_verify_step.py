@@ -52,10 +52,10 @@ WHOLE = with_optimizer(with_reduction(PLAIN), barrier=False, gather="ahead")
 TWINS = with_reduction(build("dualpipe", 2, 4))  # stages 0 and 3, 1 and 2, 2 and 1, 3 and 0 are replicas
 
 
-@pytest.mark.parametrize("text", ["", "0F0 0F1", "0BW0 0F1", "0BW0 0BW1", "0F0 0BW0 0BW1"])
-def test_a_step_is_one_pass_or_a_forward_and_a_backward(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "0F0 0G0", "0U0 0BW0", "0F0 0BW0 0BW1"])
+def test_a_step_is_one_pass_or_two_of_a_microbatch_each(text: str) -> None:
     odd = replace(PLAIN, ranks=((tuple(map(one, text.split())),), PLAIN.ranks[1]))
-    assert problems(odd)[0] == f"rank 0, step 0, {text}: a step is one pass, or a forward and a backward"
+    assert problems(odd)[0] == f"rank 0, step 0, {text}: a step is one pass, or two of F, B, W and BW"
 
 
 def test_no_pass_runs_beside_the_one_it_needs() -> None:

@@ -15,7 +15,7 @@ from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from megapipe.schedule import Costs, Schedule, build, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from tools.proofs.drawn_tables import drawn_table
+from tools.proofs.tables.drawn import drawn_table
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -77,7 +77,7 @@ class Case:
     """One training run.
 
     Attributes:
-        drawn: seed of a table of tools/proofs/drawn_tables.py that takes the place of the schedule's.
+        drawn: seed of a table of tools/proofs/tables/drawn.py that takes the place of the schedule's.
         microbatches: per data-parallel rank; each of `batch` sequences.
         chunks: stages per rank where the schedule leaves a choice.
         layers: of each position of the chain; a position may have none.

@@ -4,7 +4,7 @@
 
 A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses, gradients, gradient
 norms, weights and validation loss of the unsplit model, not compiled and with nothing reported but its loss; where
-nothing is summed in another order, to the bit in every type. Two of five tables are drawn too (drawn_tables.py):
+nothing is summed in another order, to the bit in every type. Two of five tables are drawn too (tables/drawn.py):
 passes in any order, chains of unequal length; under those Megatron's no_sync is left once for each chunk, not early.
 """
 

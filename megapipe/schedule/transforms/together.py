@@ -1,0 +1,228 @@
+"""A play of a table by the clock, in which each rank runs together what is ready: how `pairs` finds its tables.
+
+No order is written down before: a rank takes the next forward and the next backward of its own orders when both are
+there and it has the memory. Such a play cannot block where the table itself can be run within the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import product
+from math import inf
+from random import Random
+
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.simulate import simulate
+
+_SMALL = 1e-9  # rounding
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How ranks choose among what is ready.
+
+    Attributes:
+        wait: how long what is ready waits for a partner that is under way, in forwards of a stage.
+        reach: how far down its forwards, and its backwards, a rank looks for one that is ready.
+        forwards: two F of independent microbatches run together from this microbatch on, where there is no B.
+        backwards: two B run together where there is no F.
+        weights: an F runs with a W that is owed where there is no B.
+        keep: so many W that are owed wait for a partner, where no F lacks the memory.
+        spare: stages' activations that each rank leaves free of what it may hold.
+    """
+
+    wait: float
+    reach: int
+    forwards: float
+    backwards: bool
+    weights: bool
+    keep: int
+    spare: tuple[int, ...] = ()
+
+
+GRID = [Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))]
+
+
+def best_play(schedule: Schedule, costs: Costs, limits: list[float], tries: int) -> tuple[float, Schedule] | None:
+    """(makespan, table) of the best manner met: those of a grid, then small changes of one that is about as good."""
+    play, random = _Play(schedule, costs, limits), Random(0)
+    ramp = tuple(range(len(limits)))  # the later the rank, the less it holds
+    grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
+    best: tuple[float, float, Schedule] | None = None
+    near: tuple[float, Manner] | None = None
+    for n in range(tries):
+        if n >= len(grid) and near is None:
+            break
+        manner = grid[n] if n < len(grid) or near is None else _changed(near[1], len(limits), random)
+        rows = play.run(manner)
+        if rows is None:
+            continue
+        table = replace(schedule, ranks=rows)
+        time = simulate(table, costs)
+        makespan, held = float(f"{time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
+        if best is None or (makespan, held) < best[:2]:
+            best = makespan, held, table
+        if near is None or makespan < near[0] * (1 if n < len(grid) else 1.003):
+            near = makespan, manner
+    return best and (best[0], best[2])
+
+
+def _changed(manner: Manner, ranks: int, random: Random) -> Manner:
+    kind = random.randrange(7)
+    if kind == 0:
+        return replace(manner, wait=manner.wait * random.choice((0.5, 0.7, 1.4, 2.0)))
+    if kind == 1:
+        return replace(manner, reach=random.choice((1, 2, 4, 8)))
+    if kind == 2:
+        return replace(manner, forwards=random.choice((inf, 1.0, 4.0, float(ranks))))
+    if kind == 3:
+        return replace(manner, backwards=not manner.backwards)
+    if kind == 4:
+        return replace(manner, weights=not manner.weights)
+    if kind == 5:
+        return replace(manner, keep=random.choice((0, 1, 2, 4)))
+    spare, first = list(manner.spare or (0,) * ranks), random.randrange(ranks)
+    for rank in range(first, random.randint(first, ranks - 1) + 1):
+        spare[rank] = max(0, spare[rank] + random.choice((-1, 1, 1, 2)))
+    return replace(manner, spare=tuple(spare))
+
+
+@dataclass
+class _Row:
+    """A rank while its row is made: the passes to come in their order, W that are owed, and what it has."""
+
+    forwards: list[Pass]
+    backwards: list[Pass]
+    room: float
+    owed: list[Pass] = field(default_factory=list)
+    free: float = 0.0
+    out: list[Step] = field(default_factory=list)
+
+
+class _Play:
+    """A play of the table by the clock, in which each rank runs together what is ready."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, limits: list[float]) -> None:
+        self.schedule, self.costs, self.limits = schedule, costs, limits
+        self.place, self.split = schedule.placement, any(kind.is_split for kind in schedule.kinds)
+        self.held, self.owes, _ = costs.memory(self.place)
+        durations = costs.durations(self.place)
+        self.forward = max(durations[Kind.F])
+        self.length: dict[tuple[tuple[Kind, int], ...], float] = {}
+        passes = [[x for step in row for x in step] for row in schedule.ranks]
+        self.forwards = [[x for x in row if x.kind.is_forward] for row in passes]
+        self.backwards = [[x._replace(kind=Kind.B) for x in row if x.kind.is_backward] for row in passes]
+
+    def run(self, manner: Manner) -> tuple[tuple[Step, ...], ...] | None:
+        """Rows with all passes, None if ranks wait for each other for ever."""
+        self.manner, self.wait = manner, manner.wait * self.forward
+        spare = manner.spare or (0,) * len(self.limits)
+        self.rows = [
+            _Row(list(f), list(b), limit * (1 + _SMALL) - n * max(self.held[s] for s in self.place.stages_on(r)))
+            for r, (f, b, limit, n) in enumerate(zip(self.forwards, self.backwards, self.limits, spare, strict=True))
+        ]
+        self.there = {x: 0.0 for row in self.forwards for x in row if self.place.is_first(x.stage)}
+        self.events = [(0.0, rank) for rank in range(len(self.rows))]
+        heapify(self.events)
+        while self.events:
+            now, first = heappop(self.events)
+            due = {first}
+            while self.events and self.events[0][0] <= now * (1 + _SMALL):  # all that is there now, then who takes it
+                due.add(heappop(self.events)[1])
+            for rank in sorted(due):
+                row = self.rows[rank]
+                if row.free <= now * (1 + _SMALL) and (step := self._next(row, rank, now)):
+                    self._do(rank, row, step, now)
+        if any(row.forwards or row.backwards for row in self.rows):
+            return None
+        return tuple((*row.out, *((w,) for w in row.owed)) for row in self.rows)
+
+    def _next(self, row: _Row, rank: int, now: float) -> Step | None:
+        late = now * (1 + _SMALL) + _SMALL * self.forward
+        f_comes, f = self._first(row.forwards, late)
+        b_comes, b = self._first(row.backwards, late)
+        full = f is not None and self.held[f.stage] > row.room
+        if full:
+            f, f_comes = None, inf
+        if f is not None and b is not None and max(f_comes, b_comes) <= late:
+            return f, b._replace(kind=Kind.BW)
+        for mine, other in ((b_comes, f_comes), (f_comes, b_comes)):
+            if mine <= late < other <= late + self.wait:
+                heappush(self.events, (other, rank))
+                return None
+        if b is not None and b_comes <= late:
+            return self._backward(row, b, late)
+        if f is not None and f_comes <= late:
+            return self._forward(row, f, late)
+        if len(row.owed) > (0 if full or not row.backwards else self.manner.keep):
+            w = row.owed[0]
+            if min(f_comes, b_comes) >= now + self._length((w,)) / 2:
+                return (w,)
+        return None
+
+    def _backward(self, row: _Row, b: Pass, late: float) -> Step:
+        alone = b if self.split else b._replace(kind=Kind.BW)
+        if self.manner.backwards:
+            comes, other = self._first(row.backwards, late, b)
+            if other is not None and comes <= late:
+                return alone, other._replace(kind=alone.kind)
+        return (alone, row.owed[0]) if row.owed else (alone,)
+
+    def _forward(self, row: _Row, f: Pass, late: float) -> Step:
+        if f.microbatch >= self.manner.forwards:
+            comes, other = self._first(row.forwards, late, f)
+            if other is not None and comes <= late and self.held[f.stage] + self.held[other.stage] <= row.room:
+                return f, other
+        return (f, row.owed[0]) if row.owed and self.manner.weights else (f,)
+
+    def _first(self, order: list[Pass], late: float, but: Pass | None = None) -> tuple[float, Pass | None]:
+        """The first of an order that is there, one of each stage, or else of them the one that comes first."""
+        best: tuple[float, Pass | None] = inf, None
+        stages: set[int] = set()
+        for item in order[: self.manner.reach + (but is not None)]:
+            if item == but or item.stage in stages:
+                continue
+            stages.add(item.stage)
+            comes = self.there.get(item, inf)
+            if comes <= late:
+                return comes, item
+            if comes < best[0]:
+                best = comes, item
+        return best
+
+    def _do(self, rank: int, row: _Row, step: Step, now: float) -> None:
+        row.free = end = now + self._length(step)
+        row.out.append(step)
+        heappush(self.events, (end, rank))
+        for item in step:
+            kind, stage, microbatch = item
+            if kind is Kind.W:
+                row.owed.remove(item)
+                row.room += self.owes[stage]
+                continue
+            if kind.is_forward:
+                row.forwards.remove(item)
+                row.room -= self.held[stage]
+                to, made = self.place.next(stage), Kind.F
+                if to is None:
+                    self.there[Pass(Kind.B, stage, microbatch)] = end
+            else:
+                row.backwards.remove(item._replace(kind=Kind.B))
+                row.room += self.held[stage] - (self.owes[stage] if kind is Kind.B else 0)
+                if kind is Kind.B:
+                    row.owed.append(Pass(Kind.W, stage, microbatch))
+                to, made = self.place.prev(stage), Kind.B
+            if to is not None:
+                there = self.place.rank_of[to]
+                comes = end + self.costs.lag(rank, there, len(self.rows))
+                self.there[Pass(made, to, microbatch)] = comes
+                heappush(self.events, (comes, there))
+
+    def _length(self, step: Step) -> float:
+        key = tuple([(x.kind, x.stage) for x in step])
+        if key not in self.length:
+            self.length[key] = self.costs.of_step(step, self.place)
+        return self.length[key]

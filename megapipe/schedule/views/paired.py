@@ -1,0 +1,84 @@
+"""Every schedule beside itself with pairs, for given ranks, microbatches, costs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.passes import Schedule, overlaps, unpaired
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.transforms.pairs import paired_bound, pairs
+from megapipe.schedule.views.draw import short
+
+CHUNKS = (2, 4, 8)
+_HEAD = ("schedule", "alone", "memory", "pairs", "memory", "of alone", "F in pairs", "bound", "above")
+
+
+def paired_table(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | None = None,
+    *,
+    names: Sequence[str] = tuple(SCHEDULES),
+    progress: Callable[[float, str], None] = lambda share, doing: None,
+) -> str:
+    """A line for each schedule that is not searched: makespan and memory without any pair and with them, the share of
+    forwards that run with a backward, the lower bound; or why there are no pairs."""
+    labels = [(name, v) for name in names for v in _chunks(name)]
+    cells: list[tuple[str, ...]] = [_HEAD]
+    refused = []
+    for i, (name, v) in enumerate(labels):
+        label = f"{name} v={v}" if v else name
+        progress(i / len(labels), label)
+        try:
+            cells.append((label, *_row(build(name, ranks, microbatches, chunks=v, costs=costs), costs, memory)))
+        except ScheduleError as error:
+            refused.append(f"{label}: {error}")
+    progress(1.0, "")
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    body = sorted(cells[1:], key=lambda line: float(line[3]))
+    lines = [line[0].ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in zip(line[1:], widths[1:], strict=True))
+             for line in (_HEAD, *body)]  # fmt: skip
+    return "\n".join([*lines, *refused])
+
+
+def told_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> tuple[Schedule, list[str]]:
+    """The table with pairs, and what is said of it beside."""
+    made, alone = pairs(schedule, costs, memory=memory), simulate(unpaired(schedule), costs)
+    time, steps = simulate(made, costs), [step for row in made.ranks for step in row]
+    bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
+    lines = [
+        f"pairs: {sum(len(step) > 1 for step in steps)} of {len(steps)} steps run two passes; "
+        f"without any it takes {short(alone.makespan)} at a memory of {short(max(alone.peak))}"
+    ]
+    if bound:
+        lines.append(f"lower bound with pairs: {short(bound)}; {time.makespan / bound - 1:.1%} above it")
+    return made, lines
+
+
+def _chunks(name: str) -> tuple[int | None, ...]:
+    entry = None if is_file(name) else entry_of(name)
+    if entry is not None and entry.searched:
+        return ()
+    return CHUNKS if entry is not None and entry.any_chunks else (None,)
+
+
+def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
+    made = pairs(table, costs, memory=memory)
+    alone, time = simulate(unpaired(table), costs), simulate(made, costs)
+    both = sum(overlaps(step) for row in made.ranks for step in row)
+    forwards = sum(x.kind.is_forward for row in made.ranks for step in row for x in step)
+    bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
+    return (
+        short(alone.makespan),
+        short(max(alone.peak)),
+        short(time.makespan),
+        short(max(time.peak)),
+        f"{time.makespan / alone.makespan:.3f}",
+        f"{both / forwards:.0%}",
+        short(bound) if bound else "",
+        f"{time.makespan / bound - 1:.1%}" if bound else "",
+    )

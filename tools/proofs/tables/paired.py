@@ -1,0 +1,97 @@
+"""Tables with pairs, drawn: verified, played with sends that wait for their receives, and timed by another clock.
+
+    python tools/proofs/tables/paired.py --seconds 60 --seed 1
+
+Of the catalogue at p 2 to 8 and m 1 to 4p, and of tables that no catalogue has. Every table comes out valid, shorter
+than it was, within its memory, with each stage's passes in their order; or is refused with a sentence that says why,
+and what it says to try does gain. Ends with how many of each there were.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from time import process_time
+
+from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, ScheduleError, build, simulate, unpaired, verify
+from megapipe.schedule.costs import SHARES
+from megapipe.schedule.transforms.pairs import paired_bound, pairs
+from tools.proofs.tables.drawn import drawn_table
+
+REFUSED = re.compile(r"They gain from --memory (\S+) on|Take more microbatches")
+
+
+def main() -> None:
+    """Draw until the time is over."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tries", type=int, default=24, help="tables that each is chosen from")
+    args = parser.parse_args()
+    dice, seen = Random(args.seed), Counter[str]()
+    while process_time() < args.seconds:
+        table = drawn(dice)
+        if table is not None:
+            seen[check(table, drawn_costs(dice), dice.choice((None, None, dice.uniform(1, 20))), args.tries)] += 1
+    print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+
+
+def drawn(dice: Random) -> Schedule | None:
+    """A schedule of the catalogue or a table of dice; None where there is none of these numbers."""
+    p = dice.randint(2, 8)
+    m = dice.randint(1, 4 * p)
+    if dice.random() < 0.2:
+        return drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
+    name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
+    chunks = dice.choice((2, 3, 4)) if SCHEDULES[name].chunks is None else None
+    try:
+        return build(name, p, m, chunks=chunks)
+    except ScheduleError:
+        return None
+
+
+def drawn_costs(dice: Random) -> Costs:
+    """Of a device share, with as much communication in every pass, or in forward and backward alone."""
+    share = dice.uniform(0.05, 0.6)
+    f, b, w = (dice.choice((5, 10, dice.uniform(1, 20))) for _ in range(3))
+    links = dict.fromkeys(SHARES[: dice.choice((2, 3))], share)
+    return replace(Costs(f, b, w, comm=dice.choice((0, 0, 0.5)), piece=dice.choice((0, 0, 0.5))), **links)
+
+
+def check(table: Schedule, costs: Costs, memory: float | None, tries: int) -> str:
+    """What became of it. Raises: AssertionError, or whatever the transform raises but a refusal."""
+    case = f"{table.name} {table.placement} m {table.num_microbatches} {costs} memory {memory}"
+    made: Schedule | None
+    try:
+        made = pairs(table, costs, memory=memory, tries=tries)
+    except ScheduleError as error:
+        made, text = None, str(error)
+    if made is None:
+        found = REFUSED.search(text)
+        assert found, f"{case}: {text}"
+        if found[1]:
+            again = pairs(table, costs, memory=float(found[1]) * (1 + 1e-6), tries=72)
+            assert simulate(again, costs).makespan < simulate(unpaired(table), costs).makespan, case
+        return "refused"
+    verify(made, memory=memory, costs=costs)
+    time = simulate(made, costs)
+    assert time.makespan < simulate(unpaired(table), costs).makespan, case
+    assert time.makespan >= (paired_bound(made, costs, max(time.peak)) or 0) * (1 - 1e-9), case
+    assert orders(made) == orders(table), case
+    return "paired"
+
+
+def orders(table: Schedule) -> dict[tuple[bool, int], list[int]]:
+    """The microbatches of each stage's forwards and backwards, in order."""
+    found: dict[tuple[bool, int], list[int]] = {}
+    for kind, stage, microbatch in (x for row in table.ranks for step in row for x in step):
+        if kind is not Kind.W:
+            found.setdefault((kind.is_forward, stage), []).append(microbatch)
+    return found
+
+
+if __name__ == "__main__":
+    main()
