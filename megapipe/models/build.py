@@ -26,7 +26,7 @@ from megapipe.tensor_parallel.rng import initialize, stream_key
 
 @cache
 def _global_generator() -> Lock:
-    """Who holds it may seed and use torch's generator, of which there is one for all threads."""
+    """The lock of torch's generator, of which there is one for all threads: who holds it may seed and use it."""
     return Lock()
 
 
@@ -65,7 +65,7 @@ def _check_taken(missing: set[str], span: LayerSpan) -> None:
 
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
-    """What a span is made of; a layer belongs to the piece that is that layer alone."""
+    """Pieces that a span is made of; a layer belongs to the piece that is that layer alone."""
     yield from (LayerSpan(layer, 1, False, False) for layer in span.layers)
     if span.embedding:
         yield LayerSpan(0, 1, True, False)

@@ -1,4 +1,4 @@
-"""Which classes a layer is built of: plain torch's, or Transformer Engine's under the same interface."""
+"""Classes that a layer is built of: plain torch's, or Transformer Engine's under the same interface."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm,
 
 
 def parts_of(config: ModelConfig) -> Parts:
-    """What --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
+    """The parts that --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
     return _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL

@@ -1,4 +1,4 @@
-"""What builds a stage. A model of your own is one function, given to `pretrain` or named by --model-provider.
+"""Providers build stages. A model of your own is one function, given to `pretrain` or named by --model-provider.
 
 Two signatures are understood: ours, and Megatron-LM's model_provider(pre_process, post_process, vp_stage).
 """
@@ -30,7 +30,7 @@ def gpt_provider(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
 
 
 def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StageProvider:
-    """The same provider with our signature.
+    """The provider with our signature.
 
     Args:
         provider: a StageProvider, or a function with a parameter `pre_process`. The latter is called by keywords, with

@@ -96,7 +96,7 @@ def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callabl
 
 
 def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:
-    """How full recomputation cuts a stage's layers: (number of layers, computed again?) of each run of layers.
+    """Cuts of a stage's layers for full recomputation: (number of layers, computed again?) of each run of layers.
 
     Megatron's two methods. uniform: runs of --recompute-num-layers, of each only the input is kept. block: so many
     single layers are computed again, the others keep their activations.

@@ -20,7 +20,7 @@ ORIGINAL, LOW, HIGH = 8192, 1.0, 4.0
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which rotation.
+    """A rotation.
 
     Attributes:
         dim: channels of a head that are rotated, from the first.

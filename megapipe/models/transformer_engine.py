@@ -71,7 +71,7 @@ def load() -> Any:
 
 
 def version() -> str:
-    """Of the installed Transformer Engine; empty if there is none."""
+    """The version of the installed Transformer Engine; empty if there is none."""
     try:
         return metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -95,7 +95,7 @@ def _explain(error: Exception) -> str:
 
 
 def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
-    """Which layers --transformer-impl means here, and the same in words for the log, with the reason.
+    """The layers that --transformer-impl means here, and a text on them for the log, with the reason.
 
     Raises: ConfigError if Transformer Engine is asked for and not usable.
     """
@@ -191,7 +191,7 @@ class _ByTE:
 
     @eager
     def forward(self, x: Tensor) -> Tensor:
-        """As its plain-torch sibling's."""
+        """The output, as its plain-torch sibling's."""
         y = self._product(x, self.weight)
         return y if self.bias is None else _add_bias(y, self.bias)
 

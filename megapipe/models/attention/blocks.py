@@ -44,7 +44,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a query sees, and with which probability a part of that is dropped.
+    """The sight of a query: what it sees, and with which probability a part of that is dropped.
 
     Attributes:
         length: of the whole sequences.
@@ -63,7 +63,7 @@ class Sight:
     heads: Axis = ALONE
 
     def blocks(self, q: Tensor, queries: Tokens, keys: Tokens) -> Iterator[_Block]:
-        """With dropout cut where the whole sequence is, under any c and t, as the masks belong to the blocks, and with
+        """Blocks, with dropout cut where the whole sequence is, under any c and t, as masks belong to them, and with
         all keys, as a mask is drawn at once."""
         scores, size = (_SCORES, _ROWS) if q.device.type == "cpu" else (_SCORES_GPU, _ROWS_GPU)
         width = max(size, scores // (q.shape[0] * q.shape[1] * size))
@@ -193,7 +193,7 @@ def band(queries: int, keys: int, ahead: int, window: int, device: torch.device)
 
 
 def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
-    """In place. A product is faster than a mask."""
+    """Drop scores in place. A product is faster than a mask."""
     if kept is not None:
         scores.view(kept.shape).mul_(kept)
     return scores

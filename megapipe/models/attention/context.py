@@ -20,9 +20,9 @@ from megapipe.errors import ConfigError
 from megapipe.models.attention.blocks import Sight, Sums, attend, differentiate
 
 Use = Callable[[Tensor, Tokens], None]
-"""What is done with the keys and values of these tokens."""
+"""A use of the keys and values of these tokens."""
 Differentiate = Callable[[Tensor, Tokens], Tensor]
-"""The same in backward; returns their gradient."""
+"""The backward of a use; returns their gradient."""
 
 
 class _Attention(torch.autograd.Function):

@@ -76,12 +76,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """All of them, [b, heads or groups, s, d], as views [n, s, g or 1, d] of a few pairs at a time."""
+    """Pairs of sequence and query group, [b, heads or groups, s, d], as views [n, s, g or 1, d] of a few at a time."""
     views = [
         x.view(len(x), k.shape[1], x.shape[1] // k.shape[1], *x.shape[2:]).transpose(2, 3).flatten(0, 1)
         for x in (q, k, *others)
     ]
     _, s, per_token, _ = views[0].shape
+    # As many pairs at a time as keep the scores of a block in the cache.
     return zip(*(torch.split(x, max(1, _SCORES // (_BLOCK * s * per_token))) for x in views), strict=True)
 
 
@@ -97,7 +98,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Of scores. fp16 ends at 65504, which they can pass."""
+    """The type of scores. fp16 ends at 65504, which they can pass."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -120,7 +121,7 @@ def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
 
 
 def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
-    """Of the rows q [n, tokens g, d], whose tokens are the last ones of the keys k [n, end, d]."""
+    """Probabilities of the rows q [n, tokens g, d], whose tokens are the last ones of the keys k [n, end, d]."""
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
     torch.baddbmm(scores, q, k.mT, beta=0, alpha=_scale(q), out=scores)
     scores[:, :, -tokens:].add_(_mask(tokens, q.shape[1] // tokens, q.dtype))  # += would copy the sum onto itself

@@ -108,7 +108,7 @@ class SelfAttention(nn.Module):
         return self._attend_blocks(stream, tp, way, q, k, v)
 
     def _maybe_again(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """With --recompute-granularity selective. What goes by blocks computes itself again in backward."""
+        """Attend, again in backward with --recompute-granularity selective; what goes by blocks does so itself."""
         return recompute(attend, q, k, v) if self.config.recompute_attention else attend(q, k, v)
 
     def _attend_blocks(self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight: functions of the router's logits alone.
+"""The choice of experts for a token, and their weights: functions of the router's logits alone.
 
 Equal scores are decided by the expert's number, the lower one first: `torch.topk` promises nothing, and with 16-bit
 logits up to a quarter of the tokens have such a tie at the k-th place.
@@ -19,7 +19,7 @@ NOTHING = 1e-20
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What scores are computed in, whatever the logits are: float32, float64 in a float64 model."""
+    """The type that scores are computed in, whatever the logits are: float32, float64 in a float64 model."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -37,7 +37,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int) -> Tensor:
-    """The same within the `chosen` groups of experts whose k // chosen best scores have the largest sums
+    """The best k within the `chosen` groups of experts whose k // chosen best scores have the largest sums
     (DeepSeek-V3, section 2.1.2)."""
     grouped = scores.view(*scores.shape[:-1], groups, -1)
     places = best(grouped, k // chosen)
@@ -81,8 +81,9 @@ def capacity(tokens: int, model: ModelConfig) -> int | None:
 
 
 def within_capacity(experts: Tensor, weights: Tensor, most: int, model: ModelConfig) -> Tensor:
-    """Which of the choices [T, k] are kept where an expert takes `most` tokens: those of the largest weights, the first
+    """A mask of the choices [T, k] that stay where an expert takes `most` tokens: of the largest weights, the first
     of equal ones, or just the first."""
+    # By expert, not by choice: what an expert takes is decided among all of its tokens.
     places = torch.full((len(experts), model.experts), -math.inf, dtype=weights.dtype, device=weights.device)
     places.scatter_(1, experts, weights)
     if model.moe_token_drop_policy == "position":

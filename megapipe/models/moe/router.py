@@ -62,7 +62,7 @@ narrow_linear: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor] = 
 
 
 class Routing(NamedTuple):
-    """Where this rank's tokens go.
+    """The routing of this rank's tokens.
 
     Attributes:
         experts: [T, k] for T tokens, the best first.
@@ -78,7 +78,7 @@ class Routing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a router says of a microbatch. tokens: [E], rows that each expert computes. losses: this rank's parts, each
+    """A router's report of a microbatch. tokens: [E], rows that each expert computes. losses: this rank's parts, each
     without its weight, by the names of `losses.LOGGED`."""
 
     tokens: Tensor
@@ -147,7 +147,7 @@ class Router(nn.Module):
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
     def ranks(self, stream: Stream) -> int:
-        """How many ranks have a microbatch's tokens among them."""
+        """The number of ranks that have a microbatch's tokens among them."""
         return self.shares_sequence.size * stream.cp.size
 
     def _balanced(
@@ -160,7 +160,7 @@ class Router(nn.Module):
         losses: dict[str, Tensor],
         compute: torch.dtype,
     ) -> Tensor:
-        """The same weights, with what keeps the load even: of the scores without bias, before anything is dropped."""
+        """The weights, with what keeps the load even: of the scores without bias, before anything is dropped."""
         config = self.config
         k, num_experts, tokens = config.moe_router_topk, config.experts, len(logits) * self.ranks(stream)
         if not config.balancing:
