@@ -35,9 +35,9 @@ from megapipe.schedule import SCHEDULES, Schedule, build
 
 RANKS, MICROBATCHES, BATCH = 2, 4, 2
 TOLERANCE = 1e-9
-"""Of float64 numbers, relative to the largest of a tensor."""
+"""The tolerance of float64 numbers, relative to the largest of a tensor."""
 ROUNDING = 1e-13
-"""Of the largest gradient of all: what is left of one that is 0, as that of a bias on all keys of a softmax is."""
+"""The tolerance of a number that is 0, of the largest gradient of all: a softmax's, of a bias on all its keys."""
 
 
 def check_provider(

@@ -37,7 +37,7 @@ class Pending:
         return self.what(self.tensor)
 
     def then(self, what: Callable[[Tensor], Tensor]) -> Pending:
-        """The same, with something done to the result."""
+        """A pending result with something done to it."""
         return Pending(self.tensor, self.work, lambda x: what(self.what(x)))
 
 
@@ -65,7 +65,7 @@ class Axis:
     beside: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """Of tensor parallelism, itself or one of those beside it; where none are, experts are split as all else."""
+        """The axis of this name beside tensor parallelism, or itself; where none is, experts are split as all else."""
         return self if name == "tp" else self.beside.get(name, ALONE if name == "ep" else self)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -163,7 +163,7 @@ _OF_TWO: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maxi
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
-    """All of them in this order, the same bits on every rank."""
+    """Combine all of them in this order, the same bits on every rank."""
     of_two(parts[0], parts[1], out=out)
     for part in parts[2:]:
         of_two(out, part, out=out)

@@ -67,7 +67,7 @@ def waits_for_kernels() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """From here on the C library keeps freed memory for the next allocation, up to 2 GiB, where it is glibc's.
+    """Let the C library keep freed memory for the next allocation, up to 2 GiB, where it is glibc's.
 
     A step on a CPU allocates the same tensors as the last one. Given back in between, each page of them would be
     cleared by the system again: 1 to 5% of a step.
@@ -89,7 +89,7 @@ def device_name(device: torch.device) -> str:
 
 
 def be_deterministic() -> None:
-    """From here on torch refuses kernels whose results differ from run to run. Call it before any work on a GPU."""
+    """Let torch refuse kernels whose results differ from run to run. Call it before any work on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums with a fixed workspace only
     torch.use_deterministic_algorithms(True)
 
@@ -115,7 +115,7 @@ class Clock:
         return time.perf_counter() if self._origin is None else _event()
 
     def seconds(self, mark: Any) -> float:
-        """Of the host's `time.perf_counter`."""
+        """The host's seconds of a mark, by `time.perf_counter`."""
         return float(mark if self._origin is None else self._at + self._origin.elapsed_time(mark) / 1e3)
 
 
@@ -151,14 +151,14 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def peak_by_name(name: str) -> float | None:
-    """As `peak_tflops`, by what the driver calls the device: NVIDIA H100 80GB HBM3."""
+    """The peak of a device by what its driver calls it: NVIDIA H100 80GB HBM3. See `peak_tflops`."""
     words = name.replace("-", " ")
     fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words.split())]
     return _PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
 
 
 def versions(device: torch.device) -> str:
-    """Of torch and of the libraries that it computes with on this device."""
+    """Versions of torch and of the libraries that it computes with on this device."""
     if device.type != "cuda":
         return f"torch {torch.__version__}"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

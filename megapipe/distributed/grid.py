@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Grids:
-    """Those of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
+    """The grids of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
 
     Attributes:
         dense: tp, cp, dp, pp.
@@ -85,12 +85,12 @@ class Grids:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """What flags say, as ranks compare it."""
+        """Sizes that flags say, as ranks compare them."""
         both = self.dense.sizes | self.experts.sizes
         said = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
         return said | ({FLAGS["etp"]: "the default"} if both["etp"] == both["tp"] else {})
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Those of the grid that has these axes."""
+        """Sets of ranks of the grid that has these axes."""
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts
         return grid.sets(*names)

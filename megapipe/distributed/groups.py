@@ -54,7 +54,7 @@ def group_of(sets: Sets, rank: int, device: torch.device, timeout: timedelta) ->
 
 
 def num_links(size: int) -> int:
-    """How many communicators of one way each the links of a ring of `size` ranks need.
+    """The number of communicators of one way each that the links of a ring of `size` ranks need.
 
     NCCL runs what is posted on one communicator one after another: a receive that waits for its sender would hold up
     every message behind it. Where each communicator of a rank serves one neighbour, one way, a waiting receive holds up

@@ -31,7 +31,7 @@ class Late(Generic[T]):
 
 
 def read_together(*results: Late[Any]) -> list[Any]:
-    """All of them, in one copy to the host."""
+    """Results of all of them, in one copy to the host."""
     parts = [result.tensor().flatten() for result in results]
     values = iter(torch.cat(parts).tolist())
     return [result.read(list(islice(values, part.numel()))) for result, part in zip(results, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""How a parameter lies over the ranks of a stage, and what it is called in the whole model."""
+"""The layout of a parameter over the ranks of a stage, and its name in the whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megapipe.distributed.axis import Axis
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies over the axes that split weights, and what it is called in the whole model.
+    """The layout of a parameter over the axes that split weights, and its name in the whole model.
 
     Attributes:
         full: shape in which the parameter is saved, the same under every layout. The local tensor, viewed as `full`
@@ -72,7 +72,7 @@ class Layout:
 
 
 def whole_name(name: str) -> str:
-    """What a parameter of which there may be a part here is called in the whole model."""
+    """The name in the whole model of a parameter of which there may be a part here."""
     return name.partition("[")[0]
 
 
@@ -100,7 +100,7 @@ def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
 
 
 def layout_of(param: Tensor) -> Layout:
-    """How a parameter is split; one that says nothing is whole on every rank."""
+    """The layout of a parameter; one that says nothing is whole on every rank."""
     return getattr(param, "mesh_layout", Layout(tuple(param.shape)))
 
 

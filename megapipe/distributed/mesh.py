@@ -1,4 +1,4 @@
-"""Who a process is and with whom it talks: the axes of both grids (grid.py) over one world of ranks.
+"""The mesh: who a process is and with whom it talks, the axes of both grids (grid.py) over one world of ranks.
 
 Plain frozen objects, made once; nothing else in the package asks torch.distributed who it is.
 """
@@ -96,7 +96,7 @@ class ProcessMesh:
 
     @staticmethod
     def required() -> ProcessMesh:
-        """As `current`. Raises: ConfigError if there is none."""
+        """The mesh as `current` has it. Raises: ConfigError if there is none."""
         if (mesh := _current.get()) is None:
             raise ConfigError(
                 "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
@@ -171,7 +171,7 @@ class ProcessMesh:
         return mesh.activate()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a message or collective may take from now on.
+        """Set how long a message or collective may take from now on.
 
         Gloo's messages keep the time of their group's making, half an hour in a device mesh: `watch` ends those.
         """
@@ -184,7 +184,7 @@ class ProcessMesh:
             set_timeout(timeout, group)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those that were made for it."""
+        """Groups that were made for it."""
         axes = (*(getattr(self, name) for name in axis_names()), *self.joint.values())
         found = dict.fromkeys(group for axis in axes for group in (axis.group, *axis.links) if group is not None)
         return [group for group in found if not (self.is_guest and group is dist.group.WORLD)]

@@ -27,7 +27,7 @@ _NOT_HERE = {
     "global_memory_buffer": "megapipe keeps no global memory buffer",
     "all_gather_groups": "megapipe gathers parameters over the data-parallel group",
 }
-"""What part of a name says, and why there is no answer."""
+"""Parts of a name, and why there is no answer."""
 
 
 def is_initialized() -> bool:
@@ -120,14 +120,14 @@ def get_expert_data_parallel_group(
 
 
 def get_embedding_group(check_initialized: bool = True) -> Group | None:
-    """Of the first and the last pipeline rank; None on the others."""
+    """The group of the first and the last pipeline rank; None on the others."""
     if check_initialized and not is_rank_in_embedding_group():
         raise ConfigError("parallel_state.get_embedding_group: this rank is between the pipeline's first and last")
     return _group(lambda mesh: mesh.ends, check_initialized) if is_rank_in_embedding_group() else None
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> Group | None:
-    """Of the first pipeline rank; None on the others."""
+    """The group of the first pipeline rank; None on the others."""
     if check_initialized and not is_rank_in_position_embedding_group():
         raise ConfigError("parallel_state.get_position_embedding_group: this rank is not the pipeline's first")
     return _group(lambda mesh: Axis(), check_initialized) if is_rank_in_position_embedding_group() else None

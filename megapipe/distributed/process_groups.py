@@ -61,7 +61,7 @@ class ProcessGroupCollection:
 
     @staticmethod
     def use_mpu_process_groups(required_pgs: Any = None) -> ProcessGroupCollection:
-        """Those of the current mesh, all that there are."""
+        """Groups of the current mesh, all that there are."""
         return ProcessGroupCollection.of(ProcessMesh.required())
 
 

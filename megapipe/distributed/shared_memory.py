@@ -27,7 +27,7 @@ T = TypeVar("T")
 _SMALLEST = 1 << 16
 """Bytes of a segment, at least: to make room is many times the work of an exchange."""
 TIMEOUT_S = 1800.0
-"""How long a rank is waited for where no other time is set; gloo's."""
+"""Seconds that a rank is waited for where no other time is set; gloo's."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class SharedMemory:
         return tuple(segments) if works else None
 
     def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
-        """What `work` gives on every rank; None on all if the system refuses it to any."""
+        """Results of `work` on every rank; None on all if the system refuses it to any."""
         try:
             mine = [work()]
         except (OSError, AttributeError):  # a Python built for an old C library has no memfd_create
@@ -200,7 +200,7 @@ class Started:
 
 
 def _where(descriptor: int) -> list[Any]:
-    """What another process of this host needs to open a descriptor of this one: a path, and what must be there."""
+    """A path by which another process of this host opens a descriptor of this one, and what must be there."""
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *_identity(f"/proc/self/fd/{descriptor}")]
 
 

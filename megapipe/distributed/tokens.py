@@ -1,4 +1,4 @@
-"""Which tokens of its sequences a rank has, and where their documents lie: positions, labels, masks follow from it.
+"""Tokens of its sequences that a rank has, and their documents: positions, labels and masks follow from them.
 
 Plain numbers, documents read from the token ids on the host: no layer needs a mask of s x s, every stage can know them.
 """
@@ -22,7 +22,7 @@ Tokens = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are cut over c context-parallel ranks: of 2c equal pieces rank r has the r-th and the r-th from
+    """A cut of sequences over c context-parallel ranks: of 2c equal pieces rank r has the r-th and the r-th from
     the end, so that causal attention is the same work on each (Dubey et al. 2024, section 3.3.2)."""
 
     rank: int = 0
@@ -41,7 +41,7 @@ class Cut:
         return tuple(range(i * n, (i + 1) * n) for i in (r, 2 * self.size - 1 - r))
 
     def take(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
-        """Those tokens of an x that has whole sequences in dimension `dim`."""
+        """The rank's tokens of an x that has whole sequences in dimension `dim`."""
         if self.size == 1:
             return x
         return torch.cat([x.narrow(dim, r.start, len(r)) for r in self.spans(x.shape[dim], rank)], dim)
@@ -56,7 +56,7 @@ WHOLE = Cut()
 
 
 def length_problem(length: int, ranks: int) -> str:
-    """Why sequences cannot be cut."""
+    """A sentence on why sequences cannot be cut so."""
     pieces, low = 2 * ranks, length - length % (2 * ranks)
     near = " or ".join(str(n) for n in (low, low + pieces) if n)
     return (
@@ -96,7 +96,7 @@ class Documents:
         return tuple(tuple(accumulate(lengths[:-1], initial=0)) for lengths in self.lengths)
 
     def first_seen(self, position: int) -> int:
-        """Where the document begins that has this position, the earliest of all sequences'."""
+        """The first token of the document that has this position, the earliest of all sequences'."""
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
 
 

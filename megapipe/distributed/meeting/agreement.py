@@ -1,4 +1,4 @@
-"""Are all ranks about to do the same? Asked over the launcher's store, before any group exists.
+"""Agreement of all ranks before they begin, over the launcher's store, before any group exists.
 
 Ranks with other sizes would meet in groups that do not fit together and wait for each other until the timeout; ranks
 with other data or code would train something that nobody asked for, unnoticed.
@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError
 SHOWN = 16
 """Ranks whose facts an error reads, beside the first's."""
 GRACE_S = 30.0
-"""How long the first rank keeps the store for others that still read."""
+"""Seconds that the first rank keeps the store for others that still read."""
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ def taken(store: Store, gpu: str | None) -> dict[str, str]:
 
 
 def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
-    """The same in a world of groups that is there already. Raises: ConfigError on all ranks alike."""
+    """Agreement in a world of groups that is there already. Raises: ConfigError on all ranks alike."""
     everyone = world.gather_json(dict(facts))
     differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}
     if differing:

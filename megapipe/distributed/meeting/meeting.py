@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError
 
 MET = "met"
 STAY_S = 1.0
-"""How long the rank that keeps the store stays for the others to read why nobody goes on."""
+"""Seconds that the rank that keeps the store stays for the others to read why nobody goes on."""
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -81,7 +81,7 @@ def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: flo
 
 
 def _listens(host: str, port: int) -> bool:
-    """Not if the system there says that nobody does: torchrun opens its store before it starts a rank."""
+    """Does anybody listen there? Not if the system refuses: torchrun opens its store before it starts a rank."""
     for _ in range(3):
         try:
             socket.create_connection((host, port), 5).close()

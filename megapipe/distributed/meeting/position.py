@@ -1,4 +1,4 @@
-"""Where a rank is in its work: written by its main thread, read by a diagnosis when the ranks stop moving."""
+"""The place of a rank in its work: written by its main thread, read by a diagnosis when ranks stop moving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Position:
-    """Of a rank's main thread, which writes; another thread reads without a lock.
+    """The position of a rank's main thread, which writes it; another thread reads without a lock.
 
     Attributes:
         step: the iteration, in words.

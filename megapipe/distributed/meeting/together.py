@@ -1,4 +1,4 @@
-"""What ranks do together: an error on any of them is the same error on all, so that none waits for another."""
+"""Work that ranks do together: an error on any of them is the same error on all, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
 
 
 def room(error: BaseException, folder: Path | None) -> str:
-    """What is left on a disk that is full, behind an error; empty for other errors."""
+    """The room that is left on a disk that is full, behind an error; empty for other errors."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if folder is None or not full or not folder.exists():
         return ""

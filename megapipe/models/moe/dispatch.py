@@ -84,7 +84,7 @@ def summed(rows: Tensor, of_token: Tensor) -> Tensor:
 
 
 class Way(Protocol):
-    """Where the tokens of one pass go; n is any width. The gradient of `there` goes `back`, and the other way round.
+    """A way of the tokens of one pass; n is any width. The gradient of `there` goes `back`, and the other way round.
 
     Attributes:
         experts: [R], which of this rank's experts a row is for.
@@ -217,7 +217,7 @@ class Exchanged:
         return [size for size in self._blocks for _ in range(self._slices)]
 
     def _added(self, rows: Tensor) -> Tensor:
-        """What all slices of an expert have made of a row, in their order."""
+        """The sum of what all slices of an expert have made of a row, in their order."""
         if self._slices == 1:
             return rows
         blocks = torch.split(rows, self._leaving)

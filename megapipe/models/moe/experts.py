@@ -68,7 +68,7 @@ class _How(NamedTuple):
     activation: Callable[[Tensor], Tensor]
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """What fc2 takes: the activation of fc1's output times a choice's weight."""
+        """The input of fc2: the activation of fc1's output times a choice's weight."""
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
 
@@ -149,7 +149,7 @@ def _weight_grad(weight: Tensor, add: Callable[[Tensor], None], owner: WeightGra
 
 
 def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
-    """Of [E, n], from rows [R, n]: into main_grad, or for autograd where there is none."""
+    """The gradient of a bias [E, n], from rows [R, n]: into main_grad, or for autograd where there is none."""
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     into = torch.zeros_like(bias) if main_grad is None else main_grad
     into.index_add_(0, experts, by_row.to(into.dtype))
