@@ -13,10 +13,6 @@ EVALUATES = Idle(
     lambda c: c.data.eval_interval is None and not c.data.skip_train, "nothing is evaluated, without --eval-interval"
 )
 HAS_BATCHES = needs("eval_iters", "nothing is evaluated", least=1)
-SHOWN = Idle(
-    lambda c: c.log.log_format == "short" and not (c.log.has_board or c.log.metrics_file),
-    "the line has no place for it, with --log-format short",
-)
 DRAWN = needs("tensorboard_dir wandb_project", "nothing is drawn")
 SENT = needs("wandb_project", "nothing is sent")
 PROFILER = needs("use_pytorch_profiler", "nothing is recorded")
@@ -178,9 +174,9 @@ class LogConfig:
 
     log_interval: Annotated[int, at_least(1)] = 100
     """Print a line every so many steps."""
-    log_format: Literal["megatron", "short"] = "megatron"
-    """megatron: its line, our fields behind. short: one of 80 characters, and metrics of your own."""
-    log_throughput: Annotated[bool, SHOWN] = False
+    log_format: Literal["auto", "megatron", "short"] = "auto"
+    """megatron: its line, our fields behind. short: for people, as wide as the terminal. auto: short on a terminal."""
+    log_throughput: bool = False
     """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
     log_progress: Annotated[bool, needs("save", "there is no folder for progress.txt")] = False
     """Append to progress.txt in the folder of --save when a job starts and when it saves: throughput, FLOPs, tokens."""
@@ -207,9 +203,9 @@ class LogConfig:
         bool, EXPERTS, needs("tensorboard_dir wandb_project metrics_file", "it is shown nowhere")
     ] = False
     """Routers' losses of each layer in TensorBoard, and with --metrics-file the load of each expert."""
-    log_params_norm: Annotated[bool, SHOWN] = False
+    log_params_norm: bool = False
     """Norm of the parameters in the line."""
-    log_num_zeros_in_grad: Annotated[bool, SHOWN] = False
+    log_num_zeros_in_grad: bool = False
     """Count of zeros in the gradient in the line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""

@@ -21,19 +21,20 @@ def iteration_line(moment: Moment, now: datetime) -> str:
     return head + "".join(f" {field} |" for field in fields(asked(moment.config), moment))
 
 
-def short_line(moment: Moment) -> str:
-    """The same in 80 characters, and as many more as metrics of one's own behind the loss take."""
-    losses = moment.over.losses
+def short_line(moment: Moment, width: int = 80) -> str:
+    """For people: what matters most first, as much as the width takes; what was asked for, by a flag or as a metric of
+    one's own, stands behind the loss and takes nothing of it."""
+    losses, n = moment.over.losses, len(str(moment.last))
     main = "lm loss" if "lm loss" in losses else next(iter(losses), None)
-    own = "".join(f" {name} {value:.4g}" for name, value in losses.items() if name != main)
-    parts = [
-        f"{moment.progress.iteration}/{moment.last}",
-        f"loss {'-' if main is None else f'{losses[main]:.4f}'}{own}",
-    ]
+    head = f"{moment.progress.iteration:{n}}/{moment.last}  loss {'-' if main is None else f'{losses[main]:.4f}'}"
+    own = [f"{name} {value:.4g}" for name, value in losses.items() if name != main]
+    parts = list[str]()
     rows = [(*row.short, value) for row in asked(moment.config) if row.short and (value := row.of(moment)) is not None]
-    parts += [text(value) for _, text, value in sorted(rows, key=lambda row: row[0])]
-    fit = sum(len(" ".join(parts[: n + 1])) <= 80 + len(own) for n in range(len(parts)))
-    return " ".join(parts[:fit])
+    for place, text, value in sorted(rows, key=lambda row: row[0]):
+        (own if place < 0 else parts).append(text(value))
+    while parts and len("  ".join([head, *parts])) > width:
+        parts.pop()
+    return "  ".join([head, *own, *parts])
 
 
 LEGEND = """\

@@ -26,7 +26,7 @@ class Number:
     Attributes:
         of: how it is computed; None where it is not there.
         line: its field of Megatron-LM's line, a format.
-        short: its place in the short line, and its text there.
+        short: its place in the short line, and its text there; below 0 it is never cut off.
         tag: on a board, every --tensorboard-log-interval. line_tag: on a board, with each line.
         key: in --metrics-file. null: there, even where the number is not.
         asked: do the flags ask for it?
@@ -96,7 +96,7 @@ PASSES = (
     ),
     Number(
         lambda now: (now.bubble, now.predicted_bubble),
-        short=(5, lambda bubble: f"bubble {bubble[0]:.0%}"),
+        short=(4, lambda bubble: f"bubble {bubble[0]:z.0%} (plan {bubble[1]:.0%})"),
         line_tag=f"{PREFIX}bubble",
         key="bubble",
     ),
@@ -135,13 +135,14 @@ NUMBERS = (
     Number(
         lambda s: s.seconds * 1e3,
         "elapsed time per iteration (ms): {:.1f}",
-        short=(1, lambda ms: f"{brief(ms)} ms"),
+        short=(1, lambda ms: f"{ms:5.0f} ms" if ms >= 100 else f"{ms:5.3g} ms"),
         key="step_ms",
     ),
     Number(lambda s: s.seconds, line_tag="iteration-time"),
     Number(
         lambda s: s.tflops,
         "throughput per GPU (TFLOP/s/GPU): {:.1f}",
+        short=(-3, "{:.3g} TFLOP/s".format),
         line_tag="throughput",
         asked=lambda c: c.log.log_throughput,
     ),
@@ -160,8 +161,14 @@ NUMBERS = (
     Number(
         lambda s: s.result.grad_norm, "grad norm: {:.3f}", (6, "norm {:.2f}".format), tag="grad-norm", key="grad_norm"
     ),
-    Number(lambda s: s.result.num_zeros, "num zeros: {}", tag="num-zeros", key="num_zeros"),
-    Number(lambda s: s.params_norm, "params norm: {:.3f}", tag="params-norm", key="params_norm"),
+    Number(lambda s: s.result.num_zeros, "num zeros: {}", (-2, "zeros {}".format), tag="num-zeros", key="num_zeros"),
+    Number(
+        lambda s: s.params_norm,
+        "params norm: {:.3f}",
+        (-1, "params norm {:.3f}".format),
+        tag="params-norm",
+        key="params_norm",
+    ),
     Number(lambda s: s.result.skipped, key="skipped"),
     Number(lambda s: s.over.skipped, "number of skipped iterations: {:3d}"),
     Number(lambda s: s.over.nan, "number of nan iterations: {:3d}"),
@@ -173,18 +180,18 @@ NUMBERS = (
     Number(
         lambda s: s.tokens_per_second,
         "tokens per second: {:.0f}",
-        short=(2, lambda x: f"{brief(x)} tok/s"),
+        short=(2, lambda x: f"{brief(x):>5} tok/s"),
         line_tag=f"{PREFIX}tokens-per-second",
         key="tokens_per_second",
     ),
     Number(lambda s: s.tflops, "TFLOP/s per device: {:.4g}", asked=lambda c: not c.log.log_throughput),
     Number(lambda s: s.tflops, line_tag=f"{PREFIX}tflops-per-device", key="tflops_per_device"),
-    Number(lambda s: s.mfu, "MFU: {:.1%}", (4, "MFU {:.0%}".format), line_tag=f"{PREFIX}mfu", key="mfu"),
+    Number(lambda s: s.mfu, "MFU: {:.1%}", (3, "MFU {:3.0%}".format), line_tag=f"{PREFIX}mfu", key="mfu"),
     *map(_of_passes, PASSES),
     Number(lambda s: None if s.now is None else [x.text for x in s.counters.slow], key="slow", null=False),
     Number(lambda s: s.config.world_size, tag="world-size", asked=lambda c: c.log.log_world_size_to_tensorboard),
     Number(lambda s: memory_bytes(s.counters.mesh.device), tag="{}", asked=lambda c: c.log.log_memory_to_tensorboard),
-    Number(lambda s: s.remaining, "time remaining: {}", (3, "left {}".format)),
+    Number(lambda s: s.remaining, "time remaining: {}", (5, "left {}".format)),
 )
 """In the order of the line, our own behind Megatron-LM's."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -99,7 +101,11 @@ class Reporter:
 
     def _line(self, moment: Moment) -> None:
         log = self.config.log
-        self.say(short_line(moment) if log.log_format == "short" else iteration_line(moment, datetime.now()))
+        terminal = sys.stdout.isatty()
+        if log.log_format == "short" or (log.log_format == "auto" and terminal):
+            self.say(short_line(moment, max(80, shutil.get_terminal_size().columns) if terminal else 80))
+        else:
+            self.say(iteration_line(moment, datetime.now()))
         if log.log_straggler and (text := self._counters.straggler()):
             self.say(text)
         self._draw(scalars(moment, line=True), moment.progress)

@@ -133,15 +133,42 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
 
 
-def test_a_short_line_has_80_characters_at_most_and_on_a_terminal_the_time_remaining(capsys, monkeypatch):
+@pytest.mark.parametrize("columns, ends", [(40, r"bubble +\d+% \(plan \d+%\)"), (120, r"lr \d\.\d\de[+-]\d\d")])
+def test_on_a_terminal_a_line_is_for_people_and_as_wide_as_it(capsys, monkeypatch, columns, ends):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    asked = config(STYLES["gpt2"])
-    log = replace(asked.log, log_interval=5, log_format="short", device_peak_tflops=1.0)
-    train(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=10)))
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("5/10", "10/10"))]
-    assert len(lines) == 2
-    assert all(len(x) <= 80 and "tok/s left 0:00:" in x and "bubble" in x for x in lines), lines
-    assert "left 0:00:00" in lines[1]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    asked = config(STYLES["gpt2"], pp=2)
+    log = replace(asked.log, log_interval=5, device_peak_tflops=1.0)
+    asked = replace(asked, log=log, train=replace(asked.train, train_iters=10))
+    datasets()
+    run_threads(partial(train, asked=asked), pp=2, timeout_s=60)
+    lines = [x for x in capsys.readouterr().out.splitlines() if re.match(r" *\d+/10 ", x)]
+    assert len(lines) == 3
+    for line in lines[1:]:
+        assert re.match(r" ?\d+/10  loss \d\.\d{4}  +[\d.]+ ms  +[\d.k]+ tok/s  MFU +\d+%  bubble", line), line
+        assert re.search(ends + (r"(  left 0:00:\d\d)?$" if columns < 80 else "$"), line), line
+        assert len(line) <= max(80, columns)
+
+
+@pytest.mark.parametrize(
+    "asked, terminal, short",
+    [("auto", True, True), ("auto", False, False), ("megatron", True, False), ("short", False, True)],
+)
+def test_a_file_gets_megatrons_line_unless_log_format_says_otherwise(capsys, monkeypatch, asked, terminal, short):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    run = config(STYLES["gpt2"])
+    train(ProcessMesh.single(), replace(run, log=replace(run.log, log_format=asked)))
+    said = capsys.readouterr().out
+    assert (re.search(r"^1/\d+  loss ", said, re.M) is not None) == short
+    assert (" iteration        1/" in said) != short
+
+
+def test_what_a_flag_asks_for_stands_in_the_short_line_too():
+    moment = first_of_two({"lm loss": 2.0})
+    log = replace(moment.config.log, log_throughput=True, log_params_norm=True, log_num_zeros_in_grad=True)
+    result = replace(moment.result, num_zeros=3)
+    moment = replace(moment, config=replace(moment.config, log=log), params_norm=5.0, result=result, flops=1e9)
+    assert short_line(moment).startswith("1/2  loss 2.0000  0.08 TFLOP/s  zeros 3  params norm 5.000    100 ms")
 
 
 def first_of_two(losses: dict[str, float]) -> Moment:
@@ -158,19 +185,19 @@ def test_a_row_is_all_that_a_logged_number_needs(monkeypatch):
     assert iteration_line(moment, datetime(2026, 1, 1)).endswith(
         "| tokens per second: 80 | TFLOP/s per device: 0 | rain (mm): 7.50 |"
     )
-    assert " rain 8 100 ms" in short_line(moment)
+    assert "  rain 8    100 ms" in short_line(moment)
     assert scalars(moment, line=False)["rain"] == as_json(moment)["rain_mm"] == 7.5
 
 
 def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
     said = short_line(first_of_two({"hardest token": 5.0, "lm loss": 2.0}))
-    assert said.startswith("1/2 loss 2.0000 hardest token 5 100 ms 80 tok/s norm 1.00 lr 1.00e-03")
+    assert said == "1/2  loss 2.0000  hardest token 5    100 ms     80 tok/s  norm 1.00  lr 1.00e-03"
 
 
 @pytest.mark.parametrize("own", [{}, {"sure": 0.25}, {f"metric {n}": n / 7 for n in range(9)}])
 def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
     plain = short_line(first_of_two({"lm loss": 2.0}))
-    theirs = "".join(f" {name} {value:.4g}" for name, value in own.items())
+    theirs = "".join(f"  {name} {value:.4g}" for name, value in own.items())
     assert short_line(first_of_two({"lm loss": 2.0} | own)) == plain.replace("2.0000", f"2.0000{theirs}")
 
 
