@@ -35,7 +35,7 @@ BESIDE = "huggingface"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has made.
+    """The result of a conversion.
 
     Attributes:
         folder: the checkpoint's own folder, or the Hugging Face model's.

@@ -1,4 +1,4 @@
-"""Is it the same model? Names and shapes before a conversion, logits after it, and what means another thing."""
+"""Checks that it is the same model: names and shapes before a conversion, logits after it, and what means another."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_names(
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
-    """What changes its meaning without a word between the two (and Megatron-LM)."""
+    """Notes on what changes its meaning without a word between the two (and Megatron-LM)."""
     if not model.gated:
         form = "erf form of GELU, --no-bias-gelu-fusion" if model.erf_gelu else "tanh form of GELU"
         yield f"activation {content.get('activation_function')} is the {form}"

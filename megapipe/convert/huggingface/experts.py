@@ -34,7 +34,7 @@ SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def names_of(ours: str, family: str, num_experts: int) -> tuple[str, ...] | None:
-    """What a layer's tensor `mlp....` of ours is called in a family's layer, expert by expert; None for no part of the
+    """The names of a layer's tensor `mlp....` of ours in a family's layer, expert by expert; None for no part of the
     experts."""
     patterns = _NAMES["mixtral" if family == "mixtral" else ""].get(ours.removeprefix("mlp."))
     if patterns is None:
@@ -137,7 +137,7 @@ def _shared(content: Json) -> dict[str, Any]:
 
 
 def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    """Nothing for a model without experts, which is then another."""
+    """Fields of Mixtral; none for a model without experts, which is then another."""
     if not model.has_experts:
         return {}
     return {
@@ -151,7 +151,7 @@ def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    """The same for Qwen's."""
+    """Fields of Qwen's; none for a model without experts."""
     if not model.has_experts:
         return {}
     shared = model.moe_shared_expert_intermediate_size

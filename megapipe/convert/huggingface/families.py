@@ -127,7 +127,7 @@ def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
-    """What Llama, Qwen2, Qwen3 and Mistral share."""
+    """Fields that Llama, Qwen2, Qwen3 and Mistral share."""
     _check(content, {"hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}, problems)
     heads = content["num_attention_heads"]
     groups = content.get("num_key_value_heads") or heads

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face model make up each of ours, and how they are laid together and taken apart.
+"""Tensors of a Hugging Face model that make up each of ours, and how they are laid together and taken apart.
 
 Ours have Megatron's names and orders: fused QKV rows by query group, gate above up, vocabulary padded.
 """

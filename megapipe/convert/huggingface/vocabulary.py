@@ -90,7 +90,7 @@ def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
-    """The same cuts, and a pair is merged before another if what it makes has the lower id."""
+    """A tokenizer with the same cuts; a pair is merged before another if what it makes has the lower id."""
     # GPT-2's characters for bytes: what can be printed stands for itself.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -110,7 +110,7 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
-    """The same segmentation by the library's own Unigram or BPE."""
+    """A tokenizer with the same segmentation, by the library's own Unigram or BPE."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     model: Any = pb2.ModelProto.FromString(proto)  # type: ignore[attr-defined,unused-ignore]

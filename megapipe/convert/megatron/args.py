@@ -105,7 +105,7 @@ def left_out(args: Args) -> list[str]:
 
 
 def args_of(config: Config) -> dict[str, Any]:
-    """What Megatron-LM compares with its flags, and takes with --use-checkpoint-args."""
+    """Settings that Megatron-LM compares with its flags, and takes with --use-checkpoint-args."""
     model, train = config.model, config.train
     named = {key: getattr(model, key) for key in _MODEL.split()}
     window = None if model.window_size is None else tuple(map(int, model.window_size.strip("()").split(",")))
@@ -135,7 +135,7 @@ def args_of(config: Config) -> dict[str, Any]:
 
 
 def _taken(args: Args, names: str) -> dict[str, Any]:
-    """What was given; a default of ours stands for what is None there."""
+    """Settings that were given; a default of ours stands for what is None there."""
     values = {key: args[key] for key in names.split() if args.get(key) is not None}
     taken = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     if "rampup_batch_size" in taken:  # three words there
@@ -144,7 +144,7 @@ def _taken(args: Args, names: str) -> dict[str, Any]:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """Of a Literal, or of one that may be None."""
+    """Values of a Literal, or of one that may be None."""
     return next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), ())
 
 

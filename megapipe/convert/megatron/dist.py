@@ -47,7 +47,7 @@ class Chunk:
 
 
 class DistributedTensors:
-    """What .metadata says is there.
+    """Tensors that .metadata lists.
 
     Attributes:
         sizes: shapes of stored tensors by key, as stored.
@@ -144,5 +144,5 @@ class DistributedTensors:
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """Of a torch.Size, which is pickled as its class and a tuple."""
+    """The numbers of a torch.Size, which is pickled as its class and a tuple."""
     return tuple(map(int, size.args[0]))

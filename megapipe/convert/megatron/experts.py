@@ -10,7 +10,7 @@ from megapipe.config import ModelConfig
 from megapipe.config.moe import MoEConfig
 
 FIELDS = tuple(MoEConfig.__dataclass_fields__)
-"""Those of our configuration, which Megatron-LM calls the same."""
+"""Fields of our configuration, which Megatron-LM calls the same."""
 _SEQUENTIAL = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 

@@ -23,7 +23,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Of one model chunk of a rank.
+    """The row of one model chunk of a rank.
 
     Attributes:
         read: (exp_avg, exp_avg_sq or master; start; stop) -> numbers.

@@ -71,12 +71,12 @@ class LegacyTensors:
             )
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """As of the first tensor-parallel rank: `read` checks them."""
+        """Shapes as the first tensor-parallel rank has them: `read` checks the others."""
         first = {name: held[0] for (its, name), held in self._parts.items() if its == kind}
         return {name: (len(x),) * is_experts(name) + tuple(x[0].shape) for name, x in first.items()}
 
     def pieces(self, name: str) -> int:
-        """How many ranks share a tensor if it is one of those that ranks share."""
+        """The number of ranks that share a tensor if it is one of those that ranks share."""
         return self.etp if is_experts(name) else self.tp
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
@@ -129,7 +129,7 @@ class LegacyTensors:
             }
 
     def _state(self, rank: Rank) -> dict[str, dict[str, Tensor]]:
-        """Of the optimizer, or of the two that dense parameters and experts have where those lie on several ranks."""
+        """The state of the optimizer, or of the two of dense parameters and experts where those are split."""
         outers = self.contents[rank].get("optimizer") or {}
         found: dict[str, dict[str, Tensor]] = {}
         for outer in outers if isinstance(outers, list | tuple) else [outers]:
@@ -185,7 +185,7 @@ class LegacyTensors:
 
 
 def _files(folder: Path) -> dict[Rank, Path]:
-    """By the numbers in their folders' names, the first ones where there are fewer."""
+    """Files by the numbers in their folders' names, the first ones where there are fewer."""
     names = [match for path in folder.glob("mp_rank_*") if (match := _RANK.fullmatch(path.name))]
     if not names:
         raise CheckpointError(f"{folder} has no mp_rank_XX, no mp_rank_XX_YYY and no mp_rank_XX_YYY_ZZZ")
@@ -194,7 +194,7 @@ def _files(folder: Path) -> dict[Rank, Path]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of the virtual stages."""
+    """Models of the virtual stages."""
     if "model" in content:
         return [content["model"]]
     return [content[f"model{v}"] for v in range(sum(bool(re.fullmatch(r"model\d+", key)) for key in content))]

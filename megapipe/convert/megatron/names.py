@@ -1,4 +1,4 @@
-"""What Megatron-LM calls a parameter, under its own layers and under Transformer Engine's, and in which order."""
+"""Names of Megatron-LM's parameters, under its own layers and under Transformer Engine's, in their order."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _check(opened: Source, kind: str, layouts: Mapping[str, Layout], tied: Mappi
 
 
 def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """As it is, and with gate and up in one dimension, of each expert too."""
+    """A shape as it is, and with gate and up in one dimension, of each expert too."""
     return [shape, *((*shape[:n], shape[n] * shape[n + 1], *shape[n + 2 :]) for n in range(len(shape) - 1))]
 
 
@@ -259,7 +259,7 @@ def _steps(held: Any) -> Iterator[Any]:
 
 
 def _where(common: Mapping[str, Any], args: Mapping[str, Any], released: bool) -> dict[str, Any]:
-    """Where the run was in its data, on its learning-rate curve, and with its loss scale."""
+    """The place of the run in its data and on its learning-rate curve, and its loss scale."""
     if released:
         return {"consumed_train_samples": 0, "consumed_valid_samples": 0}
     consumed = int(args.get("consumed_train_samples") or 0)

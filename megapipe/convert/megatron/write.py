@@ -72,7 +72,7 @@ class Writer:
             self._where[MetadataIndex(key, chunk.offsets)] = info
 
     def add_object(self, key: str, value: Any) -> None:
-        """What is no tensor."""
+        """Add what is no tensor."""
         self._entries[key] = BytesStorageMetadata()
         self._where[MetadataIndex(key)] = self._write([value])
 
@@ -208,7 +208,7 @@ def _common(config: Config, content: dict[str, Any], steps: int | None, fused: b
 
 
 def _state(config: Config, content: dict[str, Any], steps: int, fused: bool) -> dict[str, Any]:
-    """What the optimizer and the learning rate have beside tensors."""
+    """The state of optimizer and learning rate beside tensors."""
     train, where = config.train, content["state"]
     saved = content["opt_param_scheduler"]
     curve = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
