@@ -7,20 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
 
 TOKENS = "tokens"
 """The key in `contents` of the tokens in the .bin files."""
 
-
-def _rules(cls: type[Any], usual: Resume) -> dict[str, Resume]:
-    own = note_of(cls, Resume)
-    return {field.name: own.get(field.name, usual) for field in dataclasses.fields(cls)}
-
-
-RULES = {name: _rules(type(getattr(Config(), name)), usual) for name, usual in note_of(Config, Resume).items()}
+_SECTIONS: dict[str, type[Any]] = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
+RULES = {section: note_of(cls, Resume) for section, cls in _SECTIONS.items()}
 """Rules for a setting that is not the checkpoint's, by section of Config; all other sections are free."""
 
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")

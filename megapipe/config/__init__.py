@@ -14,20 +14,20 @@ from megapipe.config.batch import BatchSizes
 from megapipe.config.check import CheckConfig
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.notes import NO_FLAG, Resume
+from megapipe.config.notes import NO_FLAG
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is made of. A setting of model, training or data that is not the checkpoint's is refused, unless
-    its field says otherwise; all others are free: layout, schedule, files, logs."""
+    """Everything a run is made of. Each field of model, training and data says what becomes of it when it is not the
+    checkpoint's; the others are free: layout, schedule, files, logs."""
 
-    model: Annotated[ModelConfig, Resume.MUST] = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: Annotated[TrainConfig, Resume.NAMED] = field(default_factory=TrainConfig)
-    data: Annotated[DataConfig, Resume.NAMED] = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     check: CheckConfig = field(default_factory=CheckConfig)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, Idle, Resume, at_least, needs
+from megapipe.config.notes import ABOVE_0, CONTENTS, FREE, NAMED, Idle, at_least, needs
 
 SAVES, LOADS = needs("save", "nothing is saved"), needs("load", "nothing is loaded")
 EVALUATES = Idle(
@@ -40,23 +40,25 @@ def of_tokenizer(instead: str, *kinds: str) -> Idle:
 class TokenizerConfig:
     """Which tokenizer, and its files."""
 
-    tokenizer_type: TokenizerType | None = None
+    tokenizer_type: Annotated[TokenizerType | None, NAMED] = None
     """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else SentencePieceTokenizer."""
-    tokenizer_model: Annotated[str | None, Resume.CONTENTS, OTHER_FILES] = None
+    tokenizer_model: Annotated[str | None, CONTENTS, OTHER_FILES] = None
     """File of a SentencePiece model or of TikTokenizer; Hugging Face folder or tokenizer.json."""
-    vocab_file: Annotated[str | None, Resume.CONTENTS, of_tokenizer("it is not read", GPT2)] = None
+    vocab_file: Annotated[str | None, CONTENTS, of_tokenizer("it is not read", GPT2)] = None
     """vocab.json of the GPT2BPETokenizer."""
-    merge_file: Annotated[str | None, Resume.CONTENTS, of_tokenizer("it is not read", GPT2)] = None
+    merge_file: Annotated[str | None, CONTENTS, of_tokenizer("it is not read", GPT2)] = None
     """merges.txt of the GPT2BPETokenizer."""
-    vocab_size: Annotated[int | None, at_least(1), of_tokenizer("the tokenizer knows its size", NULL, TIK)] = None
+    vocab_size: Annotated[int | None, at_least(1), NAMED, of_tokenizer("the tokenizer knows its size", NULL, TIK)] = (
+        None
+    )
     """Ids of the NullTokenizer, or of TikTokenizer with its special ones."""
-    null_tokenizer_eod_id: Annotated[int | None, of_tokenizer("it has its own", NULL)] = None
+    null_tokenizer_eod_id: Annotated[int | None, NAMED, of_tokenizer("it has its own", NULL)] = None
     """Id that ends a document under the NullTokenizer. Default: the last."""
-    tokenizer_hf_no_include_special_tokens: Annotated[bool, of_tokenizer("a text gets none", HUGGING)] = False
+    tokenizer_hf_no_include_special_tokens: Annotated[bool, NAMED, of_tokenizer("a text gets none", HUGGING)] = False
     """HuggingFaceTokenizer: a text gets no ids around it, such as one that begins a sequence."""
-    tiktoken_pattern: Annotated[Literal["v1", "v2"], of_tokenizer("there is nothing to cut", TIK)] = "v2"
+    tiktoken_pattern: Annotated[Literal["v1", "v2"], NAMED, of_tokenizer("there is nothing to cut", TIK)] = "v2"
     """How TikTokenizer cuts a text before it merges pairs."""
-    tiktoken_num_special_tokens: Annotated[int, of_tokenizer("there is nothing to cut", TIK)] = 1000
+    tiktoken_num_special_tokens: Annotated[int, NAMED, of_tokenizer("there is nothing to cut", TIK)] = 1000
     """Ids of TikTokenizer before its first byte string."""
 
     @property
@@ -72,50 +74,47 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Tokens, where they come from and in which order."""
 
-    data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
+    data_path: Annotated[tuple[str, ...], CONTENTS] = ()
     """Prefix of a .bin/.idx pair; or weight prefix weight prefix ...; or prefixes alone, each sample once."""
-    data_args_path: Annotated[str | None, Resume.CONTENTS] = None
+    data_args_path: Annotated[str | None, CONTENTS] = None
     """File that holds what --data-path would."""
-    train_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
+    train_data_path: Annotated[tuple[str, ...], CONTENTS] = ()
     """Data to train on, as in --data-path, where each part has files of its own instead of --split."""
-    valid_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
+    valid_data_path: Annotated[tuple[str, ...], CONTENTS] = ()
     """Data of the validation, likewise."""
-    test_data_path: Annotated[tuple[str, ...], Resume.CONTENTS] = ()
+    test_data_path: Annotated[tuple[str, ...], CONTENTS] = ()
     """Data of the test, likewise."""
-    per_split_data_args_path: Annotated[str | None, Resume.CONTENTS] = None
+    per_split_data_args_path: Annotated[str | None, CONTENTS] = None
     """JSON file that holds what these three would: {"train": [...], "valid": [...], "test": [...]}."""
-    split: str | None = None
+    split: Annotated[str | None, NAMED] = None
     """Proportions of train, validation and test, such as 969,30,1 (the default with --data-path)."""
-    data_cache_path: Annotated[str | None, Resume.FREE] = None
+    data_cache_path: Annotated[str | None, FREE] = None
     """Folder that keeps the sample indices for the next start. Default: they are computed anew."""
-    mock_data: bool = False
+    mock_data: Annotated[bool, NAMED] = False
     """Synthetic tokens, no files; with --tokenizer-type NullTokenizer --vocab-size N."""
-    num_workers: Annotated[int, at_least(0), Resume.FREE] = 2
+    num_workers: Annotated[int, at_least(0), FREE] = 2
     """Background threads that read ahead; 0 reads in the training loop."""
-    dataloader_type: Literal["single", "cyclic"] = "single"
+    dataloader_type: Annotated[Literal["single", "cyclic"], NAMED] = "single"
     """single: in the order of the sample index. cyclic: shuffled anew each epoch."""
-    no_data_sharding: Annotated[
-        bool,
-        needs("dataloader_type", "samples are read in order", "cyclic"),
-    ] = False
+    no_data_sharding: Annotated[bool, NAMED, needs("dataloader_type", "samples are read in order", "cyclic")] = False
     """Of cyclic: shuffle all samples together, instead of a part of them for each data-parallel rank."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: Annotated[bool, NAMED] = False
     """No loss where the input is the end-of-document token."""
-    reset_position_ids: bool = False
+    reset_position_ids: Annotated[bool, NAMED] = False
     """Positions, learned or rotary, start again at 0 after each end-of-document token."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: Annotated[bool, NAMED] = False
     """A token attends only to tokens of its own document."""
-    eval_iters: Annotated[int, at_least(-1), Resume.FREE, EVALUATES] = 100
+    eval_iters: Annotated[int, at_least(-1), FREE, EVALUATES] = 100
     """Batches per evaluation; with 0 or -1 nothing is evaluated."""
-    eval_global_batch_size: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
+    eval_global_batch_size: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
     """Sequences of a batch of the evaluation. Default: --global-batch-size."""
-    eval_micro_batch_size: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
+    eval_micro_batch_size: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
     """Sequences of its microbatches. Default: --micro-batch-size."""
-    eval_interval: Annotated[int | None, at_least(1), Resume.FREE, HAS_BATCHES] = None
+    eval_interval: Annotated[int | None, at_least(1), FREE, HAS_BATCHES] = None
     """Evaluate every so many steps."""
-    start_eval_at_iter: Annotated[int | None, at_least(1), Resume.FREE, EVALUATES, HAS_BATCHES] = None
+    start_eval_at_iter: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
     """From this step on. Default: from the first."""
-    skip_train: Annotated[bool, Resume.FREE] = False
+    skip_train: Annotated[bool, FREE] = False
     """Train nothing: evaluate what --load gives on validation and test data, each from its first sample."""
 
     @property

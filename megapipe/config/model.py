@@ -7,7 +7,20 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.moe import MoEConfig
-from megapipe.config.notes import ABOVE_0, BELOW_1, LISTED, NO_FLAG, Idle, Range, Required, Resume, at_least, needs
+from megapipe.config.notes import (
+    ABOVE_0,
+    BELOW_1,
+    FREE,
+    LISTED,
+    MUST,
+    NAMED,
+    NO_FLAG,
+    Idle,
+    Range,
+    Required,
+    at_least,
+    needs,
+)
 
 ROPE = Idle(
     lambda c: c.model.position_embedding_type != "rope" and c.model.per_layer_overrides is None,
@@ -23,57 +36,59 @@ RECOMPUTED = Idle(
 class ModelConfig(MoEConfig):
     """The architecture. Nothing about layout, data or training."""
 
-    num_layers: Annotated[int | None, Required("12"), LISTED] = None
+    num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Transformer layers. Required."""
-    hidden_size: Annotated[int | None, Required("768"), at_least(1)] = None
+    hidden_size: Annotated[int | None, Required("768"), at_least(1), MUST] = None
     """Model width. Required."""
-    ffn_hidden_size: Annotated[int | None, at_least(1)] = None
+    ffn_hidden_size: Annotated[int | None, at_least(1), MUST] = None
     """MLP width; per half with --swiglu. Default: 4 x hidden, with --swiglu 4 x hidden x 2/3 rounded down to 64."""
-    num_attention_heads: Annotated[int | None, Required("12"), LISTED] = None
+    num_attention_heads: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Query heads. Required; must divide by the tensor-parallel size."""
-    kv_channels: Annotated[int | None, at_least(1)] = None
+    kv_channels: Annotated[int | None, at_least(1), MUST] = None
     """Size of one head. Default: hidden / heads."""
-    group_query_attention: bool = False
+    group_query_attention: Annotated[bool, MUST] = False
     """Use grouped-query attention with --num-query-groups key/value heads."""
     num_query_groups: Annotated[
         int,
         LISTED,
+        MUST,
         Idle(
             lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
             "each query head has its own key and value, without --group-query-attention",
         ),
     ] = 1
     """Key/value heads, with --group-query-attention."""
-    max_position_embeddings: Annotated[int | None, Required("1024"), at_least(1)] = None
+    max_position_embeddings: Annotated[int | None, Required("1024"), at_least(1), MUST] = None
     """Rows of the learned position table and limit of RoPE. Required; at least --seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Annotated[Literal["learned_absolute", "rope", "none"], MUST] = "learned_absolute"
     """How positions enter the model."""
-    rotary_base: Annotated[float, ABOVE_0, ROPE] = 10000.0
+    rotary_base: Annotated[float, ABOVE_0, MUST, ROPE] = 10000.0
     """Base of the rotary frequencies."""
-    rotary_percent: Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1), ROPE] = 1.0
+    rotary_percent: Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1), MUST, ROPE] = 1.0
     """Fraction of each head that is rotated."""
-    rotary_interleaved: Annotated[bool, ROPE] = False
+    rotary_interleaved: Annotated[bool, MUST, ROPE] = False
     """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
-    use_rope_scaling: Annotated[bool, ROPE] = False
+    use_rope_scaling: Annotated[bool, MUST, ROPE] = False
     """Llama 3.1's slower rotation of the low frequencies, made for an original length of 8192."""
-    rope_scaling_factor: Annotated[float, ABOVE_0] = 8.0
+    rope_scaling_factor: Annotated[float, ABOVE_0, MUST] = 8.0
     """How much slower, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2."""
-    window_size: str | None = None
+    window_size: Annotated[str | None, MUST] = None
     """Sliding window LEFT,RIGHT such as 127,0: a token sees itself and LEFT tokens before it; -1 is no limit."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Annotated[Literal["LayerNorm", "RMSNorm"], MUST] = "LayerNorm"
     """Kind of every norm."""
-    norm_epsilon: Annotated[float, ABOVE_0] = 1e-5
+    norm_epsilon: Annotated[float, ABOVE_0, MUST] = 1e-5
     """Added to the variance."""
-    apply_layernorm_1p: bool = False
+    apply_layernorm_1p: Annotated[bool, MUST] = False
     """Norms keep their weight minus 1, so that it starts at 0."""
-    swiglu: bool = False
+    swiglu: Annotated[bool, MUST] = False
     """Gated SiLU in the MLP instead of GELU."""
-    quick_geglu: bool = False
+    quick_geglu: Annotated[bool, MUST] = False
     """Gated GELU in the MLP, as x sigmoid(1.702 x)."""
-    squared_relu: bool = False
+    squared_relu: Annotated[bool, MUST] = False
     """Squared ReLU in the MLP instead of GELU."""
     no_bias_gelu_fusion: Annotated[
         bool,
+        MUST,
         Idle(lambda c: c.model.gated or c.model.squared_relu, "the MLP has another activation, without GELU"),
         Idle(
             lambda c: c.model.disable_bias_linear and c.model.per_layer_overrides is None,
@@ -81,57 +96,58 @@ class ModelConfig(MoEConfig):
         ),
     ] = False
     """GELU in its erf form, which Megatron-LM has where it does not fuse: so also with --disable-bias-linear."""
-    disable_bias_linear: bool = False
+    disable_bias_linear: Annotated[bool, MUST] = False
     """No bias in any linear layer."""
     add_qkv_bias: Annotated[
         bool,
+        MUST,
         Idle(
             lambda c: not c.model.disable_bias_linear and c.model.per_layer_overrides is None,
             "all projections have a bias, without --disable-bias-linear",
         ),
     ] = False
     """Bias on the QKV projection even with --disable-bias-linear (Qwen2)."""
-    qk_layernorm: bool = False
+    qk_layernorm: Annotated[bool, MUST] = False
     """Norm of each query and key head, of --normalization kind (Qwen3)."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: Annotated[bool, MUST] = False
     """An output head of its own instead of the word embedding's weight."""
     init_method_std: Annotated[
         float,
         at_least(0),
-        Resume.FREE,
+        FREE,
         Idle(
             lambda c: c.model.init_method_xavier_uniform and c.model.embedding_init_method_std is None,
             "the shape of a matrix says it, with --init-method-xavier-uniform",
         ),
     ] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream: std / sqrt(2 x layers)."""
-    init_method_xavier_uniform: Annotated[bool, Resume.FREE] = False
+    init_method_xavier_uniform: Annotated[bool, FREE] = False
     """Initial weights uniform within sqrt(6 / (inputs + outputs)) of 0, of the whole matrix, under any layout."""
-    embedding_init_method_std: Annotated[float | None, at_least(0), Resume.FREE] = None
+    embedding_init_method_std: Annotated[float | None, at_least(0), FREE] = None
     """Standard deviation of the initial word and position embeddings. Default: --init-method-std."""
-    attention_dropout: Annotated[float, BELOW_1, Resume.NAMED] = 0.1
+    attention_dropout: Annotated[float, BELOW_1, NAMED] = 0.1
     """Dropout of attention probabilities."""
-    hidden_dropout: Annotated[float, BELOW_1, Resume.NAMED] = 0.1
+    hidden_dropout: Annotated[float, BELOW_1, NAMED] = 0.1
     """Dropout of embeddings and of each block's output."""
     # The embedding's shape says it.
-    padded_vocab_size: Annotated[int | None, at_least(1), Resume.FREE] = None
+    padded_vocab_size: Annotated[int | None, at_least(1), FREE] = None
     """Rows of the embedding. Default: the tokenizer's size rounded up to --make-vocab-size-divisible-by."""
     make_vocab_size_divisible_by: Annotated[
         int,
         at_least(1),
-        Resume.FREE,
+        FREE,
         Idle(lambda c: c.model.padded_vocab_size is not None, "the rows are given, with --padded-vocab-size"),
     ] = 128
     """Rounding of the embedding's rows. Unlike Megatron's, the result does not depend on the tensor-parallel size."""
-    cross_entropy_loss_fusion: Annotated[bool, Resume.FREE] = False
+    cross_entropy_loss_fusion: Annotated[bool, FREE] = False
     """Output head and loss in one operation; of more than 64M logits it holds 1M at a time, for one product more."""
-    model_provider: Annotated[str | None, Resume.FREE] = None
+    model_provider: Annotated[str | None, FREE] = None
     """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
-    transformer_impl: Annotated[Literal["local", "transformer_engine", "auto"], Resume.FREE] = "local"
+    transformer_impl: Annotated[Literal["local", "transformer_engine", "auto"], FREE] = "local"
     """Layers of plain torch (local) or Transformer Engine's; auto: the latter in bf16 or fp16 on a GPU, if it works."""
     attention_backend: Annotated[
         Literal["auto", "flash", "fused", "unfused", "local"],
-        Resume.FREE,
+        FREE,
         Idle(
             lambda c: c.parallel.context_parallel_size > 1 and "a2a" not in c.model.cp_comm_type,
             "context-parallel ranks compute attention in blocks of plain torch, without --cp-comm-type a2a",
@@ -139,33 +155,33 @@ class ModelConfig(MoEConfig):
     ] = "auto"
     """Which scaled-dot-product kernel torch may use."""
     cp_comm_type: Annotated[
-        tuple[str, ...], Resume.FREE, needs("context_parallel_size", "there is nothing to exchange", least=2)
+        tuple[str, ...], FREE, needs("context_parallel_size", "there is nothing to exchange", least=2)
     ] = ("p2p",)
     """Keys and values under --context-parallel-size: ring (p2p, a2a+p2p), all_gather, heads for tokens (a2a)."""
-    recompute_granularity: Annotated[Literal["full", "selective"] | None, Resume.FREE] = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, FREE] = None
     """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
     recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"], ...], Resume.FREE
+        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"], ...], FREE
     ] = ("core_attn",)
     """Of selective: attention without its projections, the MLP of dense layers, the outputs of a layer's norms, the
     experts with their router (moe), the shared ones alone. Activations of experts (moe_act) are never kept."""
-    recompute_activations: Annotated[bool, Resume.FREE] = False
+    recompute_activations: Annotated[bool, FREE] = False
     """The same as --recompute-granularity selective."""
-    recompute_method: Annotated[Literal["uniform", "block"] | None, Resume.FREE, RECOMPUTED] = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, FREE, RECOMPUTED] = None
     """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
-    recompute_num_layers: Annotated[int | None, at_least(1), Resume.FREE, RECOMPUTED] = None
+    recompute_num_layers: Annotated[int | None, at_least(1), FREE, RECOMPUTED] = None
     """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
-    num_microbatches_with_partial_activation_checkpoints: Annotated[int | None, at_least(1), Resume.FREE] = None
+    num_microbatches_with_partial_activation_checkpoints: Annotated[int | None, at_least(1), FREE] = None
     """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs."""
     sequence_parallel: Annotated[
-        bool, Resume.FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)
+        bool, FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)
     ] = False
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
-    per_layer_overrides: str | None = None
+    per_layer_overrides: Annotated[str | None, MUST] = None
     """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
-    no_attention: Annotated[bool, NO_FLAG] = False
+    no_attention: Annotated[bool, NO_FLAG, MUST] = False
     """This layer has no attention. Only as an override."""
-    no_mlp: Annotated[bool, NO_FLAG] = False
+    no_mlp: Annotated[bool, NO_FLAG, MUST] = False
     """This layer has no MLP. Only as an override."""
 
     # Widths that Megatron derives, valid once the required flags are given.

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, BELOW_1, Idle, Resume, at_least, needs
+from megapipe.config.notes import ABOVE_0, BELOW_1, FREE, MUST, NAMED, Idle, at_least, needs
 
 EXPERTS = needs("num_experts", "there are no experts")
 
@@ -15,71 +15,69 @@ EXPERTS = needs("num_experts", "there are no experts")
 class MoEConfig:
     """Experts in place of the MLP. Without --num-experts all layers are dense."""
 
-    num_experts: Annotated[int | None, at_least(0)] = None
+    num_experts: Annotated[int | None, at_least(0), MUST] = None
     """Experts of each mixture-of-experts layer. Default, and with 0: none, every layer has an MLP."""
-    moe_layer_freq: Annotated[str, EXPERTS] = "1"
+    moe_layer_freq: Annotated[str, MUST, EXPERTS] = "1"
     """Which layers have experts: N for layers 0, N, 2N, ..., or a list with a 1 for each, such as ([0]*3+[1]*58)."""
-    moe_ffn_hidden_size: Annotated[int | None, at_least(1), EXPERTS] = None
+    moe_ffn_hidden_size: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
     """Width of an expert; per half with --swiglu. Default: --ffn-hidden-size."""
-    moe_router_topk: Annotated[int, at_least(1), EXPERTS] = 2
+    moe_router_topk: Annotated[int, at_least(1), MUST, EXPERTS] = 2
     """Experts that each token is sent to."""
     moe_router_load_balancing_type: Annotated[
         tuple[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none", "sinkhorn", "quantile_balancing"], ...],
-        Resume.NAMED,
+        NAMED,
         EXPERTS,
     ] = ("aux_loss",)
     """What keeps the load even: losses over a microbatch, over each sequence, over the step so far; several at once."""
-    moe_aux_loss_coeff: Annotated[tuple[float, ...], Resume.NAMED, EXPERTS] = (0.0,)
+    moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""
-    moe_z_loss_coeff: Annotated[float | None, at_least(0), Resume.NAMED, EXPERTS] = None
+    moe_z_loss_coeff: Annotated[float | None, at_least(0), NAMED, EXPERTS] = None
     """Weight of the loss on large router logits, for example 1e-3. Default: none."""
-    moe_router_score_function: Annotated[Literal["softmax", "sigmoid", "sqrtsoftplus"], EXPERTS] = "softmax"
+    moe_router_score_function: Annotated[Literal["softmax", "sigmoid", "sqrtsoftplus"], MUST, EXPERTS] = "softmax"
     """From a router's logits to the scores of experts."""
     moe_router_pre_softmax: Annotated[
-        bool,
-        EXPERTS,
-        needs("moe_router_score_function", "there is no softmax", "softmax"),
+        bool, MUST, EXPERTS, needs("moe_router_score_function", "there is no softmax", "softmax")
     ] = False
     """Softmax over all experts, then the best, whose weights add up to less than 1; not over the best alone."""
-    moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, Resume.NAMED, EXPERTS] = None
+    moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, NAMED, EXPERTS] = None
     """Type that the router computes in. Default: that of the activations."""
     moe_router_num_groups: Annotated[
-        int | None, at_least(1), EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
+        int | None, at_least(1), MUST, EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
     ] = None
     """Groups of experts of which a token may use --moe-router-group-topk."""
-    moe_router_group_topk: Annotated[int | None, at_least(1), EXPERTS] = None
+    moe_router_group_topk: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
     """Groups for each token, those with the best sum of their best scores."""
-    moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, EXPERTS] = None
+    moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, MUST, EXPERTS] = None
     """Factor on the weights of a token's experts."""
-    moe_router_enable_expert_bias: Annotated[bool, EXPERTS] = False
+    moe_router_enable_expert_bias: Annotated[bool, MUST, EXPERTS] = False
     """A bias on each expert's score, for the choice alone, that moves each step towards an even load."""
     moe_router_bias_update_rate: Annotated[
-        float, at_least(0), Resume.NAMED, EXPERTS, needs("moe_router_enable_expert_bias", "there is no bias to move")
+        float, at_least(0), NAMED, EXPERTS, needs("moe_router_enable_expert_bias", "there is no bias to move")
     ] = 1e-3
     """How far that bias moves in a step."""
-    moe_router_force_load_balancing: Annotated[bool, Resume.NAMED, EXPERTS] = False
+    moe_router_force_load_balancing: Annotated[bool, NAMED, EXPERTS] = False
     """Random logits in place of the router's, for benchmarks: the model learns nothing."""
-    moe_input_jitter_eps: Annotated[float | None, BELOW_1, Resume.NAMED, EXPERTS] = None
+    moe_input_jitter_eps: Annotated[float | None, BELOW_1, NAMED, EXPERTS] = None
     """The router sees its input times random factors in 1 - eps .. 1 + eps while it trains."""
-    moe_expert_capacity_factor: Annotated[float | None, Resume.NAMED, EXPERTS] = None
+    moe_expert_capacity_factor: Annotated[float | None, NAMED, EXPERTS] = None
     """An expert takes at most tokens x k / experts x this of a microbatch, the rest is dropped. Default, and below 0:
     all."""
     moe_token_drop_policy: Annotated[
         Literal["probs", "position"],
-        Resume.NAMED,
+        NAMED,
         EXPERTS,
         Idle(lambda c: c.model.capacity_factor is None, "nothing is dropped, without --moe-expert-capacity-factor"),
     ] = "probs"
     """Which tokens an expert keeps: those of the largest weights, or the first."""
-    moe_pad_expert_input_to_capacity: Annotated[bool, Resume.NAMED, EXPERTS] = False
+    moe_pad_expert_input_to_capacity: Annotated[bool, NAMED, EXPERTS] = False
     """Each expert computes as many rows as it may take, with rows that count nothing: all shapes are fixed."""
-    moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], EXPERTS] = "allgather"
+    moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], FREE, EXPERTS] = "allgather"
     """How tokens reach experts on other ranks: every rank sees all tokens, or rows go where they are needed; flex, with
     its kernels, is alltoall."""
-    moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), EXPERTS] = None
+    moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
     """Width of an MLP beside the experts that every token goes through, of all shared experts together."""
     moe_shared_expert_gate: Annotated[
-        bool, EXPERTS, needs("moe_shared_expert_intermediate_size", "there is no shared expert")
+        bool, MUST, EXPERTS, needs("moe_shared_expert_intermediate_size", "there is no shared expert")
     ] = False
     """A sigmoid of the input weighs the shared expert's output."""
 

@@ -1,6 +1,6 @@
 """Annotations of a field: all that its type and default do not say of its flag.
 
-`lr: Annotated[float | None, Required("3e-4"), ABOVE_0, Resume.CURVE] = None`. Whoever has to know asks for the notes of
+`lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Whoever has to know asks for the notes of
 one kind: `checks` for ranges, `checkpoint` for what may differ on --load, `flags` for what acts and what is idle.
 """
 
@@ -88,7 +88,7 @@ CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
 
 
 class Resume(StrEnum):
-    """What becomes of a setting that is not the checkpoint's. A field without one has its section's, see Config."""
+    """What becomes of a setting that is not the checkpoint's."""
 
     MUST = "must match"
     """Refused: the weights mean something else."""
@@ -102,6 +102,9 @@ class Resume(StrEnum):
     """The same where a number hangs on what is computed together."""
     FREE = "free"
     """Decides no number, or its rounding alone."""
+
+
+MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from short_run import config, run_of
 from tiny import STYLES
 
-from megapipe.checkpoint.resume import RULES, changed_settings, unnamed
+from megapipe.checkpoint.resume import RULES, changed_settings, resume_problems, unnamed
 from megapipe.config import CheckpointConfig, DataConfig
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.loader import SampleOrder
@@ -65,6 +65,8 @@ def test_a_free_setting_changes_without_a_word():
     for section, rules in RULES.items():
         free = {name: other(SAVED[section][name]) for name, rule in rules.items() if rule == "free"}
         assert changed_settings(SAVED | {section: SAVED[section] | free}, {}, BASE, {}) == {}
+        if section == "model":
+            assert resume_problems(SAVED["model"] | free, None, BASE, "iter_0000001") == []
 
 
 def test_a_name_that_is_none_is_refused():
