@@ -1,52 +1,17 @@
 """Regions between the products of a layer: SwiGLU, rotary embedding, a residual sum with the norm behind it.
 
-Each keeps its inputs for backward and computes the rest again. On a GPU a region is one operation of torch's list,
-torch.ops.megapipe.NAME, for which torch.compile writes a Triton kernel at its first call; on a CPU, without Triton and
-with TORCHDYNAMO_DISABLE=1 it is the same formula, operation by operation. No GPU has run it yet.
+Each keeps its inputs for backward and computes the rest again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, wraps
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("megapipe", "DEF")  # type: ignore[no-untyped-call]
-
-
-def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function of tensors that a GPU runs as one operation; its first argument says where it runs."""
-
-    def made(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-
-        @cache
-        def compiled() -> Callable[..., Any]:  # imports the compiler
-            return torch.compile(function) if find_spec("triton") else function
-
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, lambda *given: compiled()(*given), "CUDA")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"megapipe::{name}", function, lib=_LIBRARY)
-        operation = getattr(torch.ops.megapipe, name)
-
-        @wraps(function)
-        def call(x: Tensor, *others: Any) -> Any:
-            return (operation if x.is_cuda else function)(x, *others)
-
-        return call
-
-    return made
-
-
-def is_fused(x: Tensor) -> bool:
-    """Does a region pay for what torch has a fast kernel for already? On a GPU, where --compile does not fuse it."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+from megapipe.tensor_parallel.region import region
 
 
 @region("swiglu(Tensor x) -> Tensor")

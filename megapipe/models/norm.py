@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.layout import Layout, set_layout
-from megapipe.models.fused import AddNorm, is_fused, norm
+from megapipe.models.fused import AddNorm, norm
+from megapipe.tensor_parallel.region import is_fused
 
 
 class Norm(nn.Module):

@@ -18,6 +18,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import linear
+from megapipe.tensor_parallel.region import is_fused, region
 from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
 
 BLOCK_ELEMENTS = 1 << 20
@@ -51,10 +52,7 @@ class _HeadLoss(torch.autograd.Function):
                 ctx.kept.append(logits)
             inside, column = columns_of(labels, block)
             at_label += logits.gather(1, column).squeeze(1) * inside
-            higher = torch.maximum(highest, logits.amax(1))
-            denominator.mul_((highest - higher).exp_())
-            denominator += exp_of(logits, higher, space).sum(1)
-            highest = higher
+            highest, denominator = with_block(logits, highest, denominator, space)
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
             denominator.mul_((highest - higher).exp_())
@@ -73,20 +71,16 @@ class _HeadLoss(torch.autograd.Function):
         opens = ctx.opens
         rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
-        to_softmax, to_label = grad[:, None], -grad[:, None]
         kept, ctx.kept = ctx.kept, None
-
-        def to_gradient_(logits: Tensor, block: slice, space: Tensor) -> Tensor:
-            dy = exp_of(logits, lse, space).mul_(to_softmax)
-            inside, column = columns_of(labels, block)
-            return logits.copy_(dy.scatter_add_(1, column, to_label * inside[:, None]))
 
         @torch.no_grad()
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
             space = space_of(rows, weight.shape[0]) if kept is None else rows
             for n, block in enumerate(blocks_of(rows, weight.shape[0])):
-                dy = to_gradient_(linear(rows, weight[block]), block, space) if kept is None else kept[n]
+                dy = kept[n] if kept is not None else linear(rows, weight[block])
+                if kept is None:
+                    to_gradient_(dy, lse, grad, labels - block.start, space)
                 add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -100,7 +94,8 @@ class _HeadLoss(torch.autograd.Function):
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         space = space_of(rows, weight.shape[0])
         for n, block in enumerate(blocks_of(rows, weight.shape[0])):
-            dy = to_gradient_(linear(rows, weight[block]) if kept is None else kept[n], block, space)
+            dy = linear(rows, weight[block]) if kept is None else kept[n]
+            to_gradient_(dy, lse, grad, labels - block.start, space)
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
             if wants_weight:
@@ -122,14 +117,56 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
-    """exp(logits - shift) of logits [n, block] and shift [n], in space and its type."""
+    """exp(logits - shift) of logits [n, block] and shift [n], in space and its type; in room of its own on a GPU."""
+    if not len(space):
+        return (logits.to(space.dtype) - shift[:, None]).exp_()
     wide = space[: logits.numel()].view(logits.shape).copy_(logits)
     return exp_(wide.sub_(shift[:, None]))
 
 
+def with_block(logits: Tensor, highest: Tensor, total: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of exponentials below it, each [n], with the logits [n, block] of one block more."""
+    if is_fused(logits):
+        return _with_block(logits, highest, total)  # type: ignore[no-any-return]
+    higher = torch.maximum(highest, logits.amax(1))
+    return higher, total * (highest - higher).exp_() + exp_of(logits, higher, space).sum(1)
+
+
+@region("with_block(Tensor logits, Tensor highest, Tensor total) -> (Tensor, Tensor)")
+def _with_block(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    higher = torch.maximum(highest, logits.amax(1))
+    wide = logits.to(higher.dtype) - higher[:, None]
+    return higher, total * (highest - higher).exp() + wide.exp().sum(1)
+
+
+def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor, space: Tensor) -> None:
+    """Turn the logits [n, block] of a block into their gradients, where they lie.
+
+    Args:
+        log_sum: logarithm of the softmax's denominator [n]. scale: gradient of each token's loss [n].
+        labels: [n], counted from the block's first row; any other number is a label in another block.
+    """
+    if is_fused(logits):
+        _to_gradient_(logits, log_sum, scale, labels)
+        return
+    inside, column = columns_of(labels, slice(0, logits.shape[1]))
+    dy = exp_of(logits, log_sum, space).mul_(scale[:, None])
+    logits.copy_(dy.scatter_add_(1, column, -(scale * inside)[:, None]))
+
+
+@region("to_gradient_(Tensor(a!) logits, Tensor log_sum, Tensor scale, Tensor labels) -> ()")
+def _to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor) -> None:
+    softmax = (logits.to(log_sum.dtype) - log_sum[:, None]).exp()
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    logits.copy_((softmax - is_label.to(softmax.dtype)) * scale[:, None])
+
+
 def space_of(rows: Tensor, width: int) -> Tensor:
-    """Room for any block in float32. One for all: a system clears the memory that it hands out."""
-    return rows.new_empty(len(rows) * min(_step(rows), width), dtype=wide_of(rows))
+    """Room for any block in float32. One for all: a system clears the memory that it hands out.
+
+    A GPU's regions need none of it.
+    """
+    return rows.new_empty(0 if is_fused(rows) else len(rows) * min(_step(rows), width), dtype=wide_of(rows))
 
 
 def _step(rows: Tensor) -> int:

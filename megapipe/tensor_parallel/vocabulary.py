@@ -21,6 +21,7 @@ from megapipe.tensor_parallel.fused_cross_entropy import (
     columns_of,
     exp_of,
     space_of,
+    to_gradient_,
     wide_of,
 )
 from megapipe.tensor_parallel.products import linear
@@ -152,9 +153,7 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, loss: Tensor) ->
     space = space_of(rows, weight.shape[0])
     for number, block in enumerate(blocks_of(rows, weight.shape[0])):
         dy = linear(rows, weight[block]) if logits is None else logits[number]
-        inside, column = columns_of(labels, block)
-        wide = exp_of(dy, log_sum, space).mul_(scale[:, None])
-        dy.copy_(wide.scatter_add_(1, column, -(scale * inside)[:, None]))
+        to_gradient_(dy, log_sum, scale, labels - block.start, space)
         add_product(into[block], dy, rows)
 
 

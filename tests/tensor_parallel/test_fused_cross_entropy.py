@@ -150,3 +150,27 @@ def test_a_gpu_gets_few_wide_blocks(monkeypatch):
     assert sum(odd) == 128256
     assert odd[0] % 64 == 0
     assert 3000 * max(odd) <= 1 << 28
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_gpus_regions_compute_what_the_blocks_of_a_cpu_do(backend):
+    """The formulas that a compiler is given, in the place of kernels that no CPU has."""
+    torch.compiler.reset()
+    _, _, target, scale = case()
+    logits = torch.randn(TOKENS, 96, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    labels, scale, space = target.flatten() - 32, scale.flatten(), torch.empty(logits.numel(), dtype=torch.float64)
+    highest, total = logits.amax(1) - 1, torch.rand(TOKENS, dtype=torch.float64)
+    with_block, gradient = (
+        torch.compile(getattr(fused, name).__wrapped__, backend=backend) for name in ("_with_block", "_to_gradient_")
+    )
+    ours = with_block(logits, highest, total)
+    torch.testing.assert_close(ours, fused.with_block(logits, highest, total, space), rtol=1e-13, atol=0)
+    log_sum, here, there = ours[1].log() + ours[0], logits.clone(), logits.clone()
+    gradient(here, log_sum, scale, labels)
+    fused.to_gradient_(there, log_sum, scale, labels, space)
+    torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-14)
+    by_hand = (logits - log_sum[:, None]).exp() * scale[:, None]
+    for row, label in enumerate(labels.tolist()):
+        if 0 <= label < 96:
+            by_hand[row, label] -= scale[row]
+    torch.testing.assert_close(here, by_hand, rtol=1e-12, atol=1e-14)
