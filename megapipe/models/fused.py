@@ -5,13 +5,14 @@ Each keeps its inputs for backward and computes the rest again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.tensor_parallel.region import region
+from megapipe.tensor_parallel.region import is_fused, region
 
 
 @region("swiglu(Tensor x) -> Tensor")
@@ -75,7 +76,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm of x [..., n], without bias RMSNorm, by torch's kernel."""
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, epsilon)
@@ -84,13 +85,13 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tens
 
 @region("norm(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor")
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    return norm(x, weight, bias, epsilon)
+    return _plain_norm(x, weight, bias, epsilon)
 
 
 @region("add_norm(Tensor x, Tensor delta, Tensor weight, Tensor? bias, float epsilon) -> (Tensor, Tensor)")
 def _add_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
     total = x + delta
-    return total, norm(total, weight, bias, epsilon)
+    return total, _plain_norm(total, weight, bias, epsilon)
 
 
 @region("norm_backward(Tensor grad, Tensor? carried, Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor[]")
@@ -111,7 +112,7 @@ def _norm_backward(
     return [dx.to(x.dtype), *(total.to(weight.dtype) for total in sums)]
 
 
-class AddNorm(torch.autograd.Function):
+class _AddNormed(torch.autograd.Function):
     """x [..., n] and what is added to it -> the sum and its norm; the gradients of both are added where they meet."""
 
     @staticmethod
@@ -133,3 +134,16 @@ class AddNorm(torch.autograd.Function):
             return carried, carried if ctx.adds else None, None, None, None
         dx, dweight, *dbias = _norm_backward(grad, carried, *ctx.saved_tensors, ctx.epsilon)
         return dx, dx if ctx.adds else None, dweight, *(dbias or [None]), None
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """x [..., n] + delta and the LayerNorm of that, without bias its RMSNorm; on a CPU by torch's kernels."""
+    if is_fused(x):
+        return fused_add_norm(x, delta, weight, bias, epsilon)  # type: ignore[no-any-return]
+    total = x if delta is None else x + delta
+    return total, _plain_norm(total, weight, bias, epsilon)
+
+
+fused_add_norm: Callable[..., Any] = _AddNormed.apply

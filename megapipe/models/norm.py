@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.layout import Layout, set_layout
-from megapipe.models.fused import AddNorm, norm
+from megapipe.models.fused import add_norm
 from megapipe.tensor_parallel.region import is_fused
 
 
@@ -32,15 +32,15 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return norm(x, self._weight, self.bias, self.epsilon)
+        return self._behind(x, None)[1]
 
     def behind(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, with delta if there is one added to it, and the norm of that."""
-        if type(self) is Norm and is_fused(x):
-            return AddNorm.apply(x, delta, self._weight, self.bias, self.epsilon)  # type: ignore[no-any-return, no-untyped-call]
+        if type(self) is Norm and is_fused(x) and not self._forward_hooks:
+            return self._behind(x, delta)
         x = x if delta is None else x + delta
         return x, self(x)
 
-    @property
-    def _weight(self) -> Tensor:
-        return self.weight + 1 if self.one_more else self.weight
+    def _behind(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight = self.weight + 1 if self.one_more else self.weight
+        return add_norm(x, delta, weight, self.bias, self.epsilon)
