@@ -85,11 +85,11 @@ def test_a_run_begins_with_the_loss_of_the_dense_model_and_its_checkpoint_is_in_
     alone = ProcessMesh.single()
     before = run_of(alone, replace(config(LLAMA), checkpoint=CheckpointConfig(load=f"{tmp_path}/dense", finetune=True)))
     flags = sparse(tmp_path, replace(LLAMA, num_experts=4), 1)
-    run = run_of(alone, flags)
-    first = run.step()
-    assert first.losses["lm loss"] == pytest.approx(before.step().losses["lm loss"], rel=1e-6)
-    assert run.step().losses["lm loss"] < first.losses["lm loss"]
-    assert run.progress.iteration == 2
+    training = run_of(alone, flags)
+    first = training.driver.whole()
+    assert first.losses["lm loss"] == pytest.approx(before.driver.whole().losses["lm loss"], rel=1e-6)
+    assert training.driver.whole().losses["lm loss"] < first.losses["lm loss"]
+    assert training.run.progress.iteration == 2
     with pytest.raises(CheckpointError) as raised:
         refuse_save(flags.checkpoint, tmp_path / "dense" / "iter_0000000")
     assert raised.value.problems == (
