@@ -123,7 +123,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Flags(Files):
-    """The same small GPT trained under every schedule, and what each took: a table, and files of it.
+    """A comparison: one small GPT trained under every schedule, and what each took, as a table and files of it.
 
     Ranks are processes of this machine with real messages; where they share cores, a step takes the work of all.
     """
@@ -133,9 +133,9 @@ class Flags(Files):
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Names, files, FILE.py:NAME."""
     microbatches: int = 8
-    """Of one sequence each."""
+    """Microbatches, of one sequence each."""
     layers: int = 8
-    """Of the model."""
+    """Layers of the model."""
     hidden: int = 128
     """Its width."""
     seq: int = 128
@@ -143,7 +143,7 @@ class Flags(Files):
     steps: int = 5
     """Measured ones; one before them warms up."""
     why: bool = False
-    """Also what the bubble of the rank that waits most is made of."""
+    """Say also what the bubble of the rank that waits most is made of."""
     out: str | None = None
     """Write runs.md and runs.csv into this folder."""
 

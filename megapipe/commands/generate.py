@@ -47,7 +47,7 @@ class Flags:
     prompt: str = ""
     """Text to continue."""
     num_tokens: int = 100
-    """How many tokens to add."""
+    """The number of tokens to add."""
     temperature: float = 0.8
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 50

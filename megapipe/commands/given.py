@@ -1,4 +1,4 @@
-"""What a shell gives to a command: counts, shares, costs, names of files."""
+"""Arguments of a command from a shell: counts, shares, costs, names of files."""
 
 from __future__ import annotations
 

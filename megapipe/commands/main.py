@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def door(name: str) -> None:
-    """The same from a script of that name's own, which errors and help then name."""
+    """End a command run from a script of that name's own, which errors and help then name."""
     run(command(name))
 
 

@@ -14,7 +14,7 @@ import torch
 
 
 def run_ranks(size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()) -> list[Any]:
-    """What work(*given) returns in each of so many processes, in rank order; torch.distributed finds them by itself.
+    """Results of work(*given) in each of so many processes, in rank order; torch.distributed finds them by itself.
 
     Args:
         preload: modules that a process of its own imports once for all of them; without, they are copies of this one.

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """One of its four commands. Returns: the exit status."""
+    """Run one of its four commands. Returns: the exit status."""
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -119,12 +119,12 @@ def parser() -> Parser:
 
 
 def _priced(costs: Costs, share: float | None) -> Costs:
-    """With --comm-share, where it is given."""
+    """The costs with --comm-share, where it is given."""
     return costs if share is None else replace(costs, **dict.fromkeys(SHARES, share))
 
 
 def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
-    """What show takes once, and compare at several points."""
+    """Flags that show takes once, and compare at several points."""
     many: dict[str, Any] = {"nargs": "+"} if several else {}
     also = "; several of these three make a study" * several
     one.add_argument("--pp", type=given.count, required=several, metavar="P", help=f"pipeline ranks{also}", **many)
@@ -159,7 +159,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def _own_entry(name: str) -> Entry:
-    """What the list says of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
+    """The list's row of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
     if is_file(name):
         made = load(name)
         about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
@@ -259,7 +259,7 @@ def run_site(args: argparse.Namespace) -> int:
 
 
 def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
-    """Before the work. Raises: ScheduleError for each that is to be written where no file can be."""
+    """Refuse before the work. Raises: ScheduleError for each that is to be written where no file can be."""
     if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
         raise ScheduleError(found)
 

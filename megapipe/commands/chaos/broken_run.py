@@ -101,7 +101,7 @@ class Launched:
         return found
 
     def ranks(self) -> list[int]:
-        """Those that train or write for one that does: all but the launcher, if there is one."""
+        """Processes that train or write for one that does: all but the launcher, if there is one."""
         found = [pid for pid in self.pids() if any(word.startswith("RANK=") for word in _words(pid, "environ"))]
         return sorted(found) or ([self.process.pid] if self.process.poll() is None else [])
 
@@ -141,7 +141,7 @@ class Launched:
 
 @dataclass
 class Fault:
-    """What was done to a run and what came of it.
+    """A fault: what was done to a run and what came of it.
 
     Attributes:
         noticed_s: until the run said a word about it or ended.
@@ -159,7 +159,7 @@ class Fault:
         self.now()
 
     def now(self) -> None:
-        """It happens."""
+        """Let it happen."""
         self.at = time.monotonic()
         self.iteration = self.run.iterations[-1][0] if self.run.iterations else self.run.resumed
 
@@ -226,7 +226,7 @@ def difference(a: Path, b: Path) -> tuple[int, list[str]]:
 
 
 def numbers(logs: Path, unbroken: Path, until: int) -> tuple[int, list[int]]:
-    """How many iterations printed their numbers in both, and those of which any launch printed others."""
+    """The number of iterations that printed their numbers in both, and those of which any launch printed others."""
 
     def printed(path: Path) -> list[tuple[int, str]]:
         found = map(_ITERATION.search, path.read_text(errors="replace").splitlines())

@@ -36,23 +36,23 @@ KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
 """Launches in a row that end without a fault of ours and without an iteration."""
 HANGS_S, ORPHANED_S = 900.0, 30.0
-"""When a run that says nothing, and processes whose launcher is gone, count as a failure of the run."""
+"""Seconds after which a run that says nothing, and processes whose launcher is gone, count as a failure."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long a run is broken, and how hard. Its launch line stands behind --, with --save-interval."""
+    """A run that is broken: for how long, and how hard. Its launch line stands behind --, with --save-interval."""
 
     minutes: float = 10.0
-    """How long faults are injected; the run that is compared with comes after it."""
+    """Minutes in which faults are injected; the run that is compared with comes after them."""
     kinds: str = ",".join(KINDS)
-    """Which faults, with commas between."""
+    """The faults, with commas between."""
     every: float = 20.0
     """Seconds of sound training between two faults, on average."""
     seed: int = 1
-    """Of the faults and their moments."""
+    """The seed of the faults and their moments."""
     folder: str | None = None
-    """Where checkpoints and logs go. Default: a new one under the system's temporary folder."""
+    """A folder for checkpoints and logs. Default: a new one under the system's temporary folder."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Chaos:
         self.save = self.root / "broken"
 
     def run(self) -> None:
-        """Until the time is over or the training done. Raises: ConfigError if it does not heal."""
+        """Break it until the time is over or the training done. Raises: ConfigError if it does not heal."""
         until, in_vain = time.monotonic() + 60 * self.options.minutes, 0
         while time.monotonic() < until:
             run, before = self.launch(), len(self.faults)
@@ -186,7 +186,7 @@ def with_folder(command: Sequence[str], folder: Path) -> list[str]:
 
 
 def report(chaos: Chaos, minutes: float) -> None:
-    """What was injected, when it was noticed, what it cost."""
+    """A table of what was injected, when it was noticed, what it cost."""
     print(f"\n{len(chaos.faults)} faults and {chaos.launches} launches in {minutes:.1f} minutes")
     print("kind      faults  noticed within s  trains again within s  iterations trained again")
     for kind in chaos.kinds:

@@ -32,7 +32,7 @@ def sharpen_sleep() -> None:
 
 
 def times(text: str) -> tuple[float, float, float]:
-    """Of F, B and W, from --ms. Raises: ConfigError."""
+    """Times of F, B and W, from --ms. Raises: ConfigError."""
     try:
         f, b, w = map(float, text.split(","))
     except ValueError:
@@ -86,7 +86,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Share:
-    """What a stage is to its device: seconds of F, B and W, device shares, and who is beyond a link."""
+    """The share that a stage is to its device: seconds of F, B and W, device shares, and who is beyond a link."""
 
     f: float
     b: float
@@ -211,7 +211,7 @@ class Layers(nn.Module):
         self.given: list[Tensor | None] = [None]
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """What the next forward takes instead of data."""
+        """Set what the next forward takes instead of data."""
         self.given[0] = x
 
     def forward(self, x: Tensor | None = None) -> Tensor:

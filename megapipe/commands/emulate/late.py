@@ -1,4 +1,4 @@
-"""What `bench_schedules.py --post-validation` shows: consecutive steps with a barrier at the update and without."""
+"""The bench of `bench_schedules.py --post-validation`: consecutive steps with a barrier at the update and without."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def table(tables: Sequence[Schedule], measured: Sequence[Measured], costs: Costs
 
 
 def _passes(schedule: Schedule) -> Schedule:
-    """Without what belongs to a stage as a whole."""
+    """The table without what belongs to a stage as a whole."""
     rows = (tuple(step for step in row if not step[0].kind.rule.per_stage) for row in schedule.ranks)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(rows))

@@ -35,7 +35,7 @@ from megapipe.schedule.measured.costs import measured_costs
 
 @dataclass(frozen=True)
 class Row:
-    """What one job showed. Times in ms, of the slowest rank; shares of the step; medians over the repeats.
+    """The numbers of one job. Times in ms, of the slowest rank; shares of the step; medians over the repeats.
 
     Attributes:
         bubble: share of the step in which an average rank does not compute.
@@ -71,7 +71,7 @@ class Flags:
     pp: int = 4
     """Ranks, each a process."""
     microbatches: int = 16
-    """In a step."""
+    """Microbatches in a step."""
     chunks: int = 2
     """Stages per rank of interleaved schedules; zb-auto chooses."""
     schedules: str = ",".join(SCHEDULES)

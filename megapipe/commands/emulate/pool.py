@@ -31,7 +31,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Turns:
-    """How the pool measures: pp x dp processes, and what each of the `repeats` turns of a job is.
+    """Turns of the pool: pp x dp processes, and what each of the `repeats` turns of a job is.
 
     Attributes:
         message_kib: size of each message.
@@ -73,7 +73,7 @@ def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
 
 
 def _step(runner: Runner) -> list[list[float]]:
-    """What every rank measured in one step, which all start at the same moment."""
+    """Numbers that every rank measured in one step, which all start at the same moment."""
     world, device = runner.mesh.world, runner.device
     device.busy = device.peak = device.held = 0.0
     start = world.broadcast(torch.tensor([time.perf_counter() + 0.02], dtype=torch.float64)).item()
@@ -89,7 +89,7 @@ def _step(runner: Runner) -> list[list[float]]:
 
 
 def _passes(runner: Runner) -> list[list[Ran]]:
-    """Those of every rank in one step."""
+    """The passes of every rank in one step."""
     runner.watch = watch = Stopwatch(CPU, runner.schedule)
     _step(runner)
     return ran_by_all([watch], runner.mesh.pp)[0]

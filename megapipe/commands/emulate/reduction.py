@@ -1,4 +1,4 @@
-"""What `bench_schedules.py --reduction X` shows: how much longer a step takes by the sum of its gradients over data
+"""The bench of `bench_schedules.py --reduction X`: how much longer a step takes by the sum of its gradients over data
 parallel, once at the end and stage by stage beside the passes (--overlap-grad-reduce).
 
 With --dp 2 --reduction-mib N the link is real: gloo sums N MiB for each device share while passes sleep.
@@ -17,7 +17,7 @@ from megapipe.schedule.transforms.reduction import exposed, with_reduction
 
 
 def three(schedule: Schedule) -> list[Schedule]:
-    """Without a reduction, with all of it behind a rank's last pass, and with G where each stage is done."""
+    """Tables without a reduction, with all of it behind a rank's last pass, and with G where each stage is done."""
     plain = unpaired(schedule)
     stages = [plain.placement.stages_on(rank) for rank in range(plain.placement.num_ranks)]
     back = [tuple((Pass(Kind.G, stage, 0),) for stage in own) for own in stages]

@@ -62,7 +62,7 @@ class Runner(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """What is done once, before the first step."""
+        """Prepare once, before the first step."""
 
     def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
         """This rank's stages."""
@@ -182,7 +182,7 @@ class Ours(Runner):
         return {s: Shared(self.device, of, size, self.x, weights[s]) for s, of in own.items()}
 
     def _update(self, stage: int) -> None:
-        """At the last stage of the rank: its part of the norm, for which a table with V does not wait here."""
+        """The update at the last stage of the rank: its part of the norm; a table with V does not wait for it here."""
         if stage == max(self.modules):
             self._pending = self.mesh.world.start_all_reduce(torch.zeros(1))
         if Kind.V not in self.schedule.kinds:

@@ -1,4 +1,4 @@
-"""What megapipe gpu-check runs, as data: small trainings and what each must equal, and single operations."""
+"""Cases of megapipe gpu-check, as data: small trainings and what each must equal, and single operations."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 @dataclass(frozen=True)
 class Found:
-    """What a check of this tool or of measures.py found, in words, and whether it is good enough."""
+    """A finding of this tool or of measures.py in words, and whether it is good enough."""
 
     figure: str
     passed: bool = True
@@ -127,7 +127,7 @@ class Flags:
     device: str = "cuda"
     """cuda, cpu."""
     only: str = ""
-    """One of them; default: all."""
+    """The one to run; default: all."""
 
 
 def main(argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS) -> None:

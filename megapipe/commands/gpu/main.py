@@ -35,7 +35,7 @@ from megapipe.flags.parse import parse
 
 GIB = 2**30
 Steps = dict[int, dict[str, Any]]
-"""What --metrics-file wrote, by iteration; on a GPU with the peak memory of the first rank and its prediction."""
+"""Lines of --metrics-file, by iteration; on a GPU with the peak memory of the first rank and its prediction."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _run(case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[s
 
 
 def _step(line: str) -> dict[str, Any]:
-    """What a line of the file says; no mfu and no memory where they are not known."""
+    """The numbers of a line of the file; no mfu and no memory where they are not known."""
     told = json.loads(line)
     loss = told["losses"]["lm loss"]
     step = {name: told[name] for name in ("iteration", "skipped", "tokens_per_second")}

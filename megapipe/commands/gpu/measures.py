@@ -1,4 +1,4 @@
-"""What megapipe gpu-check measures on one device beside its trainings, each in a process of its own.
+"""Measures of megapipe gpu-check on one device beside its trainings, each in a process of its own.
 
 PYTHONPATH=. python megapipe/commands/gpu/measures.py --device cuda --only split
 
@@ -47,7 +47,7 @@ from megapipe.training.steps.step import Rates, StepResult, train_step
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its microbatch: the layers of a 1.3B GPT on a GPU."""
+    """Sizes of a model and its microbatch: the layers of a 1.3B GPT on a GPU."""
 
     hidden: int
     heads: int
@@ -59,7 +59,7 @@ GPU, TINY = Size(2048, 16, 2048, 50304), Size(64, 4, 32, 128)
 
 
 def ceilings(device: torch.device) -> Found:
-    """What the device reaches in the products of a layer of 4,096 tokens (bf16) and in copying: no step is faster."""
+    """Rates that the device reaches in a layer's products of 4,096 tokens (bf16) and in copying: no step is faster."""
     h, rows = (2048, 4096) if device.type == "cuda" else (64, 128)
     rates = []
     for k, n in ((h, 3 * h), (h, 4 * h), (4 * h, h)):
@@ -120,7 +120,7 @@ def schedules(device: torch.device) -> Found:
 
 
 def host(device: torch.device) -> Found:
-    """How long the device waits for its host in a step, in torch's trace of it: at most 2% on a GPU.
+    """The time that the device waits for its host in a step, in torch's trace of it: at most 2% on a GPU.
 
     The second of four ranks of one layer each, which has the least work per call, alone: messages are there at once.
     """

@@ -1,4 +1,4 @@
-"""What a rank's memory consists of at the most of a step: counted, and on a GPU as the allocator has it."""
+"""The bytes of a rank's memory at the most of a step: counted, and on a GPU as the allocator has it."""
 
 from __future__ import annotations
 

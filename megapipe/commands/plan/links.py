@@ -1,4 +1,4 @@
-"""What a device computes and what links carry, in seconds: what FLOPs do not say, and no rank measures alone.
+"""Speeds of devices and of links, in seconds: what FLOPs do not say, and no rank measures alone.
 
 Rings: a collective over n ranks sends (n-1)/n of its bytes from each, an all-reduce twice that. Nothing of tensor and
 context parallelism is taken to be hidden behind computation.
@@ -20,7 +20,7 @@ from megapipe.schedule import Costs
 
 @dataclass(frozen=True)
 class Device:
-    """One of equal devices.
+    """A device, one of equal ones.
 
     Attributes:
         flops: per second, as matrix products of this model reach them, not as a data sheet has them.
@@ -39,12 +39,12 @@ class Device:
 
     @property
     def links(self) -> str:
-        """In words."""
+        """The links in words."""
         near, far = self.inside / 1e9, self.outside / 1e9
         return f"{near:g} GB/s among {self.node}, {far:g} GB/s beyond, {self.latency * 1e6:g} us a message"
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
-        """Of so many bytes from each rank, in so many collectives. extent: devices from the first rank to the last."""
+        """Seconds of so many bytes from each rank, in so many collectives. extent: devices from first to last."""
         return sent / (self.inside if extent <= self.node else self.outside) + calls * self.latency if sent else 0.0
 
 

@@ -98,7 +98,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
 
 
 def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
-    """What the table says, and the step. Times are seconds if they were measured, else FLOPs."""
+    """Numbers of the table and of the step. Times are seconds if they were measured, else FLOPs."""
     place, timeline = plan.schedule.placement, plan.timeline
     stages = [
         {
@@ -197,7 +197,7 @@ def _lost(found: Search) -> str:
 
 
 def flags_of(config: Config) -> list[str]:
-    """What the search has chosen, as flags."""
+    """The choice of the search, as flags."""
     model = config.model
     chosen = Config(
         ModelConfig(recompute_granularity=model.recompute_granularity, sequence_parallel=model.sequence_parallel),

@@ -1,4 +1,4 @@
-"""What embedding, layers and head really take on this device, where FLOPs mislead: look-ups, softmax, small layers."""
+"""Times of embedding, layers and head on this device, where FLOPs mislead: look-ups, softmax, small layers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.training.check import as_here, vocabulary
 
 Shown = Mapping[int, Rehearsed]
-"""By pipeline rank."""
+"""Ranks that were rehearsed, by pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Flags:
     world_size: int = 1
     """Processes of the run."""
     ranks: str | None = None
-    """Which of them to rehearse, by commas. Default: each that differs from the others."""
+    """Ranks to rehearse, by commas. Default: each that differs from the others."""
     steps: int = 3
     """Timed steps; one before them warms up."""
     memory_gib: float | None = None
     """Memory of a device."""
     device: str | None = None
-    """How fast links are: a .json as megapipe plan --search takes it."""
+    """The speeds of links: a .json as megapipe plan --search takes it."""
     json: str | None = None
     """Write the numbers to this file too; - prints them alone."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of the whole run.
+    """A forecast of the whole run.
 
     Attributes:
         costs: of the stages, in seconds.
@@ -124,12 +124,12 @@ def _pipelines(config: Config) -> list[tuple[int, ...]]:
 
 
 def world_ranks(config: Config) -> list[int]:
-    """Of one pipeline."""
+    """The ranks of one pipeline."""
     return [*_pipelines(config)[0]]
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
-    """Where in their pipelines the ranks are that were asked for."""
+    """Places in their pipelines of the ranks that were asked for."""
     if ranks is None:
         return None
     if not all(r.isdecimal() and int(r) < config.world_size for r in ranks.split(",")):
@@ -138,7 +138,7 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
 
 
 def alike(config: Config, plan: Plan) -> list[int]:
-    """For each pipeline rank the first that has the same to do: equal stages, in the same order of passes."""
+    """The first rank with the same to do, for each pipeline rank: equal stages, in the same order of passes."""
     place = plan.schedule.placement
 
     def work(rank: int) -> object:
@@ -151,7 +151,7 @@ def alike(config: Config, plan: Plan) -> list[int]:
 
 
 def stage_like(config: Config, plan: Plan, stage: int) -> object:
-    """What a stage's time depends on."""
+    """All that a stage's time depends on."""
     span = plan.spans[stage]
     return span.embedding, span.loss, [layer_config(config.model, layer) for layer in span.layers]
 
@@ -210,7 +210,7 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
 
 
 def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
-    """With the stages that nobody has timed."""
+    """The costs with the stages that nobody has timed."""
     assert isinstance(costs.f, tuple)
     kinds = [stage_like(config, plan, s) for s in range(len(costs.f))]
     timed = [s for s, f in enumerate(costs.f) if f]
@@ -226,14 +226,14 @@ def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
 
 
 def numbers(plan: Plan, shown: Shown, told: Forecast) -> dict[str, Any]:
-    """What the report says: ranks that were rehearsed, costs of the stages in seconds, the step."""
+    """Numbers of the report: ranks that were rehearsed, costs of the stages in seconds, the step."""
     ranks = [{"rank": r, "stages": x.stages, "peak_bytes": x.peak, "bytes": x.parts} for r, x in shown.items()]
     step = {"schedule": plan.schedule.name, "passes_s": told.passes, "step_s": told.step, "bubble": told.bubble}
     return step | {"costs_s": {name: getattr(told.costs, name) for name in ("f", "b", "w")}, "ranks": ranks}
 
 
 def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib: float | None) -> str:
-    """What each rank needs and takes, and the step."""
+    """The report: what each rank needs and takes, and the step."""
     place, costs = plan.schedule.placement, told.costs
     names = [*next(iter(shown.values())).parts]
     rows = [("rank", "stages", "F ms", "B ms", "W ms", "beside ms", *(f"{name} GiB" for name in names), "peak GiB")]

@@ -38,12 +38,12 @@ from megapipe.training.guards.model import check_ownership
 from megapipe.training.pretrain import Training
 
 Answers = Sequence[Sequence[Any]]
-"""What the ranks of a pipeline ask of each other once: of each question every rank's answer."""
+"""Answers that the ranks of a pipeline give each other once: to each question every rank's."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rank showed.
+    """The numbers that a rank showed.
 
     Attributes:
         stages: of the rank.
@@ -58,7 +58,7 @@ class Rehearsed:
     parts: dict[str, float]
 
     def passes(self, step: int, stages: Sequence[int]) -> list[Ran]:
-        """Of a timed step, as a rank with other numbers for its stages runs them."""
+        """Passes of a timed step, as a rank with other numbers for its stages runs them."""
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in self.steps[step]]
 
@@ -97,7 +97,7 @@ class Alone(Axis):
 
 
 class _World(Alone):
-    """Only numbers are summed over it, and ranks that are alike agree on where they are."""
+    """A world over which only numbers are summed, and ranks that are alike agree on where they are."""
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x.mul_(self.size) if op == "sum" else x)
@@ -125,7 +125,7 @@ def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
-    """What each of these ranks says when a pipeline is put together; their stages are built without storage.
+    """Answers of each of these ranks when a pipeline is put together; their stages are built without storage.
 
     ranks: of the world, those of a pipeline.
     """
@@ -155,7 +155,7 @@ def _said(question: Callable[[], object]) -> Any:
 
 
 def _typed(config: Config, module: nn.Module) -> nn.Module:
-    """As models.build.stage_module makes it."""
+    """The module as models.build.stage_module makes it."""
     train = config.train
     module = module.requires_grad_(False) if train.freeze_all_layers else module
     return module.to(torch.bfloat16 if train.bf16 else torch.float16) if train.half else module
@@ -186,7 +186,7 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
 
 
 def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
-    """Of the steps that were timed, and one more for its memory."""
+    """Numbers of the steps that were timed, and of one more for its memory."""
     beside = median(took - (row[-1].end - row[0].begin) for row, took in timed) if timed else 0.0
     own = training.run.plan.schedule.placement.stages_on(training.run.mesh.pp.rank)
     return Rehearsed(own, [row for row, _ in timed], beside, parts_of(training))
@@ -224,7 +224,7 @@ class _There:
     """A message that has arrived."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
         return True

@@ -55,7 +55,7 @@ class Timed:
 
 @dataclass
 class Search:
-    """What was tried. best: of each layout; lost: how many plans, by why."""
+    """A search: what was tried. best: of each layout; lost: how many plans, by why."""
 
     best: dict[Layout, Timed] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
@@ -176,19 +176,19 @@ def _under(cell: Config, name: str, chunks: int | None) -> Config:
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Of the catalogue, whose tables need no proof here."""
+    """A table of the catalogue, which needs no proof here."""
     return SCHEDULES[name].generate(ranks, microbatches, **({} if chunks is None else {"chunks": chunks}))
 
 
 def _searched(config: Config, memory: float) -> Config:
-    """The same layout under a table that is searched, as a run with these flags searches it."""
+    """The layout under a table that is searched, as a run with these flags searches it."""
     name = next(name for name, entry in SCHEDULES.items() if entry.searched)
     cell = _under(config, name, None)
     return replace(cell, parallel=replace(cell.parallel, memory_limit_gib=memory / GIB))
 
 
 def _short(config: Config, turns: int) -> Config:
-    """With a batch of 2 `turns` p microbatches or a little more, which schedules take and refuse as they do its own."""
+    """A configuration with a batch of 2 `turns` p microbatches or a little more, if schedules need it as its own."""
     share, twice = (
         config.train.micro_batch * config.data_parallel_size,
         2 * config.parallel.pipeline_model_parallel_size,
@@ -253,7 +253,7 @@ def _least(config: Config, plan: Plan, device: Device) -> float:
 
 
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
-    """What the stages compute."""
+    """The seconds that the stages compute."""
     costs, rate = plan.costs, 1 / (config.parallel.tensor_model_parallel_size * device.flops)
     assert isinstance(costs.f, tuple)
     assert isinstance(costs.b, tuple)
@@ -263,7 +263,7 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 
 
 def work_of(costs: Costs) -> float:
-    """Of a microbatch through the whole model."""
+    """The work of a microbatch through the whole model."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
 
 

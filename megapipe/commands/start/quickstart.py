@@ -1,4 +1,4 @@
-"""From nothing to a trained GPT in minutes: a corpus that Python brings along, tokenizer, tokens, training, a sample.
+"""A quick start: in minutes a trained GPT, by a corpus that Python brings along, tokenizer, tokens, a sample.
 
 megapipe quickstart --pipeline-schedule zb-v
 """
@@ -37,9 +37,9 @@ class Flags:
     """
 
     folder: str = "runs/quickstart"
-    """Where everything is written."""
+    """The folder in which everything is written."""
     ids: int = 4096
-    """Of the tokenizer."""
+    """The ids of the tokenizer."""
 
 
 def main(argv: Sequence[str]) -> int:
