@@ -46,7 +46,7 @@ DOORS = {
 
 ROOT = Path(__file__).resolve().parents[1]
 """Of a clone; where the package was installed elsewhere."""
-_NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b")
+_NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 
 def as_called(text: str) -> str:
@@ -56,7 +56,7 @@ def as_called(text: str) -> str:
     """
     if Path(sys.argv[0]).name.startswith("megapipe") or not in_clone():
         return text
-    return _NAMED.sub(lambda found: _script_of(found[1]), text)
+    return _NAMED.sub(lambda found: _script_of(found[1], found[3]), text)
 
 
 def in_clone() -> bool:
@@ -64,8 +64,8 @@ def in_clone() -> bool:
     return (ROOT / "tools" / "rehearse.py").is_file() and (ROOT / "pretrain_gpt.py").is_file()
 
 
-def _script_of(name: str) -> str:
+def _script_of(name: str, processes: str | None) -> str:
     if name == "pretrain":
-        return "python pretrain_gpt.py"
+        return f"torchrun --nproc-per-node {processes} pretrain_gpt.py" if processes else "python pretrain_gpt.py"
     script = DOORS[name].script
     return f"python tools/{script}.py" if script else f"python -m megapipe {name}"

@@ -65,10 +65,11 @@ def test_the_scripts_of_a_clone_are_the_same_commands_under_their_own_names():
 
 
 def test_messages_name_the_command_that_the_reader_has(monkeypatch):
-    text = "Write it again with megapipe preprocess; megapipe check tells more."
+    text = "Write it again with megapipe preprocess; megapipe check tells more. megapipe pretrain --nproc 2 --lr 1"
     monkeypatch.setattr(sys, "argv", ["tools/plan.py"])
     assert as_called(text) == (
-        "Write it again with python tools/preprocess_data.py; python -m megapipe check tells more."
+        "Write it again with python tools/preprocess_data.py; python -m megapipe check tells more. "
+        "torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1"
     )
     monkeypatch.setattr(sys, "argv", ["megapipe plan"])
     assert as_called(text) == text

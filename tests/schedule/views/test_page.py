@@ -197,7 +197,8 @@ def test_what_the_page_shows_is_what_show_prints(seen):
 
 def test_the_flags_of_the_page_ask_for_what_it_shows(seen):
     zb_v, interleaved = (
-        parse(Config, re.search(r"pretrain_gpt.py (.*)", text.replace("\\\n", ""))[1].split()) for text in seen["page"]
+        parse(Config, re.search(r"pretrain --nproc \d+ (.*)", text.replace("\\\n", ""))[1].split())
+        for text in seen["page"]
     )
     for config in (zb_v, interleaved):  # nothing is missing of a run
         assert flag_problems(replace(config, world_size=config.parallel.pipeline_model_parallel_size)) == []
