@@ -23,8 +23,8 @@ from tools.docs import hooks
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 PROGRAM = re.compile(
-    r"(?:.*\s)?(?:python3?|torchrun)\s.*?((?:tools|scripts)/[\w/]+\.py|pretrain_gpt\.py|megapipe [\w-]+)\b\s?(.*)"
-    r"|(megapipe [\w-]+)\s?(.*)"
+    r"(?:.*\s)?(?:python3?|torchrun)\s.*?((?:tools|scripts)/[\w/]+\.py|pretrain_gpt\.py|megapipe \w[\w-]*)\b\s?(.*)"
+    r"|(megapipe \w[\w-]*)\s?(.*)"
 )
 
 

@@ -83,8 +83,8 @@ def outside(file: File) -> list[str]:
 
 def readme() -> str:
     """README as it would link within docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    return re.sub(r"\]\((?!https?:|#|[\w-]+\.md|schedules/|figures/|runs/)([\w./-]+)\)", r"](../\1)", text)
+    text = re.sub(r"\]\((?!https?:|#|docs/)", "](../", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return text.replace("](docs/", "](")
 
 
 def page(name: str) -> str:
