@@ -35,7 +35,8 @@ lr_warmup_samples weight_decay_incr_style clip_grad no_check_for_nan_in_loss_and
 max_bad_iterations_in_a_row
 tokenizer_type data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split
 data_cache_path mock_data num_workers dataloader_type eod_mask_loss reset_position_ids reset_attention_mask skip_train
-save load trigger_path log_interval log_format timing_log_level log_straggler device_peak_tflops metrics_file
+save load trigger_path log_interval log_format log_throughput log_params_norm log_num_zeros_in_grad
+timing_log_level log_straggler device_peak_tflops metrics_file
 tensorboard_dir wandb_project check num_experts
 """
 ALWAYS = set(_ALWAYS.split())
