@@ -43,18 +43,18 @@ def looked_up(
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
     # Received tensors stand in the program as messages alone: the passes that made them are on other ranks.
-    made = {(p.kind.rule.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
+    made = {(p.kind.traits.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
     table = _table(passes, placement)
     takes = {p: [made[what, s, p.microbatch] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
-    last = {p.stage: p for p in passes if not p.kind.rule.per_stage}
-    beside = {p for p in passes if p.kind.rule.lane is not Lane.COMPUTE}
+    last = {p.stage: p for p in passes if not p.kind.traits.per_stage}
+    beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
     needs = Dependencies(table)
 
     def awaited(p: Pass) -> Iterator[Pass]:
         for need in needs.of(p) if beside else ():
-            if need in beside and need.kind.rule.lane is not p.kind.rule.lane and need not in takes[p]:
+            if need in beside and need.kind.traits.lane is not p.kind.traits.lane and need not in takes[p]:
                 yield need
 
     def call(p: Pass) -> Call:
@@ -66,5 +66,5 @@ def looked_up(
 
 def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:
     """The passes of one rank in one step, as a table."""
-    numbers = [p.microbatch for p in passes if not p.kind.rule.per_stage]
+    numbers = [p.microbatch for p in passes if not p.kind.traits.per_stage]
     return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),))

@@ -83,4 +83,4 @@ def _ran(item: Pass, marks: Sequence[float]) -> Ran:
 
 
 def _timed(schedule: Schedule, rank: int) -> list[Pass]:
-    return [p for step in schedule.ranks[rank] for p in step if p.kind.rule.lane is Lane.COMPUTE]
+    return [p for step in schedule.ranks[rank] for p in step if p.kind.traits.lane is Lane.COMPUTE]

@@ -81,11 +81,11 @@ class Costs:
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Duration of each kind of pass, by stage."""
-        stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.rule.costs}
+        stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.traits.costs}
         return {
             kind: [
-                sum(parts, self.overhead if kind.rule.costs[0] in _OF_LAYERS else 0.0)
-                for parts in zip(*(stages[name] for name in kind.rule.costs), strict=True)
+                sum(parts, self.overhead if kind.traits.costs[0] in _OF_LAYERS else 0.0)
+                for parts in zip(*(stages[name] for name in kind.traits.costs), strict=True)
             ]
             for kind in Kind
         }
@@ -132,7 +132,7 @@ class Costs:
             whole = self._by_stage(lead, placement)[stage] * getattr(self, f"link_{lead}")
             turns = min(max(1, round(whole / self.piece)), _TURNS)
         chains: list[_Chain] = []
-        for letter in kind.rule.costs:
+        for letter in kind.traits.costs:
             time, share = self._by_stage(letter, placement)[stage], getattr(self, f"link_{letter}", 0.0)
             chains.append(_Chain((1 - share) * time, share * time, turns, letter == "b", bool(chains)))
         return chains

@@ -8,7 +8,7 @@ from megapipe.schedule.kinds import Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
-    made: tuple(kind for kind in Kind if made in kind.rule.makes) for made in Made
+    made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
 }
 _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
 
@@ -74,12 +74,12 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 
 def can_repeat(kind: Kind) -> bool:
     """Does a second run of such a pass leave what the first did?"""
-    return kind.rule.evaluates or Made.GATHERED in kind.rule.makes
+    return kind.traits.evaluates or Made.GATHERED in kind.traits.makes
 
 
 def is_beyond(kind: Kind, need: Need) -> bool:
     """Is it of another pass than of the same microbatch, or one that not every microbatch has?"""
-    return kind.rule.per_stage or need.optional or need.where not in _OF_MICROBATCH
+    return kind.traits.per_stage or need.optional or need.where not in _OF_MICROBATCH
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:

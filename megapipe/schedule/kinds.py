@@ -75,7 +75,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class Traits:
     """A row: everything that the machinery knows about a kind.
 
     Attributes:
@@ -141,29 +141,32 @@ class Kind(StrEnum):
     """
 
     _value_: str
-    rule: Rule
+    traits: Traits
 
-    def __new__(cls, letter: str, rule: Rule | None = None) -> Self:
-        assert rule is not None  # Kind("F") alone looks a member up and makes none
+    def __new__(cls, letter: str, traits: Traits | None = None) -> Self:
+        assert traits is not None  # Kind("F") alone looks a member up and makes none
         kind = str.__new__(cls, letter)
         kind._value_ = letter
-        kind.rule = rule
+        kind.traits = traits
         return kind
 
-    F = "F", Rule("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True, reads=True)
-    B = "B", Rule("input gradient", "#f2a93b", "b", _BACKWARD, (Made.GRADIENT,), (-1, 1, 0))
-    W = "W", Rule("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
-    BW = "BW", Rule("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, (-1, 0, 0))
-    G = "G", Rule("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
-    U = "U", Rule("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
-    A = "A", Rule("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
-    V = "V", Rule("validate", "#552211", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
+    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True, reads=True)
+    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, (Made.GRADIENT,), (-1, 1, 0))
+    W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
+    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, (-1, 0, 0))
+    G = "G", Traits("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
+    U = "U", Traits("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
+    A = "A", Traits("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
+    V = "V", Traits("validate", "#552211", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
 
-    E = "E", Rule("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True)
-    S = "S", Rule("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
-    C = "C", Rule("combine shares", "#904878", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
-    T = "T", Rule("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
-    EW = "EW", Rule("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
+    E = (
+        "E",
+        Traits("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True),
+    )
+    S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
+    C = "C", Traits("combine shares", "#904878", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
+    T = "T", Traits("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
+    EW = "EW", Traits("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__
@@ -171,19 +174,19 @@ class Kind(StrEnum):
     @property
     def is_gradient_of_weights(self) -> bool:
         """True for the passes that add into the gradient of weights of their stage."""
-        return not _OF_WEIGHTS.isdisjoint(self.rule.makes)
+        return not _OF_WEIGHTS.isdisjoint(self.traits.makes)
 
     @property
     def is_forward(self) -> bool:
         """True for the passes that produce the output of the stage, which the next one takes."""
-        return Made.OUTPUT in self.rule.makes
+        return Made.OUTPUT in self.traits.makes
 
     @property
     def is_backward(self) -> bool:
         """True for the passes that produce the gradient of the stage's input, which the one before takes."""
-        return Made.GRADIENT in self.rule.makes
+        return Made.GRADIENT in self.traits.makes
 
     @property
     def is_split(self) -> bool:
         """True for a backward that leaves the gradient of the weights to a pass of its own."""
-        return self.is_backward and Made.WEIGHT_GRADIENT not in self.rule.makes
+        return self.is_backward and Made.WEIGHT_GRADIENT not in self.traits.makes

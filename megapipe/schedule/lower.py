@@ -41,8 +41,8 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
-    computes = {kind for kind in schedule.kinds if kind.rule.lane is Lane.COMPUTE}
-    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
+    computes = {kind for kind in schedule.kinds if kind.traits.lane is Lane.COMPUTE}
+    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.traits.makes}
     links = schedule.links
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
@@ -83,13 +83,13 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     for rank, p, _, end in steps:
         for dst in links[p[:2]].sends:
             # Negative, so that of two at one time the one that is made counts before the one that is taken.
-            changes[rank] += (end, -1), (taken[p.kind.rule.makes[0], p.stage, p.microbatch, dst], 1)
+            changes[rank] += (end, -1), (taken[p.kind.traits.makes[0], p.stage, p.microbatch, dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """A table with only what an evaluation does: its forwards."""
-    rows = [[tuple(x for x in step if x.kind.rule.evaluates) for step in row] for row in schedule.ranks]
+    rows = [[tuple(x for x in step if x.kind.traits.evaluates) for step in row] for row in schedule.ranks]
     return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows))
 
 

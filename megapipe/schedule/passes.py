@@ -18,7 +18,7 @@ from megapipe.schedule.kinds import Kind as Kind
 class Pass(NamedTuple):
     """One microbatch through one stage. Prints as stage, kind, microbatch: `2F0`, `1BW3`.
 
-    A pass of a stage as a whole (`kind.rule.per_stage`) has the number of its step in place of a microbatch's.
+    A pass of a stage as a whole (`kind.traits.per_stage`) has the number of its step in place of a microbatch's.
     """
 
     kind: Kind
@@ -196,10 +196,10 @@ class Schedule:
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
         """The needs of each kind in the table, as far as they apply to it."""
-        return {kind: tuple(filter(self._applies, kind.rule.needs)) for kind in self.kinds}
+        return {kind: tuple(filter(self._applies, kind.traits.needs)) for kind in self.kinds}
 
     def _applies(self, need: Need) -> bool:
-        there = not need.optional or any(need.made in kind.rule.makes for kind in self.kinds)
+        there = not need.optional or any(need.made in kind.traits.makes for kind in self.kinds)
         shared = need.where is not Where.SHARES or self.placement.vocabulary
         return there and shared and need.unless not in self.kinds
 
@@ -211,21 +211,21 @@ class Schedule:
             (kind, stage): tuple((n.made, x) for n in needs if n.where in HANDED for x in place.needed(stage, n))
             for stage in range(place.num_stages)
             for kind, needs in self.needs.items()
-            if kind.rule.at is None or stage in place.meant(stage, kind.rule.at)
+            if kind.traits.at is None or stage in place.meant(stage, kind.traits.at)
         }
         takers: dict[tuple[Made, int], dict[int, None]] = {}
         for (_, stage), taken in takes.items():
             for one in taken:
                 if place.rank_of[stage] != place.rank_of[one[1]]:
                     takers.setdefault(one, {})[place.rank_of[stage]] = None
-        return {key: Link(takes[key], tuple(takers.get((key[0].rule.makes[0], key[1]), ()))) for key in takes}
+        return {key: Link(takes[key], tuple(takers.get((key[0].traits.makes[0], key[1]), ()))) for key in takes}
 
     @cached_property
     def last(self) -> dict[int, Last]:
         """The last microbatches by stage, of stages that have one. Rows may have their microbatches in any order."""
         passes = [item for row in self.ranks for step in row for item in step]
         backward = {stage: microbatch for kind, stage, microbatch in passes if kind.is_backward}
-        weights = {stage: mb for kind, stage, mb in passes if Made.WEIGHT_GRADIENT in kind.rule.makes}
+        weights = {stage: mb for kind, stage, mb in passes if Made.WEIGHT_GRADIENT in kind.traits.makes}
         return {stage: Last(backward[stage], weights[stage]) for stage in backward}
 
     def chain_of(self, microbatch: int) -> int:

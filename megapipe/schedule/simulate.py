@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
         start,
         end,
         busy=tuple(
-            sum([e - s for step, s, e in zip(*row, strict=True) if step[0].kind.rule.lane is Lane.COMPUTE])
+            sum([e - s for step, s, e in zip(*row, strict=True) if step[0].kind.traits.lane is Lane.COMPUTE])
             for row in zip(schedule.ranks, clock.start, clock.end, strict=True)
         ),
         span=tuple(last - first for first, last in ends),
@@ -216,7 +216,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
                     waits[need.made, other] = rank
     makes = {
         kind: [
-            [(tables[made], waits[made, s]) for made in kind.rule.makes if (made, s) in waits]
+            [(tables[made], waits[made, s]) for made in kind.traits.makes if (made, s) in waits]
             for s in range(place.num_stages)
         ]
         for kind in schedule.kinds
@@ -226,7 +226,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
     for item, wanted in others.items():
         for maker in wanted:
             waiters.setdefault(maker, set()).add(place.rank_of[item.stage])
-    return _Wires({kind: _LANES.index(kind.rule.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
+    return _Wires({kind: _LANES.index(kind.traits.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
 
 
 def _lengths(costs: Costs, place: Placement) -> Callable[[Step], float]:
@@ -260,12 +260,12 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: Clock) -> list[list[tu
     """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
     by_stage = list(zip(*costs.memory(schedule.placement), strict=True))
     change = {
-        kind: [sum(n * size for n, size in zip(kind.rule.memory, sizes, strict=True)) for sizes in by_stage]
+        kind: [sum(n * size for n, size in zip(kind.traits.memory, sizes, strict=True)) for sizes in by_stage]
         for kind in schedule.kinds
     }
     # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
-    takes = {kind for kind in schedule.kinds if max(kind.rule.memory) > 0 <= min(kind.rule.memory)}
-    gives = {kind for kind in schedule.kinds if min(kind.rule.memory) < 0}
+    takes = {kind for kind in schedule.kinds if max(kind.traits.memory) > 0 <= min(kind.traits.memory)}
+    gives = {kind for kind in schedule.kinds if min(kind.traits.memory) < 0}
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         held, curve = 0.0, list[tuple[float, float, int]]()

@@ -196,7 +196,7 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     for rank, row in enumerate(rows):
         for i, item in ((i, x) for i, step in enumerate(row) for x in step):
             home = rank_of.setdefault(item.stage, rank)
-            if not item.kind.rule.per_stage:
+            if not item.kind.traits.per_stage:
                 through.setdefault(item.microbatch, set()).add(item.stage)
             if home != rank:
                 twice.setdefault(
@@ -214,7 +214,7 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     # DualPipe: the first and the last microbatch run through different copies of the model.
     half = set(range(stages // 2))
     two = stages % 2 == 0 and through[min(through)] == half and through[max(through)] == set(rank_of) - half
-    shared = any(item.kind.rule.at for row in rows for step in row for item in step)
+    shared = any(item.kind.traits.at for row in rows for step in row for item in step)
     placement = Placement(tuple(rank_of[s] for s in range(stages)), stages // 2 if two else stages, shared)
     return placement, max(through) + 1
 

@@ -86,16 +86,16 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
     kind, stage, microbatch = item
     if not 0 <= stage < place.num_stages:
         return f"there is no stage {stage}, only 0 to {place.num_stages - 1}"
-    if kind.rule.per_stage:
+    if kind.traits.per_stage:
         # The weights of the step behind the last are gathered at the end of this table or at the start of the next.
-        steps = schedule.training_steps + (Made.GATHERED in kind.rule.makes)
+        steps = schedule.training_steps + (Made.GATHERED in kind.traits.makes)
         if not 0 <= microbatch < steps:
             return f"there is no step {microbatch}, only 0 to {steps - 1}"
         return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
     if not 0 <= microbatch < m:
         return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
-    if kind.rule.at is not None:
-        at = place.meant(stage, kind.rule.at) if place.vocabulary else ()
+    if kind.traits.at is not None:
+        at = place.meant(stage, kind.traits.at) if place.vocabulary else ()
         if stage not in at:
             return f"the vocabulary is {f'shared by others: {[*at]}' if at else 'not shared in this placement'}"
     chain = schedule.chain_of(microbatch)
@@ -133,7 +133,7 @@ def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
     place = schedule.placement
     for microbatch in range(schedule.all_microbatches if place.vocabulary else 0):
         first = schedule.chain_of(microbatch) * place.chain
-        at = [(s, kind, kind.rule.at) for s in range(first, first + place.chain) for kind in Kind]
+        at = [(s, kind, kind.traits.at) for s in range(first, first + place.chain) for kind in Kind]
         for item in (Pass(kind, s, microbatch) for s, kind, where in at if where and s in place.meant(s, where)):
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
@@ -147,7 +147,9 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
         orders.setdefault((kind, stage), []).append(microbatch)
     for first in range(0, place.num_stages, place.chain):
         ends = first, first + place.chain - 1
-        readers = [(k, s) for k in Kind if k.rule.reads for s in (place.meant(first, k.rule.at) if k.rule.at else ends)]
+        readers = [
+            (k, s) for k in Kind if k.traits.reads for s in (place.meant(first, k.traits.at) if k.traits.at else ends)
+        ]
         order = orders.get(readers[0], [])
         for kind, stage in readers:
             other = orders.get((kind, stage), [])
@@ -163,12 +165,12 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Passes of a stage as a whole that other stages lack, or that replicas do not run in one order everywhere."""
     place = schedule.placement
-    done = sorted({(item.kind, item.microbatch) for item in seen if item.kind.rule.per_stage})
+    done = sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
     for kind, step in done:
         missing = [item for s in range(place.num_stages) if (item := Pass(kind, s, step)) not in seen]
         yield from (f"rank {place.rank_of[item.stage]}: {item} is missing" for item in missing)
         # Collectives of replicas meet by their order alone: two ranks that share several must have them in one order.
-        together = kind.rule.lane is Lane.DP and not missing
+        together = kind.traits.lane is Lane.DP and not missing
         for rank in range(place.num_ranks) if together else ():
             order = sorted(place.stages_on(rank), key=lambda s: seen[Pass(kind, s, step)])
             shared = [(place.rank_of[twin], s) for s in order for twin in place.replicas(s) if twin != s]
@@ -184,7 +186,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 def _never_again(schedule: Schedule) -> Iterator[str]:
     """Passes before V that cannot run again, as all must: they ran on weights that V may take back."""
-    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.rule.makes}
+    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.traits.makes}
     if not validates:
         return
     needs = Dependencies(schedule)
@@ -270,7 +272,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _result(item: Pass) -> tuple[Made, int, int]:
-    return item.kind.rule.makes[0], item.stage, item.microbatch
+    return item.kind.traits.makes[0], item.stage, item.microbatch
 
 
 def _text(item: tuple[Pass, ...] | Exchange) -> str:

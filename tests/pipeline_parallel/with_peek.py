@@ -20,7 +20,7 @@ ROWS = [
     ("_LOSS = ", "_PEEK = Need(Made.PEEKED, Where.OWN, optional=True)\n_LOSS = "),
     (
         '    G = "G", ',
-        '    Q = "Q", Rule("peek", "#123456", "e", (Need(Made.OUTPUT, Where.OWN),), (Made.PEEKED,), lane=Lane.SIDE)\n'
+        '    Q = "Q", Traits("peek", "#123456", "e", (Need(Made.OUTPUT, Where.OWN),), (Made.PEEKED,), lane=Lane.SIDE)\n'
         '    G = "G", ',
     ),
 ]

@@ -55,8 +55,8 @@ def test_what_is_done_to_one_stage_is_done_to_all() -> None:
 
 def test_every_row_is_whole() -> None:
     """A kind of a stage as a whole needs nothing within one microbatch, and someone makes whatever is needed."""
-    made = {made for kind in Kind for made in kind.rule.makes}
+    made = {made for kind in Kind for made in kind.traits.makes}
     for kind in Kind:
-        assert {need.made for need in kind.rule.needs} <= made
-        assert kind.rule.lane in Lane
-        assert not (kind.rule.per_stage and {need.where for need in kind.rule.needs} & {Where.PREV, Where.NEXT})
+        assert {need.made for need in kind.traits.needs} <= made
+        assert kind.traits.lane in Lane
+        assert not (kind.traits.per_stage and {need.where for need in kind.traits.needs} & {Where.PREV, Where.NEXT})

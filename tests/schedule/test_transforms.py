@@ -39,7 +39,7 @@ def test_every_schedule_takes_the_rest_of_its_step(name: str) -> None:
         table = with_optimizer(with_reduction(plain, costs), barrier=barrier, gather="ahead")
         verify(repeated(table, 3), costs=costs)
         assert from_json(to_json(table)) == table
-        assert [kind for kind in Kind if kind not in table.kinds - plain.kinds and kind.rule.per_stage] == (
+        assert [kind for kind in Kind if kind not in table.kinds - plain.kinds and kind.traits.per_stage] == (
             [Kind.V] if barrier else []
         )
 
@@ -111,7 +111,7 @@ def test_passes_of_a_lane_do_not_overlap() -> None:
     time = simulate(table, costs)
     for row in table.ranks:
         for lane in Lane:
-            own: list[Pass] = [x for step in row for x in step[:1] if x.kind.rule.lane is lane]
+            own: list[Pass] = [x for step in row for x in step[:1] if x.kind.traits.lane is lane]
             assert all(time.end[a] <= time.start[b] for a, b in pairwise(own))
 
 

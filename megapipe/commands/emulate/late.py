@@ -45,5 +45,5 @@ def table(tables: Sequence[Schedule], measured: Sequence[Measured], costs: Costs
 
 def _passes(schedule: Schedule) -> Schedule:
     """The table without what belongs to a stage as a whole."""
-    rows = (tuple(step for step in row if not step[0].kind.rule.per_stage) for row in schedule.ranks)
+    rows = (tuple(step for step in row if not step[0].kind.traits.per_stage) for row in schedule.ranks)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(rows))

@@ -177,7 +177,7 @@ def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
-    return not isinstance(item, Exchange) and Made.VALIDATED in item[0].kind.rule.makes
+    return not isinstance(item, Exchange) and Made.VALIDATED in item[0].kind.traits.makes
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -186,7 +186,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _tag(made_by: Pass) -> int:
     """A number for each message of a step."""
-    return made_by.microbatch << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.rule.makes[0])
+    return made_by.microbatch << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.traits.makes[0])
 
 
 _MADE = tuple(Made)

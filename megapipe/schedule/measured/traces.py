@@ -45,7 +45,7 @@ class Slice:
 
     @property
     def lane(self) -> Lane:
-        return self.label.kind.rule.lane
+        return self.label.kind.traits.lane
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
     beside: list[Slice] = []
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
         label = Pass(Kind[m[2]], int(m[1]), int(m[3]))
-        if label.kind.rule.lane is not Lane.COMPUTE:
+        if label.kind.traits.lane is not Lane.COMPUTE:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             # One of a lane after the other, however early it was begun.
-            begin = min(max([begin, *(x.end for x in beside if x.lane is label.kind.rule.lane)]), ended)
+            begin = min(max([begin, *(x.end for x in beside if x.lane is label.kind.traits.lane)]), ended)
             beside.append(Slice(label, begin, ended, 0.0))
             continue
         waited = sum(b - a for a, b in messages if begin <= a and b <= end)
@@ -165,11 +165,11 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     if sorted(rank_of) != list(range(len(rank_of))):
         missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
         raise DataError(f"no trace has a pass of stage {missing}; profile all ranks of a pipeline")
-    passes = [label for row in rows for label in row if not label.kind.rule.per_stage]
+    passes = [label for row in rows for label in row if not label.kind.traits.per_stage]
     first = [{label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)]
     # Two chains carry different microbatches.
     chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
-    shared = any(label.kind.rule.at for row in rows for label in row)
+    shared = any(label.kind.traits.at for row in rows for label in row)
     placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain, shared)
     count = len({label.microbatch for row in rows for label in row})
     return Schedule("measured", placement, count, tuple(tuple((label,) for label in row) for row in rows))
@@ -240,7 +240,7 @@ def merge(pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
     for n in range(min(len(t.steps) for t in pipeline)):
         begin, _ = span([trace.steps[n] for trace in pipeline])
         for label, start in predicted.start.items():
-            thread = threads[schedule.placement.rank_of[label.stage], label.kind.rule.lane]
+            thread = threads[schedule.placement.rank_of[label.stage], label.kind.traits.lane]
             yield _event(pid, thread, label, "predicted", begin + start * 1000, begin + predicted.end[label] * 1000)
 
 

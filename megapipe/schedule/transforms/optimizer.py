@@ -57,7 +57,7 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
     m = schedule.num_microbatches
     rows = (
         tuple(
-            tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.rule.per_stage else m)) for x in step)
+            tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.traits.per_stage else m)) for x in step)
             for n in range(training_steps)
             for step in row
         )

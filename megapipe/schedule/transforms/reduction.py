@@ -55,5 +55,5 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """The time by which what runs on the links of data parallel makes the step longer."""
-    without = tuple(tuple(step for step in row if step[0].kind.rule.lane is not Lane.DP) for row in schedule.ranks)
+    without = tuple(tuple(step for step in row if step[0].kind.traits.lane is not Lane.DP) for row in schedule.ranks)
     return simulate(schedule, costs).makespan - simulate(replace(schedule, ranks=without), costs).makespan

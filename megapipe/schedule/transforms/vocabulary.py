@@ -38,7 +38,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
-    if schedule.placement.vocabulary or any(kind.rule.per_stage for kind in schedule.kinds):
+    if schedule.placement.vocabulary or any(kind.traits.per_stage for kind in schedule.kinds):
         raise ScheduleError(f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW alone.")
     if any(len(place.shares(first)) < place.num_ranks for first in range(0, place.num_stages, place.chain)):
         raise ScheduleError(
@@ -183,7 +183,7 @@ class _Merge:
                 self.arrival[taker] = max(self.arrival[taker], comes)
                 self.lacks[taker] -= 1
                 if not self.lacks[taker]:
-                    if taker.kind.rule.at:
+                    if taker.kind.traits.at:
                         insort(self.ranks[there].due[taker.kind], (self.arrival[taker], taker))
                     heappush(self.events, (self.arrival[taker], there))
 
@@ -199,4 +199,4 @@ def _all_shared(schedule: Schedule) -> Iterator[list[Step]]:
     place = schedule.placement
     for microbatch in range(schedule.num_microbatches):
         first = schedule.chain_of(microbatch) * place.chain
-        yield [(Pass(k, s, microbatch),) for k in Kind if k.rule.at for s in place.meant(first, k.rule.at)]
+        yield [(Pass(k, s, microbatch),) for k in Kind if k.traits.at for s in place.meant(first, k.traits.at)]

@@ -13,9 +13,9 @@ from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Placement, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
 
-COLOURS = {kind: kind.rule.colour for kind in Kind}
+COLOURS = {kind: kind.traits.colour for kind in Kind}
 """Colours of the first chunk, apart for common kinds of colour blindness: any two differ in lightness or in blue."""
-MEANING = {kind: kind.rule.meaning for kind in Kind}
+MEANING = {kind: kind.traits.meaning for kind in Kind}
 
 _Names = dict[tuple[Kind, int], str]
 """The style class of each kind and stage."""
@@ -33,13 +33,13 @@ _STYLE = (
 
 def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
     """The lines of a picture: each rank's compute lane, and below it those of its other lanes that the table uses."""
-    used = [lane for lane in Lane if lane is Lane.COMPUTE or any(kind.rule.lane is lane for kind in schedule.kinds)]
+    used = [lane for lane in Lane if lane is Lane.COMPUTE or any(kind.traits.lane is lane for kind in schedule.kinds)]
     return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
 
 
 def on_track(schedule: Schedule, rank: int, lane: Lane) -> list[Step]:
     """Steps that run on one lane of a rank, in order."""
-    return [step for step in schedule.ranks[rank] if step[0].kind.rule.lane is lane]
+    return [step for step in schedule.ranks[rank] if step[0].kind.traits.lane is lane]
 
 
 def chunks(placement: Placement) -> list[int]:

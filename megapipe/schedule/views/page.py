@@ -70,7 +70,7 @@ def to_page(cases: list[Case], progress: Callable[[float, str], None] = lambda s
         lines.append(f"{case.name} {case.chunks} {case.ranks} {case.microbatches} {_packed(case)}")
     progress(1.0, "")
     data = {
-        "kinds": [[kind.value, kind.rule.meaning, kind.rule.colour] for kind in KINDS],
+        "kinds": [[kind.value, kind.traits.meaning, kind.traits.colour] for kind in KINDS],
         "letters": [kind.value for kind in Kind],
         "entries": {name: {"about": entry.about, "chunks": entry.chunks} for name, entry in SCHEDULES.items()},
         "p": sorted({case.ranks for case in cases}),

@@ -49,7 +49,7 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     for rank, row in enumerate(schedule.ranks):
         for item in (item for step in row for item in step):
             yield {
-                **_at(_thread(schedule, rank, item.kind.rule.lane), time.start[item]),
+                **_at(_thread(schedule, rank, item.kind.traits.lane), time.start[item]),
                 "ph": "X",
                 "dur": (time.end[item] - time.start[item]) * _MICROSECONDS,
                 "name": f"{item.kind.value}{item.microbatch}",
@@ -69,7 +69,7 @@ def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     takes = {(*s, x.microbatch, rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
     sent = [(item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends]
     for number, (item, src, dst) in enumerate(sent):
-        taker = takes[item.kind.rule.makes[0], item.stage, item.microbatch, dst]
+        taker = takes[item.kind.traits.makes[0], item.stage, item.microbatch, dst]
         # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
         leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
         common = {"name": "message", "cat": "message", "id": number}

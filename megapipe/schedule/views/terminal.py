@@ -30,14 +30,16 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
     margin = len(f"rank {len(schedule.ranks) - 1}")
     columns = _columns(time, width - margin - 3)
     scale = columns / time.makespan if time.makespan else 0.0
-    roomy = scale * min((time.end[x] - time.start[x] for x in time.start if not x.kind.rule.per_stage), default=0) >= 3
+    roomy = (
+        scale * min((time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage), default=0) >= 3
+    )
     pen = _Pen(chunks(schedule.placement), shades(schedule.placement) if colour else {})
     lines = []
     for rank, lane in tracks(schedule):
         text, at = "", 0
         for step in on_track(schedule, rank, lane):
             first, last = round(time.start[step[0]] * scale), round(time.end[step[0]] * scale)
-            if step[0].kind.rule.per_stage and (roomy or lane is not Lane.COMPUTE):
+            if step[0].kind.traits.per_stage and (roomy or lane is not Lane.COMPUTE):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
             first, last = max(first, at), min(max(last, at), columns)

@@ -76,9 +76,9 @@ def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
     found = defaultdict[str, float](float)
     for group in in_turn(row):
         for x in group:
-            rule = x.item.kind.rule
-            way = "forward" if rule.evaluates else "backward"
-            found["optimizer" if rule.per_stage else f"{way}-compute"] += (x.end - x.begin) / len(group)
+            traits = x.item.kind.traits
+            way = "forward" if traits.evaluates else "backward"
+            found["optimizer" if traits.per_stage else f"{way}-compute"] += (x.end - x.begin) / len(group)
             found[f"{way}-recv"] += x.waited / len(group)
     last = max(x.end for x in row)
     found["forward-backward"] = last - row[0].begin + row[0].waited - found["optimizer"]

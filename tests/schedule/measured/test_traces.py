@@ -34,7 +34,7 @@ def write_runs(folder: Path, schedule: Schedule, costs: Costs, steps: int = 2) -
         for step in range(steps):
             for (label,) in row:
                 begin, end = ((step * 100 + when[label]) * 1000 for when in (time.start, time.end))
-                if label.kind.rule.lane is not Lane.COMPUTE:
+                if label.kind.traits.lane is not Lane.COMPUTE:
                     events += [(str(label), begin, begin + 1e-3), (f"wait {label}", begin + 1e-3, end)]
                     continue
                 if begin > free:
@@ -74,7 +74,7 @@ def test_what_runs_beside_the_passes_is_on_its_lane_measured_and_predicted(tmp_p
     for event in merge(ranks, schedule, predicted):
         if event["ph"] == "X" and event["name"][1:2] in {"G", "A"} and event["cat"] != "user_annotation":
             lanes[event["cat"], event["tid"]].add(event["name"])
-    on_lane = [{str(p) for (p,) in row if p.kind.rule.lane is Lane.DP} for row in table.ranks]
+    on_lane = [{str(p) for (p,) in row if p.kind.traits.lane is Lane.DP} for row in table.ranks]
     assert [lanes["predicted", thread] for thread in (1, 3)] == on_lane
     assert lanes["dp", "dp"] == set.union(*on_lane)
     for row, busy in zip(summarise(ranks, schedule, predicted), expected.busy, strict=True):
