@@ -9,7 +9,7 @@ class UserError(Exception):
     """Something the user can change. `problems` holds one complete text each; all are shown at once."""
 
     exit_code = 2
-    """Of the process. 2: a restart meets the same again."""
+    """The status of the process. 2: a restart meets the same again."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)

@@ -1,4 +1,4 @@
-"""What a user names on the command line: MODULE:NAME or FILE.py:NAME, a function or class of their own."""
+"""Things that a user names on the command line: MODULE:NAME or FILE.py:NAME, a function or class of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapipe.errors import ConfigError, UserError
 
 
 def find_named(name: str, flag: str, example: str) -> Any:
-    """What MODULE:NAME or FILE.py:NAME names, something that can be called.
+    """The thing that MODULE:NAME or FILE.py:NAME names, something that can be called.
 
     Args:
         flag: in whose value the name stands, for the remedy.

@@ -22,7 +22,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 
 
 def batch_problems(config: Config) -> Iterator[str]:
-    """Of every size that the run comes to, and of its evaluations."""
+    """Problems with every size that the run comes to, and with its evaluations."""
     wrong: dict[str, None] = {}
     for size in sorted({_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}.values()):
         wrong |= dict.fromkeys(_of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size"))

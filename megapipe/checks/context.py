@@ -1,4 +1,4 @@
-"""What context parallelism asks of sequences, heads and attention."""
+"""Checks of context parallelism, which asks something of sequences, heads and attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def context_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(config: Config) -> Iterator[str]:
-    """Of every layer."""
+    """Problems with the heads of every layer."""
     tp, c, model = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.model
     try:
         layers = [layer_config(model, layer) for layer in range(model.num_layers or 0)]

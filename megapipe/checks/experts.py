@@ -114,7 +114,7 @@ def _limits(model: ModelConfig) -> Iterator[str]:
 
 
 def _split(config: Config) -> Iterator[str]:
-    """How experts lie over ranks."""
+    """Problems with how experts lie over ranks."""
     model, par, world = config.model, config.parallel, config.world_size
     tp, pp, ep, etp = (
         par.tensor_model_parallel_size,
@@ -157,7 +157,7 @@ def _split(config: Config) -> Iterator[str]:
 
 
 def _upcycling(config: Config) -> Iterator[str]:
-    """What would not begin as the dense model."""
+    """Settings that would not begin as the dense model."""
     model, files, name = config.model, config.checkpoint, "--moe-use-upcycling"
     if files.load is None or files.save is None:
         yield f"{name} takes the dense model from --load and saves the one with experts in --save. Give both."

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Where tokens come from, and the split. What they must hold is the data package's to say."""
+    """Problems with where tokens come from, and the split. What they must hold is the data package's to say."""
     data = config.data
     yield from choice_problems(data)
     if data.split is not None:
@@ -96,7 +96,7 @@ def _iterations(config: Config) -> int | None:
 
 
 def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
-    """What this machine or this version cannot do."""
+    """Settings that this machine or this version cannot do."""
     attention = config.model.attention_backend
     on_gpu = has_cuda and config.parallel.distributed_backend != "gloo"
     if config.parallel.distributed_backend == "nccl" and not has_cuda:
@@ -118,7 +118,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
 
 
 def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """What another module knows, or the problems that it finds instead."""
+    """The answer of another module, or the problems that it finds instead."""
     try:
         return question(), []
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Which single values a flag may have, as its field says; and arithmetic for the sentences of other checks."""
+"""Checks of single values, as a flag's field has them; and arithmetic for the sentences of other checks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FORWARDS = 500_000
 
 
 def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]:
-    """What is wrong with the pipeline's flags.
+    """Problems with the pipeline's flags.
 
     Args:
         microbatches: per step and data-parallel rank; None if the batch is not known.
@@ -49,7 +49,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
-    """Of a step so large that its table is a matter of minutes."""
+    """A problem with a step so large that its table is a matter of minutes."""
     if (count := forwards(config, microbatches)) <= FORWARDS:
         return None
     return (
@@ -65,7 +65,7 @@ def _named(schedule: str, text: str) -> str:
 
 
 def _remedy(config: Config, name: str, microbatches: int | None) -> str:
-    """Where the number comes from that a schedule may not work with, and for a file what would fit."""
+    """The flags that a number comes from that a schedule may not work with, and for a file what would fit."""
     if microbatches is None:
         return ""
     par, t = config.parallel, config.train
@@ -87,7 +87,7 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
 
 
 def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """What --vocab-parallel-pipeline does not go with."""
+    """Settings that --vocab-parallel-pipeline does not go with."""
     par, model, flag = config.parallel, config.model, "--vocab-parallel-pipeline"
     if place.vocabulary:
         yield f"--pipeline-schedule {name} has passes of a shared vocabulary, which {flag} makes. Leave them out."
@@ -135,7 +135,7 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
 
 
 def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """What a search beside the run cannot better."""
+    """Settings that a search beside the run cannot better."""
     if (after := config.parallel.reschedule_after) is None:
         return
     given = f"--reschedule-after {after}"

@@ -56,7 +56,7 @@ def validate(config: Config, *, has_cuda: bool) -> Tokenizer:
 
 
 def flag_problems(config: Config) -> list[str]:
-    """What is wrong with the flags by themselves, wherever they are used."""
+    """Problems with the flags by themselves, wherever they are used."""
     sound, problems = check_numbers(config)
     sound, unclear = sound_batch(sound)
     problems += unclear
@@ -242,7 +242,7 @@ def _or(choices: list[int]) -> str:
 
 
 def _widths(config: Config) -> dict[str, int]:
-    """What tensor-parallel ranks share, by the flag that sets it."""
+    """Widths that tensor-parallel ranks share, by the flag that sets each."""
     m = config.model
     widths = {
         "--num-attention-heads": m.num_attention_heads,

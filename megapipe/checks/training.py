@@ -11,7 +11,7 @@ from megapipe.optim.rules import find_rule, rounding_problem, split_problem
 
 
 def training_problems(config: Config) -> Iterator[str]:
-    """What would be without effect or contradicts itself."""
+    """Settings that would be without effect or contradict each other."""
     t, s, tp = config.train, config.train.seq_length, config.parallel.tensor_model_parallel_size
     if config.model.sequence_parallel and s and s % tp:
         yield (
@@ -41,7 +41,7 @@ def training_problems(config: Config) -> Iterator[str]:
 
 
 def _dtype_problems(t: TrainConfig) -> Iterator[str]:
-    """Of what the optimizer keeps in 16 bits."""
+    """Problems with what the optimizer keeps in 16 bits."""
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     asked = [f"{flag(name)} bf16" for name in names if getattr(t, name) == "bf16"]
     if asked and not t.use_precision_aware_optimizer:
@@ -51,7 +51,7 @@ def _dtype_problems(t: TrainConfig) -> Iterator[str]:
 
 
 def _post_validation_problems(config: Config) -> Iterator[str]:
-    """What must be known before a rank updates, or between two steps."""
+    """Settings that must be known before a rank updates, or between two steps."""
     flag, t = "--enable-optimizer-post-validation", config.train
     if not config.parallel.enable_optimizer_post_validation:
         return

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses whose fields are Megatron's flags. `cli` turns one into the other.
+"""The configuration of a run: frozen dataclasses whose fields are Megatron's flags. `cli` turns one into the other.
 
 The docstring under a field is its help. A boolean field is a switch that is off unless given; where Megatron names the
 negative (`--disable-bias-linear`), the field has that name too and a property says the positive.
@@ -38,7 +38,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """What the run is made of, without how it was started."""
+        """Sections that the run is made of, without how it was started."""
         return self.model, self.parallel, self.train, self.data, self.checkpoint, self.log
 
     @property
@@ -75,17 +75,17 @@ class Config:
 
     @property
     def train_samples(self) -> int:
-        """What a run from the beginning reads."""
+        """Samples that a run from the beginning reads."""
         return self.train.train_samples or self.batch_sizes.after(self.train_iters)
 
     def with_batch(self, size: int) -> Config:
-        """The same with a constant batch size."""
+        """The configuration with a constant batch size."""
         train = replace(self.train, global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
         return replace(self, train=train)
 
     @property
     def evaluation(self) -> Config:
-        """The same with the batch of an evaluation, which is constant."""
+        """The configuration with the batch of an evaluation, which is constant."""
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
         size = self.data.eval_micro_batch_size or self.train.micro_batch_size
         return replace(config, train=replace(config.train, micro_batch_size=size))

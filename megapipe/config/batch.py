@@ -12,7 +12,7 @@ from megapipe.errors import ConfigError
 
 RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
 MOST_SIZES = 10_000
-"""Of a ramp-up; each is looked at before anything starts."""
+"""The most sizes of a ramp-up; each is looked at before anything starts."""
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -25,7 +25,7 @@ class BatchSizes:
 
     @staticmethod
     def of(train: TrainConfig, data_parallel_size: int) -> BatchSizes:
-        """What the flags say. Raises: ConfigError if that is no batch size."""
+        """The sizes that flags say. Raises: ConfigError if that is no batch size."""
         final = train.global_batch_size
         if train.rampup_batch_size:
             return BatchSizes(tuple(_ramp(train.rampup_batch_size, final)))

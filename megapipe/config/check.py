@@ -12,7 +12,7 @@ _LAUNCHED = needs("check", "the launch tells")
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """What --check looks at."""
+    """Settings of --check."""
 
     check: bool = False
     """Check everything, print the plan and what becomes of each flag, and stop: one process, no GPU, status 0 or 2."""

@@ -1,4 +1,4 @@
-"""What a run reads and writes."""
+"""Files that a run reads and writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_tokenizer(instead: str, *kinds: str) -> Idle:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Which tokenizer, and its files."""
+    """The tokenizer and its files."""
 
     tokenizer_type: Annotated[TokenizerType | None, NAMED] = None
     """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else SentencePieceTokenizer."""

@@ -26,14 +26,14 @@ _NAMES = (
     "disable_bias_linear add_qkv_bias attention_dropout hidden_dropout no_attention no_mlp"
 )
 FIELDS = _NAMES.split()
-"""What one layer may decide for itself: the residual stream between layers keeps its width."""
+"""Fields that one layer may decide for itself: the residual stream between layers keeps its width."""
 _LAYERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 Overrides = Mapping[int, Mapping[str, Any]]
 
 
 def inline(model: ModelConfig) -> ModelConfig:
-    """The same model with the text of its overrides in place of the file's name.
+    """The model with the text of its overrides in place of the file's name.
 
     Raises: ConfigError if the file cannot be read.
     """
@@ -51,7 +51,7 @@ def inline(model: ModelConfig) -> ModelConfig:
 
 
 def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
-    """What a layer is built from. layer: its number in the whole model, from 0.
+    """The model that a layer is built from. layer: its number in the whole model, from 0.
 
     Raises: ConfigError with every problem of the overrides.
     """

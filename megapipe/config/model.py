@@ -1,4 +1,4 @@
-"""What a model is."""
+"""The model of a run."""
 
 from __future__ import annotations
 
@@ -238,17 +238,17 @@ class ModelConfig(MoEConfig):
 
     @property
     def linear_std(self) -> float | None:
-        """Of initial weights; None is Xavier's uniform, as in Layout."""
+        """The deviation of initial weights; None is Xavier's uniform, as in Layout."""
         return None if self.init_method_xavier_uniform else self.init_method_std
 
     @property
     def residual_std(self) -> float | None:
-        """Of projections into the residual stream."""
+        """The deviation of projections into the residual stream."""
         return None if self.init_method_xavier_uniform else self.init_method_std / (2 * self.layers) ** 0.5
 
     @property
     def embedding_std(self) -> float | None:
-        """Of word and position embeddings."""
+        """The deviation of word and position embeddings."""
         own = self.embedding_init_method_std
         return self.linear_std if own in (None, self.init_method_std) else own
 

@@ -1,4 +1,4 @@
-"""What a model's experts are: the mixture-of-experts layers among its layers, their router and its losses."""
+"""The experts of a model: the mixture-of-experts layers among its layers, their router and its losses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class MoEConfig:
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """What --moe-layer-freq says: an integer, or a Python expression of lists, sums and multiples, which is not run.
+    """The layers that --moe-layer-freq names: an integer or a Python expression of lists, sums and products, never run.
 
     Raises: ValueError for anything else.
     """

@@ -24,7 +24,7 @@ def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
 
 
 def note_of(cls: type, kind: type[T]) -> dict[str, T]:
-    """The same of kinds of which a field has one."""
+    """The note of each field, of kinds of which a field has one."""
     return {name: note for name, (note,) in notes_of(cls, kind).items()}
 
 
@@ -64,7 +64,7 @@ class Range:
     holds: Callable[[Any], bool]
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with a value, if anything is."""
+        """A problem with a value, if there is any."""
         if self.holds(value) and value != math.inf:
             return None
         return f"must be {self.words}" + " and finite" * self.holds(value)
@@ -82,24 +82,24 @@ def at_least(least: int) -> Range:
 ABOVE_0 = Range("above 0", lambda v: v > 0)
 BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 LISTED = Range("at least 1 and at most 100000", lambda v: 1 <= v <= 10**5)
-"""What is listed, rank by rank or layer by layer, before anything starts."""
+"""The length of what is listed, rank by rank or layer by layer, before anything starts."""
 CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
-"""What a clock of the system can count."""
+"""Seconds that a clock of the system can count."""
 
 
 class Resume(StrEnum):
-    """What becomes of a setting that is not the checkpoint's."""
+    """Fates of a setting that is not the checkpoint's."""
 
     MUST = "must match"
     """Refused: the weights mean something else."""
     CURVE = "curve"
     """Refused without --override-opt_param-scheduler or its like."""
     CONTENTS = "contents"
-    """Those of the files are compared, as NAMED."""
+    """The contents of the files are compared, as NAMED."""
     NAMED = "when named"
     """Refused unless --override-on-load has the name."""
     MICROBATCH = "microbatch"
-    """The same where a number hangs on what is computed together."""
+    """NAMED where a number hangs on what is computed together."""
     FREE = "free"
     """Decides no number, or its rounding alone."""
 

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks."""
+"""The spread of a model over ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _no_groups(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread: tensor, context, pipeline and data parallel."""
+    """Settings of tensor, context, pipeline and data parallelism."""
 
     tensor_model_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share each layer."""
@@ -119,14 +119,14 @@ class ParallelConfig:
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
-        """How messages between stages are posted, see pipeline_parallel.transport."""
+        """The mode in which messages between stages are posted, see pipeline_parallel.transport."""
         if self.use_ring_exchange_p2p:
             return "ring"
         return "batched" if self.no_overlap_p2p_communication else "plain"
 
     @property
     def of_optimizer(self) -> dict[str, Any]:
-        """What optim.optimizer takes of it."""
+        """Settings that optim.optimizer takes of it."""
         buckets = {"bucket_size": self.ddp_bucket_size, "num_buckets": self.ddp_num_buckets}
         return {
             "distributed": self.use_distributed_optimizer,

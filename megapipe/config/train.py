@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""The training of a model."""
 
 from __future__ import annotations
 

@@ -39,13 +39,13 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """As it stands in JSON, at most a line of it."""
+    """A value as it stands in JSON, at most a line of it."""
     text = json.dumps(value, default=lambda it: type(it).__name__)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def words(kind: Any) -> str:
-    """What a value of this type is called."""
+    """The name of a type in a sentence."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:

@@ -1,4 +1,4 @@
-"""Where a flag of Megatron-LM's name has another default here, more choices, or another number of values.
+"""Flags of Megatron-LM's names that have another default here, more choices, or another number of values.
 
 The only such list: docs/megatron.md shows it, and a test finds it by Megatron-LM's own parser.
 """

@@ -24,7 +24,7 @@ class Flag:
 
     @property
     def count(self) -> Literal["none", "one", "many"]:
-        """How many values the flag takes: a switch takes none."""
+        """The number of values that the flag takes: a switch takes none."""
         if self.kind is bool:
             return "none"
         return "many" if get_origin(self.kind) is tuple else "one"
@@ -36,7 +36,7 @@ class Flag:
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
+        """The values that it may have, in words."""
         kind = self.value_type
         if get_origin(kind) is Literal:
             *most, last = map(str, get_args(kind))
@@ -51,7 +51,7 @@ class Flag:
         return [self.name, *values]
 
     def count_problem(self, values: Sequence[str]) -> str | None:
-        """What is wrong with how many values there are."""
+        """A problem with how many values there are; None for none."""
         text = " ".join(values)
         if self.count == "none":
             return f"{self.name} is a switch and takes no value, got {text}" if values else None
@@ -63,7 +63,7 @@ class Flag:
         return None
 
     def value_problem(self, values: Sequence[str]) -> str | None:
-        """What is wrong with the values themselves, if there are as many as there should be."""
+        """A problem with the values themselves, if there are as many as there should be; None for none."""
         if self.count_problem(values):
             return None
         try:

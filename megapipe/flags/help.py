@@ -1,4 +1,4 @@
-"""What `--help` prints: every flag of a class with the docstring under its field."""
+"""The text of `--help`: every flag of a class with the docstring under its field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NARROWEST, _WIDEST = 40, 120
 
 
 def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) -> str:
-    """All of `--help`, by the sections of a configuration.
+    """The whole text, by the sections of a configuration.
 
     Args:
         flags: those of cls, in their order.
@@ -37,7 +37,7 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
 
 
 def values(flag: Flag) -> str:
-    """What stands behind a flag: TEXT, INT ... for several, {a,b} for a choice."""
+    """The words that stand behind a flag: TEXT, INT ... for several, {a,b} for a choice."""
     if flag.count == "none":
         return ""
     many = " ..." if flag.count == "many" else ""
@@ -66,7 +66,7 @@ def _default(flag: Flag) -> str:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """By field, those of the classes that it inherits from too."""
+    """Docstrings by field, those of the classes that it inherits from too."""
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         try:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Holds(NamedTuple):
-    """Why a flag may be given.
+    """The reason why a flag may be given.
 
     values: those it may have, none for a switch. `*` is any, `#` an integer; MANY at the end: one or more of them.
     """

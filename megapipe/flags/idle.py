@@ -31,7 +31,7 @@ def idle(config: Config) -> list[tuple[str, str]]:
 
 
 def without_idle(config: Config) -> Config:
-    """The same run without the flags that have nothing to act on."""
+    """The run without the flags that have nothing to act on."""
     while given := list(_given(config)):
         for flag, _ in given:
             section = replace(getattr(config, flag.section), **{flag.field: flag.default})

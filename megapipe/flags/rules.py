@@ -1,4 +1,4 @@
-"""What becomes of a flag that is no field of ours: it holds already (flags.holds), or is refused with what to do.
+"""Rules for a flag that is no field of ours: it holds already (flags.holds), or is refused with what to do.
 
 A Megatron script should run after its launch line is changed, and a name that is accepted must be true. So a flag that
 would change numbers, or promises what is not here, is refused; `docs/megatron.md` is generated from these tables.
@@ -75,7 +75,7 @@ KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLA
 
 
 def value_problem(name: str, values: Sequence[str]) -> str | None:
-    """What is wrong with the values of a flag in HOLDS, in one line, or None."""
+    """A problem with the values of a flag in HOLDS, in one line; None for none."""
     allowed, because = HOLDS[name]
     if len(values) != (1 if allowed else 0) and not (values and MANY in allowed):
         return f"{name} takes {'one value' if allowed else 'no value'}, got {' '.join(values) or 'none'}"
@@ -87,7 +87,7 @@ def value_problem(name: str, values: Sequence[str]) -> str | None:
 
 
 def reason(name: str) -> str:
-    """Why a Megatron-LM flag is refused or what to use instead; empty if all there is to say is 'not yet'."""
+    """The reason why a Megatron-LM flag is refused, or what to use; empty if all there is to say is 'not yet'."""
     bare = name.removeprefix("--")
     return next((why for patterns, why in _REASONS if any(fnmatchcase(bare, p) for p in patterns.split())), "")
 

@@ -1,4 +1,4 @@
-"""How a program of ours ends that cannot go on: one text for the user, once."""
+"""The end of a program of ours that cannot go on: one text for the user, once."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """This rank has a reason to stop."""
+        """Is this rank to stop by itself?"""
         most, minutes = self.train.exit_duration_in_mins, (time.monotonic() - self._started) / 60
         return self.signal.received or (most is not None and minutes > most)
 

@@ -1,4 +1,4 @@
-"""What every step is measured by: its passes on every rank, beside what the plan predicts, and who is slow.
+"""Counters of every step: its passes on every rank, beside what the plan predicts, and who is slow.
 
 Each rank times its own passes (pipeline_parallel.stopwatch). Every few steps the ranks of a pipeline tell each other,
 and one rank of each replica what they took.
@@ -72,7 +72,7 @@ class Measured:
 def measured(
     steps: StepsRan, costs: Costs, schedule: Schedule, of_plan: Plan, peak_bytes: tuple[float, ...] = ()
 ) -> Measured:
-    """Of passes under a table. costs: measured of them."""
+    """The measure of passes under a table. costs: measured of them."""
     counted = of_plan.costs
     by_rank = list(zip(*[[spent(row) for row in step] for step in steps], strict=True))
     ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
@@ -106,7 +106,7 @@ def _bubble(timeline: Timeline) -> float:
 
 
 class Counters:
-    """Of one rank. Every rank is to call `add` after each step, when none is within its passes.
+    """The counters of one rank. Every rank is to call `add` after each step, when none is within its passes.
 
     Attributes:
         steps: so far.
@@ -129,7 +129,7 @@ class Counters:
 
     @property
     def now(self) -> Measured | None:
-        """Of the last steps, on the rank that speaks; None before the third step, and where nothing is trained."""
+        """The last steps, on the rank that speaks; None before the third step, and where nothing is trained."""
         return None if self._now is None else self._now()
 
     def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:

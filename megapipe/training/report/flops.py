@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, for the throughput in the log line."""
+"""The arithmetic of a step, for the throughput in the log line."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class JobLog(Sink):
 
 
 def first_job(text: str, world: int) -> tuple[float, float] | None:
-    """When the first job began of those of this world size that follow each other at the end of a progress.txt, and
+    """The time at which the first job began of those of this world size at the end of a progress.txt, and
     the FLOPs that were saved by then."""
     found, saved, begun = None, 0.0, 0.0
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""What a run prints: Megatron's iteration line letter for letter, validation, arguments.
+"""Lines that a run prints: Megatron's iteration line letter for letter, validation, arguments.
 
 Tools read these lines by field name, so fields of our own stand behind the last of Megatron's.
 """
@@ -22,7 +22,7 @@ def iteration_line(moment: Moment, now: datetime) -> str:
 
 
 def short_line(moment: Moment, width: int = 80) -> str:
-    """For people: what matters most first, as much as the width takes; what was asked for, by a flag or as a metric of
+    """A line for people: what matters most first, as much as fits; what was asked for, by a flag or as a metric of
     one's own, stands behind the loss and takes nothing of it."""
     losses, n = moment.over.losses, len(str(moment.last))
     main = "lm loss" if "lm loss" in losses else next(iter(losses), None)
@@ -75,6 +75,6 @@ def arguments(config: Config) -> str:
 
 
 def banner(title: str, *lines: str) -> str:
-    """What nobody should overlook."""
+    """A frame around what nobody should overlook."""
     rule = "=" * 24
     return "\n  ".join([f"{rule} {title} {rule}", *lines]) + "\n" + "=" * (50 + len(title))

@@ -1,4 +1,4 @@
-"""What logged numbers are computed from: a step, or those since the last line."""
+"""Moments that logged numbers are computed from: a step, or those since the last line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Moment:
-    """What numbers are computed from.
+    """A moment that numbers are computed from.
 
     Attributes:
         result: of the last step. over: the steps that are told of.
@@ -97,7 +97,7 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return self.over.seconds / self.over.iterations
 
     @property
@@ -107,12 +107,12 @@ class Moment:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of the whole run."""
         return self.over.samples * self.config.train.sequence / self.over.seconds
 
     @property
     def tflops(self) -> float:
-        """Of the model, per second and device."""
+        """TFLOP/s of the model on each device."""
         return self.flops * self.tokens_per_second / self.config.world_size / 1e12
 
     @property
@@ -121,6 +121,6 @@ class Moment:
 
     @property
     def remaining(self) -> timedelta | None:
-        """To the end of the run at this speed, where somebody watches a terminal."""
+        """The time to the end of the run at this speed, where somebody watches a terminal."""
         left = round(self.seconds * (self.last - self.progress.iteration))
         return timedelta(seconds=left) if sys.stdout.isatty() else None

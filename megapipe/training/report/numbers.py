@@ -16,7 +16,7 @@ from megapipe.training.report.counters import Measured
 from megapipe.training.report.moment import Moment
 
 PREFIX = "megapipe/"
-"""Of the tags that are not Megatron-LM's."""
+"""The beginning of tags that are not Megatron-LM's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def brief(x: float) -> str:
 
 
 def _bubble(now: Measured) -> tuple[float, str, float] | None:
-    """With its parts, which add up to it: see LEGEND."""
+    """The bubble with its parts, which add up to it: see LEGEND."""
     if len(now.ranks) == 1:
         return None
     parts = _parts(now)
@@ -66,7 +66,7 @@ def _parts(now: Measured) -> dict[str, float]:
 
 
 def _peaks(now: Measured) -> tuple[list[float], list[float]] | None:
-    """In GiB, of each rank."""
+    """Peaks of each rank in GiB."""
     peaks = [x / GIB for x in now.peak_bytes], [x / GIB for x in now.predicted_peaks]
     return peaks if now.peak_bytes else None
 
@@ -79,7 +79,7 @@ def _highest(now: Measured) -> tuple[float, int, float] | None:
 
 
 def _stages(now: Measured) -> tuple[list[dict[str, float]], ...]:
-    """In ms, at each position of the chain."""
+    """Times in ms at each position of the chain."""
     return tuple(
         [{kind: x * 1e3 for kind, x in zip("fbw", stage, strict=True)} for stage in zip(*rows, strict=True)]
         for rows in ([getattr(costs, kind) for kind in "fbw"] for costs in (now.costs, now.predicted))
@@ -122,7 +122,7 @@ PASSES = (
     Number(_peaks, key="peak_gib"),
     Number(_highest, "peak memory (GiB): {:.2f} on rank {}, predicted {:.2f}"),
 )
-"""Of Measured."""
+"""Numbers of Measured."""
 
 
 def _of_passes(row: Number) -> Number:
@@ -193,11 +193,11 @@ NUMBERS = (
     Number(lambda s: memory_bytes(s.counters.mesh.device), tag="{}", asked=lambda c: c.log.log_memory_to_tensorboard),
     Number(lambda s: s.remaining, "time remaining: {}", (5, "left {}".format)),
 )
-"""In the order of the line, our own behind Megatron-LM's."""
+"""All numbers in the order of the line, our own behind Megatron-LM's."""
 
 
 def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
-    """What a line says, number by number."""
+    """The fields of a line, number by number."""
     for row in rows:
         if row.line and (value := row.of(moment)) is not None:
             several = value.items() if isinstance(value, Mapping) else [value if isinstance(value, tuple) else (value,)]
@@ -205,7 +205,7 @@ def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
 
 
 def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
-    """By tag: those of a step, or those that come with a line."""
+    """Scalars by tag: those of a step, or those that come with a line."""
     found: dict[str, float] = {}
     for row in asked(moment.config):
         tag = row.line_tag if line else row.tag
@@ -218,7 +218,7 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
 
 def as_json(moment: Moment) -> dict[str, Any]:
-    """By key."""
+    """Numbers by key."""
     found: dict[str, Any] = {}
     for row in asked(moment.config):
         if row.key and ((value := row.of(moment)) is not None or row.null):

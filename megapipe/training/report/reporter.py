@@ -1,4 +1,4 @@
-"""What one rank says while it trains: lines on the console and scalars on the board, both from the same numbers."""
+"""A rank's reports while it trains: lines on the console and scalars on the board, from the same numbers."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Reporter:
         self._timers.wait(time.perf_counter() - began)
 
     def pause(self) -> None:
-        """What came since the last iteration is no part of the next one's time."""
+        """Leave out of the next iteration's time what came since the last one."""
         self._window.restart()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run tells its numbers beside the console: boards, and a file with a JSON line for every step."""
+"""Sinks of a run's numbers beside the console: boards, and a file with a JSON line for every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.training.report.numbers import PREFIX
 
 
 class Sink:
-    """One of them. What fails costs one warning, never the run, and from then on nothing is told there.
+    """A sink. What fails costs one warning, never the run, and from then on nothing is told there.
 
     Attributes:
         lost: what the warning says before the error.
@@ -67,7 +67,7 @@ class TensorBoard(Sink):
 
 
 class WeightsAndBiases(Sink):
-    """The same in a project of Weights & Biases, an optional package. Does nothing without --wandb-project."""
+    """A project of Weights & Biases, an optional package. Does nothing without --wandb-project."""
 
     def __init__(self, config: Config) -> None:
         super().__init__("nothing goes to Weights & Biases from here on")

@@ -1,4 +1,4 @@
-"""What a run prints may be read by nobody: that is no reason to stop training."""
+"""Standard output may be read by nobody: that is no reason to stop training."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _HEADS = {
 
 
 class Timers:
-    """Of one rank, means over the steps since `restart`; without --timing-log-level nothing is kept."""
+    """Timers of one rank, means over the steps since `restart`; without --timing-log-level nothing is kept."""
 
     def __init__(self, log: LogConfig, mesh: ProcessMesh) -> None:
         self._names, self._mesh = _NAMES[log.timing_log_level], mesh
@@ -44,7 +44,7 @@ class Timers:
         self._sums, self._steps = defaultdict[str, float](float), 0
 
     def wait(self, seconds: float) -> None:
-        """This rank has waited for the samples of a step."""
+        """Count the time in which this rank has waited for the samples of a step."""
         self._sums[READS] += seconds
 
     def add(self, watch: Stopwatch) -> None:
