@@ -107,10 +107,13 @@ def pretrain(
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
             with room(mesh, plan):
                 run = Training(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
+            gc.collect()
+            gc.freeze()  # modules, model and tables stay: a full collection within a step need not walk them
             exit_code = run.train()
     finally:
         del run
         mesh.close()
+        gc.unfreeze()
         gc.collect()  # the parts of a run know each other; with them end the threads and files of its data
     if exit_code:
         sys.exit(exit_code)
