@@ -51,9 +51,13 @@ def check(argv: Sequence[str]) -> None:
 
 def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
     """Become torchrun, once the flags are known to be right: what is wrong is told by one process and not by each."""
+    from megapipe.checkpoint.save_load import find_checkpoint
+    from megapipe.checkpoint.saved_config import with_checkpoint_args
+    from megapipe.checks.inputs import path_problems
     from megapipe.checks.run import flag_problems
 
-    if problems := flag_problems(replace(config, world_size=processes)):
+    config = with_checkpoint_args(replace(config, world_size=processes), find_checkpoint)
+    if problems := [*flag_problems(config), *path_problems(config)]:
         raise ConfigError(problems)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *split_among(Launch, argv)[1]])

@@ -96,6 +96,11 @@ def test_pretrain_starts_processes_that_train(tmp_path, monkeypatch, capsys):
     (words,) = became
     assert words[:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "iteration        1/       1 |" in run_ranks(2, words[6:])
+    golden = (
+        f"--load {ROOT}/tests/golden/format-1-first --use-checkpoint-args --mock-data --micro-batch-size 1 --lr 1e-3"
+    )
+    sizes = "--global-batch-size 2 --train-iters 1 --seq-length 8 --tokenizer-type NullTokenizer --vocab-size 15"
+    assert called(monkeypatch, capsys, "pretrain", "--nproc", "2", *f"{golden} {sizes}".split())[0] == 0
     code, _, errors = called(monkeypatch, capsys, "pretrain", "--nproc", "3", *flags.split())
     assert code == 2, "told by one process, before any other is started"
     assert errors.startswith("megapipe pretrain: error: 3 processes")
