@@ -318,6 +318,6 @@ def test_arguments_of_another_type_are_named():
     }
     assert refused(lambda: config_of(args, "it")) == (
         "it: its argument ffn_hidden_size is an integer, got 2.5",
-        'it: its argument lr is a finite number, got "fast"',
         'it: its argument rampup_batch_size is a list, each an integer, got ["a"]',
+        'it: its argument lr is a finite number, got "fast"',
     )
