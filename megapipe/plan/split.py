@@ -28,8 +28,9 @@ from megapipe.schedule import (
     unpaired,
     vee,
 )
-from megapipe.schedule.catalogue import GROUP_SIZE, usual
+from megapipe.schedule.catalogue import usual
 from megapipe.schedule.costs_file import load_costs
+from megapipe.schedule.patterns import GROUP_SIZE
 
 COSTS = "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"

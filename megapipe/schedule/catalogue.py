@@ -3,68 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.generators.blocks import v_half, v_min
-from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
-from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
-from megapipe.schedule.generators.fused_v import one_f_one_b_v
-from megapipe.schedule.generators.interleaved import breadth_first, group_interleaved, interleaved, interleaved_zb
-from megapipe.schedule.generators.waves import chimera, hanayo
-from megapipe.schedule.generators.zb_v import zb_v
-from megapipe.schedule.own import own_generator, own_schedule
+from megapipe.schedule.own import own_generator
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.patterns import OWN, PATTERNS, Entry, make
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 
-OWN = "own"
 PLAIN = "1f1b"
 """The schedule of a run that names none, and the one that others are compared with."""
-GROUP_SIZE = "microbatch_group_size_per_vp_stage"
-MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
-"""The largest table: 128 ranks with 8 chunks take 4,000 microbatches."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One schedule of the catalogue.
-
-    Attributes:
-        generate: takes (ranks, microbatches) and those of chunks, costs, memory and further options it names.
-        placement: loop, v or mirror; for a search also "loop or v"; OWN of a function of the user's.
-        chunks: stages on each rank; None: any number.
-        about: one line.
-        split: do input and weight gradient run apart?
-        copies: of the parameters.
-        searched: takes seconds, under the memory limit and the costs at hand.
-        dominated: another takes no longer and holds less, whatever passes cost.
-        pairs: has forwards and backwards that a rank may run together.
-    """
-
-    generate: Callable[..., Schedule]
-    placement: str
-    chunks: int | None
-    about: str
-    split: bool = False
-    copies: int = 1
-    searched: bool = False
-    dominated: bool = False
-    pairs: bool = False
-
-    @property
-    def grouped(self) -> bool:
-        """Does a chunk take groups of microbatches, whose size may be said?"""
-        return GROUP_SIZE in inspect.signature(self.generate).parameters
-
-    @property
-    def any_chunks(self) -> bool:
-        """Is the number of stages on a rank the user's to say? A search chooses."""
-        return self.chunks is None and not self.searched
+_SEARCHED = "searched for given costs and memory, p if not given"
 
 
 def _zb_auto(
@@ -85,32 +38,14 @@ def _zb_auto(
     return zb_auto(**given)
 
 
-SCHEDULES: dict[str, Entry] = {
-    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time", dominated=True),
-    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m", dominated=True),
-    "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
-    "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
-    "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
-    "breadth-first": Entry(
-        breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m", dominated=True
-    ),
-    "group-interleaved": Entry(
-        group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
-    ),
-    "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
-    "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
-    "zb-auto": Entry(
-        _zb_auto, "loop or v", None, "searched for given costs and memory, p if not given", split=True, searched=True
-    ),
-    "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
-    "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
-    "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
-    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
-    "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
-    "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
-    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2, pairs=True),
-    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True, pairs=True),
-}
+_PLACE = [*PATTERNS].index("zb-h2") + 1  # in lists the search stands behind what it begins from
+SCHEDULES: dict[str, Entry] = dict(
+    [
+        *[*PATTERNS.items()][:_PLACE],
+        ("zb-auto", Entry(_zb_auto, "loop or v", None, _SEARCHED, split=True, searched=True)),
+        *[*PATTERNS.items()][_PLACE:],
+    ]
+)
 
 
 def usual(chunks: int | None) -> str:
@@ -137,25 +72,6 @@ def entry_of(name: str) -> Entry:
         else f"There are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
     )
     raise ScheduleError(f"unknown schedule {name}; {hint}")
-
-
-def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
-    """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
-    for name, entry in SCHEDULES.items():
-        if entry.copies == 1 and not entry.searched and entry.chunks in (None, chunks):
-            try:
-                yield build(name, ranks, microbatches, chunks=chunks, costs=costs)
-            except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
-                continue
-
-
-def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Raises: ScheduleError for a table that nobody has the time and memory to make."""
-    if (cells := ranks * chunks * microbatches) > MOST_CELLS or ranks * chunks > MOST_STAGES:
-        raise ScheduleError(
-            f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a table of {cells:,} "
-            f"forwards in {ranks * chunks:,} stages; tables have at most {MOST_CELLS:,} in {MOST_STAGES:,}."
-        )
 
 
 def is_file(name: str) -> bool:
@@ -188,26 +104,8 @@ def build(
         verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
         return schedule
     entry = entry_of(name)
-    check_size(name, ranks, microbatches, chunks or 1)
     key = name if entry.placement == OWN else name.lower()
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"{key} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
-    takes = inspect.signature(entry.generate).parameters
-    unknown = [option for option in options if option not in takes]
-    if unknown:
-        raise ScheduleError(f"{key} takes no option {', '.join(unknown)}.")
-    if chunks is not None and "chunks" in takes:
-        options["chunks"] = chunks
-    elif chunks not in (None, 1, entry.chunks):
-        raise ScheduleError(f"{key} has {entry.chunks} chunk(s) per rank, not {chunks}.")
-    if "memory" in takes:
-        options["memory"] = memory
-    if "costs" in takes and (costs is not None or entry.placement == OWN):
-        options["costs"] = costs or UNIT
-    generate = partial(entry.generate, ranks, microbatches, **options)
-    schedule = own_schedule(key, generate, ranks, microbatches) if entry.placement == OWN else generate()
-    verify(replace(schedule, name=key), memory=memory, costs=costs or UNIT)
-    return schedule
+    return make(key, entry, ranks, microbatches, chunks=chunks, costs=costs, memory=memory, **options)
 
 
 def _from_file(path: str, ranks: int, microbatches: int) -> Schedule:

@@ -22,7 +22,8 @@ from megapipe.pipeline_parallel.messages.agreed import size_of
 from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.stage import ForwardStep, config_of
 from megapipe.schedule import Schedule
-from megapipe.schedule.catalogue import GROUP_SIZE, Entry, entry_of, is_file, usual
+from megapipe.schedule.catalogue import entry_of, is_file, usual
+from megapipe.schedule.patterns import GROUP_SIZE, Entry
 from megapipe.tensor_parallel.rng import Stream
 
 AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]

@@ -16,10 +16,10 @@ from time import process_time
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import check_size, fixed
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.passes import Placement, Schedule, loop, vee
+from megapipe.schedule.patterns import check_size, fixed
 from megapipe.schedule.search.anneal import Cooling, Found, anneal
 from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll

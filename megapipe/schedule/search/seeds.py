@@ -14,10 +14,10 @@ from math import exp
 from random import Random
 from time import process_time
 
-from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.generators.fit import refilled
 from megapipe.schedule.generators.orders import Orders, Problem, clock, encode, fits, length, one_by_one
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.anneal import PATIENCE, Found
 
 

@@ -11,12 +11,12 @@ from time import process_time
 import pytest
 
 from megapipe.schedule import ScheduleError, loop, vee
-from megapipe.schedule.catalogue import fixed
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
 from megapipe.schedule.generators.classic import zb_h1, zb_h2
 from megapipe.schedule.generators.interleaved import interleaved_zb
 from megapipe.schedule.generators.zb_v import zb_v
+from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.auto import lower_bound, search, zb_auto
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify

@@ -1,0 +1,141 @@
+"""The papers' patterns by name: every schedule that is not searched, and what makes a table of an entry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
+from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
+from megapipe.schedule.generators.fused_v import one_f_one_b_v
+from megapipe.schedule.generators.interleaved import breadth_first, group_interleaved, interleaved, interleaved_zb
+from megapipe.schedule.generators.waves import chimera, hanayo
+from megapipe.schedule.generators.zb_v import zb_v
+from megapipe.schedule.own import own_schedule
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.verify import verify
+
+OWN = "own"
+GROUP_SIZE = "microbatch_group_size_per_vp_stage"
+MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
+"""The largest table: 128 ranks with 8 chunks take 4,000 microbatches."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of the catalogue.
+
+    Attributes:
+        generate: takes (ranks, microbatches) and those of chunks, costs, memory and further options it names.
+        placement: loop, v or mirror; for a search also "loop or v"; OWN of a function of the user's.
+        chunks: stages on each rank; None: any number.
+        about: one line.
+        split: do input and weight gradient run apart?
+        copies: of the parameters.
+        searched: takes seconds, under the memory limit and the costs at hand.
+        dominated: another takes no longer and holds less, whatever passes cost.
+        pairs: has forwards and backwards that a rank may run together.
+    """
+
+    generate: Callable[..., Schedule]
+    placement: str
+    chunks: int | None
+    about: str
+    split: bool = False
+    copies: int = 1
+    searched: bool = False
+    dominated: bool = False
+    pairs: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Does a chunk take groups of microbatches, whose size may be said?"""
+        return GROUP_SIZE in inspect.signature(self.generate).parameters
+
+    @property
+    def any_chunks(self) -> bool:
+        """Is the number of stages on a rank the user's to say? A search chooses."""
+        return self.chunks is None and not self.searched
+
+
+PATTERNS: dict[str, Entry] = {
+    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time", dominated=True),
+    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m", dominated=True),
+    "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
+    "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
+    "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
+    "breadth-first": Entry(
+        breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m", dominated=True
+    ),
+    "group-interleaved": Entry(
+        group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
+    ),
+    "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
+    "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
+    "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
+    "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
+    "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
+    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
+    "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
+    "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
+    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2, pairs=True),
+    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True, pairs=True),
+}
+
+
+def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
+    """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
+    for name, entry in PATTERNS.items():
+        if entry.copies == 1 and entry.chunks in (None, chunks):
+            try:
+                yield make(name, entry, ranks, microbatches, chunks=chunks, costs=costs)
+            except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
+                continue
+
+
+def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """Raises: ScheduleError for a table that nobody has the time and memory to make."""
+    if (cells := ranks * chunks * microbatches) > MOST_CELLS or ranks * chunks > MOST_STAGES:
+        raise ScheduleError(
+            f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a table of {cells:,} "
+            f"forwards in {ranks * chunks:,} stages; tables have at most {MOST_CELLS:,} in {MOST_STAGES:,}."
+        )
+
+
+def make(
+    name: str,
+    entry: Entry,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int | None,
+    costs: Costs | None,
+    memory: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Make a table of an entry and verify it. Arguments and errors as of `catalogue.build`."""
+    check_size(name, ranks, microbatches, chunks or 1)
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{name} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+    takes = inspect.signature(entry.generate).parameters
+    unknown = [option for option in options if option not in takes]
+    if unknown:
+        raise ScheduleError(f"{name} takes no option {', '.join(unknown)}.")
+    if chunks is not None and "chunks" in takes:
+        options["chunks"] = chunks
+    elif chunks not in (None, 1, entry.chunks):
+        raise ScheduleError(f"{name} has {entry.chunks} chunk(s) per rank, not {chunks}.")
+    if "memory" in takes:
+        options["memory"] = memory
+    if "costs" in takes and (costs is not None or entry.placement == OWN):
+        options["costs"] = costs or UNIT
+    generate = partial(entry.generate, ranks, microbatches, **options)
+    schedule = own_schedule(name, generate, ranks, microbatches) if entry.placement == OWN else generate()
+    verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
+    return schedule
