@@ -48,6 +48,11 @@ class Reduction:
     _begun: set[int] = field(default_factory=set)
     _early: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def by_layers(self) -> bool:
+        """Is any bucket done before its whole stage is?"""
+        return any(first for row in self.ready for first, _ in row)
+
     def start_early(self, chunk: int, layer: int, layers: int) -> None:
         """A stage's gradients from this layer on, of so many, are complete: begin to sum their buckets."""
         early = self._early[chunk]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import AUTO
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.plan.split import counts_of, given_costs, is_searched, placements, schedule_name, schedule_of
+from megapipe.plan.state import bytes_of_expert, bytes_of_state
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Costs, Schedule, Timeline, share_of_window, simulate, unpaired
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -33,6 +33,7 @@ class Plan:
         gradient: bytes of a parameter's gradient, which is not saved.
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
+        expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
         before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
     """
@@ -49,6 +50,8 @@ class Plan:
     given: Costs | None = None
     kept: float = 0.0
     gradient: float = 4.0
+    expert_ranks: int = 1
+    of_expert: float = 0.0
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -106,25 +109,14 @@ class Plan:
         chain = self.schedule.placement.chain
         total = 0.0
         for stage in stages:
-            each = self.state + self.kept if stage < chain else self.replica
-            total += each * self.works[stage].parameters
+            each, work = self.state + self.kept if stage < chain else self.replica, self.works[stage]
+            of_expert = self.of_expert if stage < chain else self.replica
+            total += each * (work.parameters - work.experts) + of_expert * work.experts * self.tp / self.expert_ranks
             embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
                 total -= (each - self.gradient) * self.vocab_weights / shares  # one weight, and a gradient for each use
         return total / self.tp
-
-
-@lru_cache(maxsize=8)
-def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
-    """Bytes of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
-
-    Raises: ConfigError as `find_rule`.
-    """
-    size = {"fp32": 4, "bf16": 2}
-    kept_as = {"exp_avg": train.exp_avg_dtype, "exp_avg_sq": train.exp_avg_sq_dtype}
-    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(train).state)
-    return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
 
 
 @lru_cache(maxsize=8)
@@ -145,6 +137,8 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
         train.micro_batch_size or 1,
         tp=par.tensor_model_parallel_size,
         cp=par.context_parallel_size,
+        ep=par.expert_model_parallel_size,
+        etp=par.etp,
         element_bytes=2 if train.half else 4,
     )
     return counted.on(par.pipeline_model_parallel_size)
@@ -170,9 +164,9 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     words = (model.padded_vocab_size or 0) * model.hidden
     tp = par.tensor_model_parallel_size
     kept = (moments + (master or element)) / shards if par.enable_optimizer_post_validation else 0.0
-    plan = Plan(
-        schedule, counts, work, state, replica, model.tied, words, tp, given=given, kept=kept, gradient=gradient
-    )
+    parts = model.tied, words, tp
+    plan = Plan(schedule, counts, work, state, replica, *parts, given=given, kept=kept, gradient=gradient)
+    plan = replace(plan, expert_ranks=par.expert_model_parallel_size * par.etp, of_expert=bytes_of_expert(config))
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if is_searched(schedule_name(config)):
         plan = _searched(config, plan, limit)

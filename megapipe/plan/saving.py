@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megapipe.config import Config
-from megapipe.plan.make import GIB, Plan, bytes_of_state
+from megapipe.plan.make import GIB, Plan
+from megapipe.plan.state import bytes_of_state
 
 
 def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
@@ -15,13 +16,19 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
     place, half = plan.schedule.placement, config.train.half
     weight, (_, moments, master) = 2 if half else 4, bytes_of_state(config.train)
     moments = 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
-    held = [
-        sum(plan.works[stage].parameters for stage in place.stages_on(rank) if stage < place.chain) / plan.tp
-        for rank in range(place.num_ranks)
+    works = [
+        [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain] for rank in range(place.num_ranks)
     ]
-    once = sum(held) * plan.tp - plan.tied * plan.vocab_weights  # a tied weight is saved once
+    once = sum(work.parameters for row in works for work in row) - plan.tied * plan.vocab_weights  # that is saved once
     gathered = moments if config.parallel.use_distributed_optimizer else 0
-    most = max(held) * (2 * (weight + moments) / config.weight_replicas + gathered)
+    experts = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
+    most = max(
+        sum(work.parameters - work.experts for work in row)
+        / plan.tp
+        * (2 * (weight + moments) / config.weight_replicas + gathered)
+        + sum(work.experts for work in row) / plan.expert_ranks * (2 * (weight + moments) / experts + gathered)
+        for row in works
+    )
     return once * (weight + moments), most
 
 

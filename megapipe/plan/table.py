@@ -9,6 +9,7 @@ from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line
+from megapipe.plan.experts import expert_line
 from megapipe.plan.make import GIB, Plan
 from megapipe.plan.saving import checkpoint_line
 
@@ -49,9 +50,9 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
-    """The table, what a token uses of experts, what a checkpoint takes, what context parallelism sends."""
-    lines = (table(plan, parameters), _active(plan), checkpoint_line(plan, config), context_line(plan, config))
-    return "\n".join(filter(None, lines))
+    """The table, what a token uses of experts, what a checkpoint takes, what context and expert parallelism send."""
+    ways = context_line(plan, config), expert_line(plan, config)
+    return "\n".join(filter(None, (table(plan, parameters), _active(plan), checkpoint_line(plan, config), *ways)))
 
 
 def _active(plan: Plan) -> str:

@@ -31,7 +31,8 @@ class Work:
     Attributes:
         f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
         held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
-        parameters: how many, over all tensor-parallel ranks; unused: those of them that a token makes no use of.
+        parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
+            unused: those that a token makes no use of.
     """
 
     f: float = 0.0
@@ -41,6 +42,7 @@ class Work:
     kept: float = 0.0
     parameters: int = 0
     unused: int = 0
+    experts: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -124,7 +126,8 @@ def _mixed(a: tuple[float, ...], b: tuple[float, ...], shares: tuple[float, ...]
 @dataclass(frozen=True)
 class _Load:
     """The load of a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
-    also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here."""
+    also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here. ep,
+    etp: of the experts."""
 
     seq: int
     tokens: int
@@ -132,6 +135,8 @@ class _Load:
     shared: int
     element: int
     meets: bool
+    ep: int = 1
+    etp: int = 1
 
     def bytes(self, between: float, inside: float, masked: float = 0) -> float:
         """Bytes of features between and inside the parallel parts; masked: of the former, those with a dropout byte."""
@@ -139,7 +144,15 @@ class _Load:
 
 
 def pieces(
-    model: ModelConfig, seq_length: int, micro_batch_size: int = 1, *, tp: int = 1, cp: int = 1, element_bytes: int = 4
+    model: ModelConfig,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    element_bytes: int = 4,
 ) -> Pieces:
     """The work of a GPT, layer by layer with its overrides.
 
@@ -153,12 +166,14 @@ def pieces(
     which differs from layer to layer of a stage, is counted as none.
 
     Args:
+        ep, etp: ranks that share experts, and each of them; their load is taken to be even.
         element_bytes: of an activation.
     """
     assert model.padded_vocab_size is not None
     h, vocab = model.hidden, model.padded_vocab_size
     tokens, shared = seq_length * micro_batch_size // cp, tp if model.sequence_parallel else 1
-    load = _Load(seq_length, tokens, tp, shared, element_bytes, cp > 1 and "a2a" not in model.cp_comm_type)
+    meets = cp > 1 and "a2a" not in model.cp_comm_type
+    load = _Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp or tp)
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
@@ -237,7 +252,8 @@ def _activated(model: ModelConfig) -> int:
 
 def _experts(model: ModelConfig, load: _Load) -> Work:
     """The router, as many rows as tokens have choices, and the shared expert. Kept of a row are its number in four
-    tables, its weight and fc1's output; of a token with the norm's input and output the router's scores."""
+    tables, its weight and fc1's output; of a token with the norm's input and output the router's scores. Of a row that
+    came from another rank also what came, its place, and at home its number."""
     h, f, e, k, blocks = model.hidden, model.expert_ffn, model.experts, model.moe_router_topk, 2 if model.gated else 1
     shared, gate = model.moe_shared_expert_intermediate_size or 0, model.moe_shared_expert_gate
     mine, again = load.tokens / load.shared, model.recompute_moe
@@ -256,8 +272,15 @@ def _experts(model: ModelConfig, load: _Load) -> Work:
     all_scores = not softmax or model.moe_router_pre_softmax  # or those of the chosen alone
     scores = all_scores + bool(model.balancing)
     router = wide * mine * e * scores
-    tables = rows * (3 * 8 + wide) + load.tokens * k * 8 + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
-    inside = rows * load.element * blocks * f / load.tp + router + tables
+    alone = load.shared < load.tp  # ranks have the same tokens, and none goes anywhere
+    home, here = rows / load.shared, rows / load.shared * (1 if alone else load.etp)
+    exchanged = load.ep * load.etp > 1 and not alone and model.moe_token_dispatcher_type != "allgather"
+    row = load.element * f / load.etp
+    gathered = mine * (1 if alone else load.ep * load.etp)
+    numbers = home * 3 * 8 + mine * k * 8 + here * 2 * 8 if exchanged else here * 3 * 8 + gathered * k * 8
+    tables = numbers + here * wide + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
+    came = here * load.element * h * exchanged
+    inside = here * row * blocks + came + router + tables
     between = h + h * (not model.recompute_norms)
     of_shared = 0 if model.recompute_shared_experts else _activated(model) * shared
     outside = load.bytes(between + h * gate, of_shared, h * bool(model.hidden_dropout))
@@ -266,11 +289,10 @@ def _experts(model: ModelConfig, load: _Load) -> Work:
         products * (1 + again),
         products,
         held=load.bytes(between, 0, h * bool(model.hidden_dropout)) if again else outside + inside,
-        kept=load.bytes(2 * h, (blocks + 1) * shared)
-        + rows * load.element * (blocks + 1) * f / load.tp
-        + wide * mine * e,
+        kept=load.bytes(2 * h, (blocks + 1) * shared) + here * row * (blocks + 1) + 2 * came + wide * mine * e,
         parameters=e * one + beside + _norm(model, h),
         unused=(e - k) * one,
+        experts=e * one,
     )
 
 

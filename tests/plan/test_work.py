@@ -7,12 +7,15 @@ import torch
 from tiny import LAYERS, STYLES
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapipe.config import ModelConfig
-from megapipe.distributed.axis import Axis
+from megapipe.config import ModelConfig, ParallelConfig
+from megapipe.distributed.axis import ALONE, Axis
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import LayerSpan
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
+from megapipe.plan.experts import expert_bytes
+from megapipe.tensor_parallel.rng import initialize
 
 WHOLE = LayerSpan(0, LAYERS, True, True)
 MIXED = '{"0": {"no_mlp": true}, "1": {"ffn_hidden_size": 24, "qk_layernorm": true}, "3": {"no_attention": true}}'
@@ -101,9 +104,46 @@ def test_experts_by_formula_are_those_of_the_built_model(style, kind):
 def test_what_a_layer_of_experts_holds_is_counted_to_a_hundredth(kind):
     sizes = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "no_attention": True}
     model = replace(STYLES["gpt2"], **SPARSE, **EXPERTS[kind], **sizes)
-    layer = TransformerLayer(model, Axis(), 0).bfloat16()
-    for param in layer.parameters():
-        torch.nn.init.normal_(param, std=0.02)
+    held = pieces(model, 256, 2, element_bytes=2).layers[0].held
+    assert held == pytest.approx(bytes_of(model, ALONE, 256), rel=0.01)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 1}])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_what_a_rank_holds_of_a_layer_whose_experts_are_shared_is_counted_to_a_hundredth(dispatcher, layout):
+    """In the mean of the ranks, whose loads differ."""
+    sizes = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "no_attention": True, "sequence_parallel": True}
+    model = replace(STYLES["gpt2"], **SPARSE, **sizes, moe_token_dispatcher_type=dispatcher)
+    tp = layout.get("tp", 1)
+    real = run_threads(lambda mesh: bytes_of(model, mesh.tp, 256 // tp), **layout)
+    ranks = {"tp": tp, "ep": layout["ep"], "etp": layout.get("etp")}
+    held = pieces(model, 256, 2, element_bytes=2, **ranks).layers[0].held
+    assert held == pytest.approx(sum(real) / len(real), rel=0.01)
+
+
+def test_bytes_of_an_all_to_all_are_those_that_ranks_send(monkeypatch):
+    """Where each expert takes as many rows, the load is even."""
+    even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "no_attention": True}
+    model = replace(STYLES["llama"], **SPARSE, **even, moe_token_dispatcher_type="alltoall")
+    sent, start = [], Axis.start_all_to_all
+
+    def counted(axis, x, leaving, arriving):
+        sent.append((sum(leaving) - leaving[axis.rank]) * x[:1].nbytes)
+        return start(axis, x, leaving, arriving)
+
+    monkeypatch.setattr(Axis, "start_all_to_all", counted)
+    run_threads(lambda mesh: bytes_of(model, mesh.tp, 64), dp=4, ep=2, etp=2)
+    par = ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    forth, back, once = expert_bytes(model, par, 128, element_bytes=2)
+    assert max(sent) == once
+    assert sum(sent) / 4 == pytest.approx(forth, rel=0.01)  # weights of two bytes, there alone
+    assert back == forth
+
+
+def bytes_of(model, tp, rows):
+    """What a layer keeps for backward of sequences of so many tokens."""
+    layer = TransformerLayer(model, tp, 0).bfloat16()
+    initialize(layer, 1, tp)
     weights = {param.untyped_storage().data_ptr() for param in layer.parameters()}
     kept = {}
 
@@ -112,13 +152,11 @@ def test_what_a_layer_of_experts_holds_is_counted_to_a_hundredth(kind):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = layer(torch.randn(256, 2, 256).bfloat16().requires_grad_())
-    for rows in (node.how.rows for node in nodes(y.grad_fn) if hasattr(node, "how")):
-        for table in (x for x in rows if x is not None):
+        y = layer(torch.randn(rows, 2, 256).bfloat16().requires_grad_())
+    for way in (node.how.way for node in nodes(y.grad_fn) if hasattr(node, "how")):
+        for table in (x for x in (*way._rows, *vars(way).values()) if isinstance(x, torch.Tensor)):
             keep(table)
-    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    held = pieces(model, 256, 2, element_bytes=2).layers[0].held
-    assert held == pytest.approx(real, rel=0.01)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
 
 def nodes(node):

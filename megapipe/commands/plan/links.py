@@ -11,10 +11,11 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, tensor_bytes
+from megapipe.plan.experts import expert_bytes
 from megapipe.schedule import Costs
 
 
@@ -84,6 +85,11 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     if c > 1:
         f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
         forth, back = forth + device.seconds(f, t * c), back + device.seconds(b, t * c, 2)
+    if model.has_experts:
+        f, b, _ = expert_bytes(model, par, tokens, element_bytes=element)
+        share, extent = _sparse(model), c * t * (1 if par.use_tp_pp_dp_mapping else config.data_parallel_size)
+        extent = min(extent, par.expert_model_parallel_size * par.etp)
+        forth, back = forth + share * device.seconds(f, extent, 4), back + share * device.seconds(b, extent, 4)
     hidden = tokens / c / (t if model.sequence_parallel else 1) * model.hidden * element
     extent = 2 * t * c * (1 if par.use_tp_pp_dp_mapping else config.data_parallel_size)
     f_all, b_all = costs.f, costs.b
@@ -97,12 +103,22 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     )
 
 
+def _sparse(model: ModelConfig) -> float:
+    """The share of the layers that have experts."""
+    return sum(map(model.has_experts_in, range(model.layers))) / model.layers
+
+
 def sums(plan: Plan, config: Config, device: Device) -> float:
     """Seconds in which the slowest rank sums its gradients, also with a second copy, and gathers weights at the end."""
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
     element = (2 if config.train.half else 4) if par.use_distributed_optimizer else 4
     extent = config.world_size if par.use_tp_pp_dp_mapping else config.world_size // place.num_ranks
-    held = [sum(plan.works[s].parameters for s in place.stages_on(r)) for r in range(place.num_ranks)]
-    most = max(held) / par.tensor_model_parallel_size
-    twins = 4 * most * (place.num_chains > 1)
-    return device.seconds(most * (4 + element) * (n - 1) / n, extent, 2) + device.seconds(twins, config.world_size)
+    works = [[plan.works[s] for s in place.stages_on(r)] for r in range(place.num_ranks)]
+    same = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
+    sent, twins = 0.0, 0.0
+    for row in works:
+        experts = sum(work.experts for work in row) / plan.expert_ranks
+        dense = sum(work.parameters - work.experts for work in row) / par.tensor_model_parallel_size
+        sent = max(sent, (4 + element) * (dense * (n - 1) / n + experts * (same - 1) / same))
+        twins = max(twins, 4 * (dense + experts) * (place.num_chains > 1))
+    return device.seconds(sent, extent, 2) + device.seconds(twins, config.world_size)

@@ -60,7 +60,7 @@ def rows_of(
     ends = counts.cumsum(0)
     if each is None:
         number = len(order) if kept is None else count(counts)
-        choices = order[:number]
+        choices = order if number == len(order) else order[:number].clone()  # a view would hold all of it
         of_token = place.view(tokens, k).sort(-1).values.clamp_(max=number)
         return Rows(choices, choices // k, flat[choices], None, ends, of_token)
     starts, column = ends - counts, torch.arange(each, device=flat.device)
