@@ -67,7 +67,7 @@ class Layout:
         return whole
 
     def is_first(self, tp: Axis) -> bool:
-        """Of the ranks of a stage that have the same slice, is this the first?"""
+        """Is this the first of the ranks of a stage that have the same slice?"""
         return self.dim is not None or tp.named("etp" if self.experts else "tp").rank == 0
 
 

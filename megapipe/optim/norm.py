@@ -90,7 +90,7 @@ class Norm:
         return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(self.mesh.tp)]
 
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
-        """Those that lie on the experts' grid, the same on all ranks of a stage."""
+        """Parameters that lie on the experts' grid, the same on all ranks of a stage."""
         return [n for b in owned for n in b.own if n in self.index and layout_of(self.params[n]).experts]
 
     def _places(self, names: Sequence[str]) -> Tensor:

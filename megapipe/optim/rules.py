@@ -212,7 +212,7 @@ def split_problem(train: TrainConfig, rule: Rule) -> str | None:
 
 
 def rounding_problem(train: TrainConfig, rule: Rule) -> str | None:
-    """Why --use-precision-aware-optimizer cannot keep this rule's state in 16 bits."""
+    """The reason why --use-precision-aware-optimizer cannot keep this rule's state in 16 bits."""
     if getattr(rule, "may_round", False):
         return None
     return (

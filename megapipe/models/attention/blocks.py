@@ -200,7 +200,7 @@ def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:
-    """Those of the tokens that are in each span, and where they lie."""
+    """Tokens that are in each span, and where they lie."""
     for span, at in zip(spans, accumulate(map(len, spans), initial=0), strict=False):
         part = range(max(tokens.start, span.start), min(tokens.stop, span.stop))
         if len(part):

@@ -29,7 +29,7 @@ _SMALL = 1e-9  # rounding
 
 
 def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, tries: int = 72) -> Schedule:
-    """The same table with passes run together wherever that makes the step shorter by the clock of `costs`.
+    """A table with passes run together wherever that makes the step shorter by the clock of `costs`.
 
     Each stage keeps the order of its microbatches; a rank may run forwards sooner than its table says, as the rule
     asks. A backward that has no partner stays split where the table splits it.
@@ -58,7 +58,7 @@ def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, trie
 
 
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
-    """Of each rank what it holds in a steady state of pairs: a microbatch passes a stage in each pair, down and up
+    """Activation of each rank in a steady state of pairs: a microbatch passes a stage in each pair, down and up
     again, and a rank has a pair for each of its stages and microbatch."""
     place, held = schedule.placement, costs.memory(schedule.placement)[0]
     most = schedule.num_microbatches // place.num_chains

@@ -22,7 +22,7 @@ _SMALL = 1e-9  # rounding
 
 @dataclass(frozen=True)
 class Manner:
-    """How ranks choose among what is ready.
+    """A choice of ranks among what is ready.
 
     Attributes:
         wait: how long what is ready waits for a partner that is under way, in forwards of a stage.
