@@ -87,7 +87,8 @@ def _device(ranks: int) -> list[str]:
 def train(flags: Sequence[str], log: Path) -> int:
     """Run `megapipe pretrain`, what it prints here and behind what the log has. Returns: its exit status."""
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    command = [sys.executable, "-u", "-m", "megapipe", "pretrain", *flags]
+    short = ["--log-format", "short"] if sys.stdout.isatty() else []  # it prints to us, not to the terminal
+    command = [sys.executable, "-u", "-m", "megapipe", "pretrain", *short, *flags]
     with (
         log.open("a", encoding="utf-8") as file,
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started,
