@@ -9,9 +9,7 @@ megapipe convert --load checkpoints/run --to-megatron /data/run-back --ckpt-form
 from __future__ import annotations
 
 import shlex
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +17,7 @@ from typing import Literal
 import torch
 
 from megapipe.checkpoint.save_load import find_checkpoint
+from megapipe.commands.progress import Progress
 from megapipe.config import CheckpointConfig
 from megapipe.convert import (
     Converted,
@@ -88,14 +87,14 @@ def _convert(flags: Flags) -> None:
     keep = not flags.no_load_optim
     if flags.from_megatron and flags.save:
         theirs = Path(flags.from_megatron)
-        done = import_megatron(theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=bar)
+        done = import_megatron(theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=_bar())
     elif flags.from_huggingface and flags.save:
         theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
-        done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=bar)
+        done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=_bar())
     elif flags.to_megatron:
         theirs = Path(flags.to_megatron)
         fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
-        done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=bar)
+        done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=_bar())
     else:
         assert flags.to_huggingface
         theirs = Path(flags.to_huggingface)
@@ -105,7 +104,7 @@ def _convert(flags: Flags) -> None:
             vocab_size=flags.vocab_size,
             beside=Path(flags.huggingface_config) if flags.huggingface_config else None,
             dtype=dtype,
-            progress=bar,
+            progress=_bar(),
         )
     print(f"wrote {done.folder}")
     for note in done.notes:
@@ -138,13 +137,10 @@ def check(theirs: Path, ours: Path, done: Converted) -> None:
     print(text)
 
 
-def bar(done: int, total: int) -> None:
-    """A line that fills up; on a file or pipe only its end."""
-    if sys.stderr.isatty() or done == total:
-        filled = 40 * done // total
-        stamp = time.strftime("%H:%M:%S")
-        end = "\n" if done == total else "\r"
-        print(f"{stamp} [{'#' * filled}{'.' * (40 - filled)}] {done}/{total} tensors", end=end, file=sys.stderr)
+def _bar() -> Callable[[int, int], None]:
+    """A bar over the tensors, on a terminal."""
+    progress = Progress()
+    return lambda done, total: progress(done / total, f"{done}/{total} tensors")
 
 
 def _problems(flags: Flags) -> Iterator[str]:

@@ -8,11 +8,13 @@ writes data/corpus_text_document.bin and .idx and prints the --data-path to trai
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
+from megapipe.commands.progress import Progress
 from megapipe.config import TokenizerConfig
 from megapipe.data.files import file_problems, is_current, note_how
 from megapipe.data.preprocess import Encoding, preprocess
@@ -71,13 +73,14 @@ def main(argv: Sequence[str]) -> None:
     if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)], how):
         say(f"{', '.join(outputs)}: up to date")
     else:
+        bar = Progress()
         encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
         try:
-            made = preprocess(
-                flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags.log_interval)
-            )
+            made = preprocess(flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags, bar))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("nothing was written") from None
+        finally:
+            bar(1.0)  # off the line, before what is said next
         for written in made:
             say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
         note_how(outputs[0], how)
@@ -102,12 +105,16 @@ def _validate(flags: Flags) -> None:
         raise ConfigError(problems)
 
 
-def _progress(interval: int) -> Callable[[int, int], None]:
+def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
+    """A bar on a terminal, over the bytes of the files; elsewhere a line every --log-interval documents."""
     begin, reported = time.monotonic(), 0
+    total = sum(os.path.getsize(path) for path in flags.input if os.path.isfile(path) and not path.endswith(".gz"))
 
     def report(documents: int, num_bytes: int) -> None:
         nonlocal reported
-        if documents // interval > reported // interval:
+        if bar.shown and total:
+            bar(min(num_bytes / total, 0.99), f"{documents} documents")
+        elif documents // flags.log_interval > reported // flags.log_interval:
             reported = documents
             seconds = max(time.monotonic() - begin, 1e-9)
             rate = f"{documents / seconds:.0f} docs/s, {num_bytes / seconds / 1e6:.1f} MB/s"

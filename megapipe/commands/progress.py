@@ -15,7 +15,10 @@ class Progress:
     def __call__(self, share: float, doing: str = "zb-auto") -> None:
         if not self.shown:
             return
-        took = time.monotonic() - self.started
+        now = time.monotonic()
+        if not share:  # what came before, such as counting what there is to do, says nothing of how fast it goes
+            self.started = now
+        took = now - self.started
         if share >= 1:
             text = ""
         elif took < 1 and not self.width:

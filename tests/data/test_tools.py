@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import programs
 import pytest
 
+from megapipe.commands import preprocess as preprocess_command
 from megapipe.commands import tokenizer
 from megapipe.config import DataConfig
 from megapipe.data.indexed import IndexedDataset
@@ -221,3 +223,18 @@ def test_a_reader_that_leaves_does_not_end_the_work_and_the_next_command_can_be_
     assert (done.returncode, done.stderr) == (0, b"")
     said = run("preprocess_data.py", *flags, "--reuse").stdout.splitlines()[-1]
     assert shlex.split(said)[3:5] == ["--data-path", str(tmp_path / "my data" / "x_text_document")]
+
+
+def test_on_a_terminal_documents_fill_a_bar_and_elsewhere_a_line_is_printed(tmp_path, monkeypatch, capsys):
+    corpus = json_lines(tmp_path / "c.jsonl", *({"text": "1 2 3"} for _ in range(50)))
+    flags = ["--input", corpus, "--output-prefix", f"{tmp_path}/out", "--tokenizer-type", "NullTokenizer"]
+    flags += ["--vocab-size", "100", "--log-interval", "50"]
+    preprocess_command.main(flags)
+    assert "Processed 50 documents (" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    begun = iter(range(0, 1000, 5))
+    monkeypatch.setattr("megapipe.commands.progress.time.monotonic", lambda: next(begun))
+    preprocess_command.main(flags)
+    said = capsys.readouterr()
+    assert "Processed" not in said.out
+    assert re.search(r"\r\[#+\.+\] +\d+% 50 documents, \d+ s left\r *\r$", said.err), said.err

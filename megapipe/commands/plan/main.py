@@ -20,6 +20,7 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
 from megapipe.commands.plan.search import BEST, Search, Timed, search
+from megapipe.commands.progress import Progress
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
@@ -131,7 +132,7 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
     memory = flags.memory_gib * GIB
-    found = search(replace(config, model=inline(config.model)), devices, memory, device, size)
+    found = search(replace(config, model=inline(config.model)), devices, memory, device, size, Progress())
     told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
     best = [
         {

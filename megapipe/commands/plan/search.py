@@ -8,7 +8,7 @@ batches, which tell the time of a microbatch more, and the best once more as the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -77,10 +77,20 @@ class Search:
         self.lost[SLOWER] += other is not None
 
 
-def search(config: Config, gpus: int, memory: float, device: Device, vocab: int) -> Search:
-    """The best plans. memory: bytes of a device; vocab: ids of the tokenizer."""
+def search(
+    config: Config,
+    gpus: int,
+    memory: float,
+    device: Device,
+    vocab: int,
+    progress: Callable[[float, str], None] = lambda share, doing: None,
+) -> Search:
+    """The best plans. memory: bytes of a device; vocab: ids of the tokenizer; progress: the share done, and of what."""
     found = Search()
-    for bound, one, plan in sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0)):
+    candidates = sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0))
+    for n, (bound, one, plan) in enumerate(candidates):
+        if n % (len(candidates) // 50 + 1) == 0:
+            progress(n / len(candidates), f"{n} of {len(candidates)} plans")
         if bound > found.limit(layout_of(one)):
             found.lost["slower by their work alone"] += 1
             continue
@@ -88,6 +98,7 @@ def search(config: Config, gpus: int, memory: float, device: Device, vocab: int)
             screen(found, plan, one, device, memory, bound)
         except (ConfigError, ScheduleError):
             found.lost["without such stages or microbatches"] += 1
+    progress(1.0, "")
     best = sorted(found.best.values(), key=lambda x: x.step)[: BEST + 2]
     found.best = {}
     for x in best:
