@@ -61,6 +61,8 @@ class Background:
         if self._buffer is not None:
             return
         at, headers = 0, []
+        # Later checkpoints have these very files but for their bytes: headers and places are kept, and a save copies
+        # tensors into the picture of the files.
         for name in names:
             with (folder / name).open("rb") as file:
                 length = file.read(8)
@@ -74,6 +76,7 @@ class Background:
                     self._places[key] = begin + first, last - first
             headers.append((at, length + header))
             at += -(-size // _PAGE) * _PAGE
+        # Memory that both processes map: the writer needs no copy of its own, and no disk stands between.
         memory = os.memfd_create("checkpoint")
         os.ftruncate(memory, max(at, 1))
         self._buffer = torch.frombuffer(mmap.mmap(memory, max(at, 1)), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
-from megapipe.convert.huggingface.mapping import Rule, rules
+from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, is_trained
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -84,7 +84,7 @@ def import_checkpoint(
     if dtype is None:
         dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
 
-    def tensor(rule: Rule) -> tuple[str, Tensor]:
+    def tensor(rule: Tensors) -> tuple[str, Tensor]:
         joined = rule.join([saved.read(key) for key in rule.theirs])
         return rule.ours, joined.to(dtype if is_trained(rule.ours) else torch.float32)
 

@@ -42,6 +42,7 @@ class Cuts:
         self._due = True
         if not x.requires_grad:
             return x
+        # A leaf: the piece above ends with y's gradient in hand, from which the piece below goes on later.
         y = x.detach().requires_grad_()
         self._cuts.append((get_gradient_edge(x), y))
         return y

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.mapping import BUFFERS, HEAD, Rule
+from megapipe.convert.huggingface.mapping import BUFFERS, HEAD, Tensors
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
@@ -20,7 +20,7 @@ from megapipe.models.gpt import WORD_EMBEDDINGS, GPTModel
 Shape = tuple[int, ...]
 
 
-def check_theirs(table: Sequence[Rule], saved: SavedTensors, model: ModelConfig) -> None:
+def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConfig) -> None:
     """Every tensor of theirs is used once, and joined they have our shapes; tried on tensors without storage."""
     used = {key for rule in table for key in rule.theirs}
     missing = sorted(used - saved.shapes.keys())

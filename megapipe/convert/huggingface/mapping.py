@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Rule:
+class Tensors:
     """One tensor of ours.
 
     Attributes:
@@ -66,7 +66,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PARAMETER = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
-def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "transformer.") -> tuple[Rule, ...]:
+def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "transformer.") -> tuple[Tensors, ...]:
     """A rule for every tensor of ours.
 
     Args:
@@ -83,13 +83,13 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
         "output_layer": HEAD.removesuffix(".weight"),
     }
 
-    def rule(ours: str) -> Rule:
+    def rule(ours: str) -> Tensors:
         if (sparse := _IN_LAYER.fullmatch(ours)) and (
             of_experts := experts.names_of(sparse[2], exactly, model.num_experts or 0)
         ):
             theirs = tuple(prefix + layer.format(sparse[1]) + name for name in of_experts)
             shape, number = shapes[ours], len(theirs)
-            return Rule(ours, theirs, lambda x: experts.joined(x, shape), lambda x: experts.parts(x, number))
+            return Tensors(ours, theirs, lambda x: experts.joined(x, shape), lambda x: experts.parts(x, number))
         match = _PARAMETER.fullmatch(ours)
         assert match is not None
         n, module, kind = match.groups()
@@ -97,19 +97,19 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
         theirs = tuple(f"{name}.{kind}" for name in names)
         if module in ("embedding.word_embeddings", "output_layer"):
             rows = model.padded_vocab_size or vocab_size
-            return Rule(ours, theirs, lambda x: pad_rows(x[0], rows, vocab_size), lambda x: (x[:vocab_size],))
+            return Tensors(ours, theirs, lambda x: pad_rows(x[0], rows, vocab_size), lambda x: (x[:vocab_size],))
         if module == "self_attention.linear_qkv":
             return _qkv(ours, theirs, model)
         if len(theirs) == 2:
-            return Rule(ours, theirs, torch.stack, lambda x: x.unbind(0))  # type: ignore[arg-type]
+            return Tensors(ours, theirs, torch.stack, lambda x: x.unbind(0))  # type: ignore[arg-type]
         if family == "gpt2" and ".linear_" in module and kind == "weight":  # GPT-2 keeps [in, out]
-            return Rule(ours, theirs, lambda x: x[0].t(), lambda x: (x.t(),))
-        return Rule(ours, theirs, lambda x: x[0], lambda x: (x,))
+            return Tensors(ours, theirs, lambda x: x[0].t(), lambda x: (x.t(),))
+        return Tensors(ours, theirs, lambda x: x[0], lambda x: (x,))
 
     return tuple(map(rule, shapes))
 
 
-def _qkv(ours: str, theirs: tuple[str, ...], model: ModelConfig) -> Rule:
+def _qkv(ours: str, theirs: tuple[str, ...], model: ModelConfig) -> Tensors:
     groups, per_group = model.query_groups, model.heads // model.query_groups
     sizes = [per_group * model.head_dim, model.head_dim, model.head_dim]
 
@@ -124,7 +124,7 @@ def _qkv(ours: str, theirs: tuple[str, ...], model: ModelConfig) -> Rule:
         qkv = [part.reshape(-1, *rest) for part in parts]
         return qkv if len(theirs) == 3 else (torch.cat(qkv).t(),)
 
-    return Rule(ours, theirs, join, split)
+    return Tensors(ours, theirs, join, split)
 
 
 def pad_rows(x: Tensor, rows: int, vocab_size: int) -> Tensor:

@@ -60,6 +60,7 @@ class VocabularyShare(nn.Module):
         if labels is None:
             raise ConfigError(f"{FLAG} needs a forward_step that calls model(tokens, ..., labels=labels).")
         words, head = self._use
+        # Counted from this rank's first row: what is below 0 or behind the last is another rank's.
         self._read = tokens.t() - words.first, labels.t().reshape(-1) - head.first
         return look_up(self._read[0], words.weight)
 
@@ -110,6 +111,7 @@ def data_of_shares(place: Placement, own: Mapping[int, Data]) -> tuple[dict[int,
                     f"{number} needs a data_iterator, as the first and the last have one."
                 )
             end = place.is_first(number) or place.is_last(number)
+            # An iterator gives each microbatch once, and at the ends two read it.
             shared[number], stages[number] = tee(data) if end else (data, None)
     return shared, stages
 

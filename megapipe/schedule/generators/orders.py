@@ -56,6 +56,7 @@ class Problem:
 def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool) -> Problem:
     """Write placement and costs down by pass."""
     m, stages, rank_of = microbatches, placement.num_stages, placement.rank_of
+    # A pass is one integer, (3 stage + kind) m + microbatch, and all is in lists: a search plays this at every move.
     n = 3 * stages * m
     time = costs.durations(placement)
     mem_b, mem_w, _ = costs.memory(placement)
@@ -70,6 +71,7 @@ def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple
                     source[x] = x + 3 * m * (before - s)
                     if rank_of[before] != rank_of[s]:
                         lag[x], target[source[x]] = costs.lag(rank_of[before], rank_of[s], placement.num_ranks), x
+                # Without a stage before it a pass waits for its own microbatch's F (at the loss) or B (its W).
                 elif k:
                     source[x] = x - m
     unit = max(duration)
@@ -80,6 +82,7 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """End of every pass if each starts as soon as it can; None if ranks wait for each other for ever."""
     duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
     n = problem.num_passes
+    # Below 0: not run yet. The last one is the pass that is none, over at the start.
     end = [-1.0] * n + [0.0]
     at, now, sizes = [0] * len(orders), [0.0] * len(orders), [len(order) for order in orders]
     ready, left = list(range(len(orders))), n

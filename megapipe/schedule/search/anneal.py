@@ -75,6 +75,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goa
         if moved is None:
             continue
         new_cost = length(problem, *moved, cooling.spread)
+        # From hot to cold by equal factors: early on worse orders are taken too, at the end hardly any.
         heat = problem.unit * cooling.hot * (cooling.cold / cooling.hot) ** (step / cooling.steps)
         if new_cost <= cost or random.random() < exp((cost - new_cost) / heat):
             (orders, end), cost, path = moved, new_cost, []
@@ -89,6 +90,7 @@ def _critical(problem: Problem, orders: Orders, end: list[float], random: Random
     duration, source = problem.duration, problem.source
     rank = random.randrange(len(orders))
     if random.random() < 0.9:
+        # Mostly the rank that ends last: moves elsewhere change nothing unless it waits for them.
         rank = max(range(len(orders)), key=lambda r: length(problem, [orders[r]], end))
     i = len(orders[rank]) - 1
     while i >= 0:
@@ -102,6 +104,7 @@ def _critical(problem: Problem, orders: Orders, end: list[float], random: Random
         if x == problem.nothing:
             return
         rank = problem.rank[x]
+        # Ends rise along a row, so the pass that sent the input is found by when it ended.
         i = bisect_left(orders[rank], end[x], key=end.__getitem__)
         while orders[rank][i] != x:
             i += 1
@@ -132,6 +135,7 @@ def _push(
         return None
     inside, before = set(part), set[int]()
     for x in part:
+        # A B before its F, or a W before its B.
         if x // m % 3 and x - m in inside and x - m not in before:
             return None
         before.add(x)

@@ -175,6 +175,7 @@ class _Entrant:
         rounds = max(1, steps // _LONG)
         found = self.found
         for i in range(rounds):
+            # Reheated now hotter, now colder: which heat frees a schedule is not known before.
             heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
             cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], until)
             found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
@@ -189,6 +190,7 @@ def _contest(problems: list[Problem], seconds: float, until: float, progress: Ca
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
+        # A placement whose bound is no better than what another has found cannot win.
         entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
         entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
         each = part * (1.0 - starts) / len(entrants)

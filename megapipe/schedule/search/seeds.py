@@ -57,9 +57,11 @@ def blocks(problem: Problem, tries: int, until: float, random: Random, keep: int
     for step in range(tries):
         if process_time() > until:
             break
+        # Two fifths of the tries look around, the rest vary the best that were found; few go on looking.
         fresh = step < 0.4 * tries or not pool or random.random() < 0.05
         block = _random(problem, random) if fresh else _vary(random.choice(pool)[1], problem, random)
         found = _unrolled(problem, block)
+        # Blocks of equal length are mostly one schedule: a pool of copies would leave nothing to vary.
         if found and (len(pool) < keep or found.length < pool[-1][0]) and all(found.length != x[0] for x in pool):
             pool = sorted([*pool, (found.length, block, found)], key=lambda x: x[0])[:keep]
     return [x[2] for x in pool]
@@ -89,6 +91,7 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
     """
     m, n, p = problem.microbatches, small.microbatches, problem.placement.num_ranks
     results = []
+    # Which middle repeats well hangs on how the small one was found: all are cheap to try.
     for repeat in sorted({1, 2, p}):
         for head in sorted({(n - repeat) // 3, (n - repeat) // 2}):
             if head < 0 or head + repeat >= n:
@@ -139,6 +142,7 @@ def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
     starts = [_begins(m, group, block.period * work, p / stages) for group in block.groups]
     bare: list[list[tuple[float, int]]] = [[] for _ in range(p)]
     now = 0.0
+    # The way of a microbatch: F down the stages, B up.
     classes = [*range(0, 3 * stages, 3), *range(3 * stages - 2, 0, -3)]
     for at, c in enumerate(classes):
         now += problem.lag[c * m]
