@@ -88,18 +88,21 @@ class Axis:
         op_of_torch = getattr(dist.ReduceOp, op.upper())
         return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
-    def start_all_gather(self, x: Tensor) -> Pending:
+    def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
+        """into: as in `start_reduce_scatter`, of the result's shape; x is this rank's slice of it."""
         if self.size == 1:
             return Pending(x)
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if into is None or not into.is_cuda else into
         exchange = self._exchange(x, lambda parts: torch.cat(list(parts), out=out))
         return Pending(out, exchange or _all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
-    def start_reduce_scatter(self, x: Tensor) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
+        """into: where a GPU is to leave the result, this rank's slice of x: NCCL needs no room beside x then."""
         if self.size == 1:
             return Pending(x)
         rows = x.shape[0] // self.size
-        mine, out = slice(self.rank * rows, (self.rank + 1) * rows), x.new_empty(rows, *x.shape[1:])
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        out = x.new_empty(rows, *x.shape[1:]) if into is None or not into.is_cuda else into
         exchange = self._exchange(x, lambda parts: _combine([part[mine] for part in parts], out, torch.add))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 

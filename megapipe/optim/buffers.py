@@ -20,6 +20,7 @@ remainder to treat in another way and a parameter gets the same bits wherever it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -181,9 +182,10 @@ class FlatBuffers:
         One all-reduce; under ZeRO-1 one reduce-scatter, and an all-reduce of what is borrowed.
         """
         shared = self.model.numel() if self.shares.size > 1 else 0
-        jobs, dp = [], self.replicas
+        jobs, dp, own = [], self.replicas, self.reduced
+        scatter = partial(dp.start_reduce_scatter, into=own if dtype is None else None)
         for start, into, part in (
-            (dp.start_reduce_scatter, self.reduced, self.grads[:shared]),
+            (scatter, own, self.grads[:shared]),
             (dp.start_all_reduce, self.grads[shared:], self.grads[shared:]),
         ):
             if part.numel() and dp.size > 1:
@@ -201,12 +203,13 @@ class FlatBuffers:
         """Take the other shares of the model's weights from the ranks that have updated them; returns as above."""
         if self.shares.size == 1 or not self.model.numel():
             return lambda: None
-        # A copy goes out: what is gathered lands in `model` itself, and the two must not overlap while it is under
-        # way.
-        pending = self.shares.start_all_gather(self.model[self.share].clone())
+        # On a CPU a copy goes out, and another comes back: its ways of gathering want the two apart. NCCL does not.
+        mine = self.model[self.share]
+        pending = self.shares.start_all_gather(mine if mine.is_cuda else mine.clone(), into=self.model)
 
         def finish() -> None:
-            self.model.copy_(pending.wait())
+            if (whole := pending.wait()) is not self.model:
+                self.model.copy_(whole)
 
         return finish
 

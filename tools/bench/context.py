@@ -43,11 +43,11 @@ class Counted(Axis):
         self.sent.append(x.nbytes)
         return super().start_shift(x, lane)
 
-    def start_all_gather(self, x: Tensor) -> Pending:
+    def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
         self.sent.append((self.size - 1) * x.nbytes)
         return super().start_all_gather(x)
 
-    def start_reduce_scatter(self, x: Tensor) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
         self.sent.append((self.size - 1) * x.nbytes // self.size)
         return super().start_reduce_scatter(x)
 

@@ -76,10 +76,10 @@ class Alone(Axis):
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x)  # so gradients are too small by a factor, which costs nothing
 
-    def start_all_gather(self, x: Tensor) -> Pending:
+    def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
         return Pending(torch.cat([x] * self.size))
 
-    def start_reduce_scatter(self, x: Tensor) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
         return Pending(x[: x.shape[0] // self.size].clone())
 
     def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
