@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -41,14 +42,25 @@ def group_of_one(rank: int) -> dist.ProcessGroup:
     return group
 
 
-def group_of(sets: Sets, rank: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+LINK_CTAS = 2
+"""Blocks of a link's kernels. A receive that is posted ahead of its turn lies on as many multiprocessors of a GPU until
+its sender comes, beside the passes: up to 32 of 132 by NCCL's own choice. 32 MiB over two take about a millisecond."""
+
+
+def group_of(
+    sets: Sets, rank: int, device: torch.device, timeout: timedelta, *, is_link: bool = False
+) -> dist.ProcessGroup | None:
     """The group of the set with this rank: every rank of the world calls it, with all sets.
 
     NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
     world would take part in each. A gloo group concerns its members alone.
     """
-    if backend_of(device) == "nccl" and dist.distributed_c10d._get_default_group().bound_device_id:
-        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout)
+    world = dist.distributed_c10d._get_default_group()
+    if backend_of(device) == "nccl" and world.bound_device_id:
+        options = copy.deepcopy(world._get_backend(device).options)  # as torch takes them where none are given
+        if is_link:
+            options.config.max_ctas = LINK_CTAS  # type: ignore[attr-defined]
+        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout, pg_options=options)
     groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
     return next((group for ranks, group in groups.items() if rank in ranks), None)
 

@@ -218,7 +218,9 @@ def _joined(
     def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
         if name in ("tp", "cp", "dp", "pp"):
             return device_mesh.get_group(name)
-        return dist.group.WORLD if name == "world" else group_of(sets, rank, device, timeout)
+        if name == "world":
+            return dist.group.WORLD
+        return group_of(sets, rank, device, timeout, is_link=name.startswith("link"))
 
     one_way = num_links(grids.dense.sizes["pp"]) if backend_of(device) == "nccl" else 0
     mesh = build_mesh(grids, rank, device, make_group, device_mesh, shares, one_way, joint)

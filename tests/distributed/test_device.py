@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.distributed.groups import group_of
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messages.transport import Transport
 
@@ -57,3 +62,17 @@ def test_no_message_is_received_ahead_of_its_turn_where_the_host_waits_for_kerne
     for said, places in (("0", 1), ("1", 0)):
         monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", said)
         assert Transport(pp).receives_ahead.places == places
+
+
+def test_links_have_few_blocks_and_no_other_communicator_does(monkeypatch):
+    """A receive that waits took up to 32 of an H100's 132 multiprocessors from the passes beside it."""
+    asked = []
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=32))
+    world = SimpleNamespace(
+        bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: SimpleNamespace(options=options)
+    )
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(dist, "split_group", lambda **given: asked.append(given["pg_options"].config.max_ctas))
+    for is_link in (True, False):
+        group_of([(0, 1)], 0, torch.device("cuda"), timedelta(seconds=1), is_link=is_link)
+    assert asked == [2, 32]
