@@ -66,6 +66,7 @@ class Lock:
         self.path, self._token = root / NAME, secrets.token_hex(8)
         self._over = threading.Event()
         self.took_over = ""
+        # After each look from the start: between any two steps another run may take the folder, or give it back.
         while not self._create():
             owner = _read(self.path)
             if owner is None:
@@ -94,6 +95,7 @@ class Lock:
 
     def _create(self) -> bool:
         owner = {"token": self._token, **_myself()}
+        # A draft that gets its name at once: who finds the file finds it whole.
         draft = self.path.with_name(f"{NAME}.{self._token}")
         draft.write_text(json.dumps(owner) + "\n")
         try:
@@ -111,6 +113,7 @@ class Lock:
             if _read(self.path) != owner:
                 return
             os.rename(self.path, moved)
+            # Between the look and the rename another run had taken it: it gets its file back.
             if _read(moved) != owner:
                 with suppress(FileExistsError):
                     _put(moved, self.path)

@@ -72,7 +72,9 @@ def write(job: Job, memory: int) -> list[int]:
     digests = commit.digest(folder, [*job["files"], *job["texts"]])
     part = folder / f"rank-{job['rank']}.digests"
     commit.write_durably(part.with_suffix(".tmp"), json.dumps(digests))
+    # Under its name only when it is whole: the first rank reads it as soon as it is there.
     os.replace(part.with_suffix(".tmp"), part)
+    # Every rank waits for the whole, so that each of them can say what is complete.
     if job["rank"]:
         final = commit.folder_of(folder.parent, job["iteration"])
         _wait(folder, lambda: (final / commit.MANIFEST).exists())

@@ -51,10 +51,12 @@ class _HeadLoss(torch.autograd.Function):
             if ctx.kept is not None:
                 ctx.kept.append(logits)
             inside, column = columns_of(labels, block)
+            # A label lies in one block of one rank; all others add a zero.
             at_label += logits.gather(1, column).squeeze(1) * inside
             highest, denominator = with_block(logits, highest, denominator, space)
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
+            # Each rank has summed below its own maximum: brought to the highest of all, sums of ranks can be added.
             denominator.mul_((highest - higher).exp_())
             denominator, at_label = tp.all_reduce(torch.stack((denominator, at_label)))
             highest = higher

@@ -129,6 +129,7 @@ def draws(
     whole = list(shape)
     if tp is not None:
         whole[dim] *= tp.size
+    # The mask of the whole sequence has a name; a rank takes its part of it, so that no layout changes a bit.
     whole[0] *= cut.size
     rows = cut.spans(whole[0])
     if tp is not None and dim == 0:
@@ -174,6 +175,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
                 f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its Layout says "
                 f"{list(layout.full)}{split}. Make both agree in the model provider."
             )
+        # A tied weight begins as its owner does, on whichever rank it is.
         name = whole_name(layout.tied_to or name)
         if not layout.experts:
             param.copy_(layout.mine(initial(name, layout, seed), tp).reshape(param.shape))

@@ -67,6 +67,7 @@ class Sight:
         all keys, as a mask is drawn at once."""
         scores, size = (_SCORES, _ROWS) if q.device.type == "cpu" else (_SCORES_GPU, _ROWS_GPU)
         width = max(size, scores // (q.shape[0] * q.shape[1] * size))
+        # A mask is drawn for whole rows of scores, so that no cut of the sequence changes it.
         if self.p:
             width = self.length
             size = min(size, max(16, scores // (q.shape[0] * q.shape[1] * self.heads.size * width)))
@@ -138,6 +139,7 @@ def attend(sight: Sight, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, s
         most = scores.amax(-1, keepdim=True)
         most.masked_fill_(most == float("-inf"), 0)  # of rows that see none of these keys
         p = scores.sub_(most).exp_()
+        # Before dropout: what is dropped still counts in the denominator.
         lse = most + p.sum(-1, keepdim=True).log()
         if sight.p:
             _drop(p, sight.kept(p, len(q), block))
@@ -145,6 +147,7 @@ def attend(sight: Sight, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, s
         out, before = (x[:, :, block.rows] for x in sums)
         most, lse = most.view_as(before), lse.view_as(before)
         after = torch.logaddexp(before, lse)
+        # Rows that have seen no key yet: -inf from -inf would be nan.
         base = after.masked_fill(after == float("-inf"), 0)
         o = o.view_as(out).mul_((most - base).exp_().mul_(1 / (1 - sight.p)))
         out.mul_((before - base).exp_()).add_(o)
@@ -176,6 +179,7 @@ def differentiate(
         do = do * (1 / (1 - sight.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
         kept = sight.kept(p, len(q), block) if sight.p else None
+        # Softmax's backward takes the probabilities from before dropout, the values' gradient those from after it.
         ds = _drop(dp, kept).sub_(share).mul_(p).to(rows.dtype)
         p = _drop(p, kept)
         into = dq[:, :, block.rows]

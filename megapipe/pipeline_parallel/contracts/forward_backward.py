@@ -159,6 +159,8 @@ class Step:
         mesh = self.mesh or ProcessMesh.current()
         group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
         made_for = (mesh, p2p_communicator, pg_collection, chunks, group_size)
+        # An engine has agreed with the other ranks on their messages, which is collective: one for as long as
+        # possible.
         if self._engine is None or any(a is not b for a, b in zip(made_for, self._made_for, strict=True)):
             self._engine, self._made_for = self._made(*made_for), made_for
         return self._engine

@@ -175,6 +175,7 @@ class Watch:
     def _terminated(self) -> NoReturn:
         """All ranks are to stop, and nothing is wrong; or the launcher ends those that outlived another."""
         report, size, until = report_of(self.mesh, TERMINATED), self.mesh.world.size, time.monotonic() + ANSWER_S
+        # A signal to all is no failure, but one to this rank alone is: torchrun ends so what outlives a failed rank.
         told = self._ask(lambda store: store.add("terminated", 1)) or 1
         while told < size and time.monotonic() < until and not self._others_failed():
             time.sleep(0.05)
@@ -197,6 +198,8 @@ class Watch:
             _say(f"{report}; {why}; any checkpoint saved before is complete")
             _exit(LOST)
         _say(str(report))
+        # The first to fail names the mismatch; the others wait until that is said, lest the launcher ends it
+        # meanwhile.
         first = self._ask(lambda store: store.add("failed", 1)) == 1
         reports = {self.mesh.world.rank: report} | (self._collect() if first else {})
         if first:
