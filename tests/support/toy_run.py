@@ -23,7 +23,7 @@ SHAPES = {
     **{f"layers.{n}.fc.weight": ((2, 8, 5), 1) for n in range(LAYERS)},
     **{f"layers.{n}.proj.weight": ((5, 8), 1) for n in range(LAYERS)},
     **{f"layers.{n}.fc.bias": ((6,), None) for n in range(LAYERS)},
-    **{f"layers.{n}.experts.weight": ((4, 2, 8, 3), 2) for n in range(0, LAYERS, 5)},
+    **{f"layers.{n}.experts.weight": ((4, 2, 8, 3), 2) for n in range(0, LAYERS - 1, 5)},
     "final.weight": ((6,), None),
     HEAD: ((24, 6), 0),
 }
