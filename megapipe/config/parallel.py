@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Annotated, Any, Literal
 
 from megapipe.config.moe import EXPERTS
@@ -111,6 +112,13 @@ class ParallelConfig:
     def ranks_of_a_replica(self) -> int:
         """Ranks that see the same samples."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def least_ranks(self) -> int:
+        """The least number of ranks that has both a replica and a copy of all experts."""
+        return lcm(
+            self.ranks_of_a_replica, self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size
+        )
 
     @property
     def chunks(self) -> int | None:

@@ -78,6 +78,19 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     assert " ".join(flags_of(first.config)) in report(found, memory * GIB)
 
 
+def test_experts_are_shared_where_a_rank_has_no_room_for_all():
+    experts = "--num-experts 16 --moe-ffn-hidden-size 512 --untie-embeddings-and-output-weights"
+    flags = [*MODEL.split(), *experts.split(), "--global-batch-size", "4"]
+    config = parse(Config, flags)
+    room = 0.02 * GIB
+    found = search(config, 2, room, SLOW, 1000)
+    layouts = {x.layout[4] * x.layout[5] * x.layout[2] for x in found.best.values()}
+    assert min(layouts) > 1  # none has all experts of all layers
+    assert any(x.layout[4] > 1 for x in found.best.values())
+    first = min(found.best.values(), key=lambda x: x.step)
+    check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
+
+
 def test_what_does_not_fit_is_said():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
     assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")

@@ -160,8 +160,7 @@ def _plan(config: Config, flags: Flags) -> Plan:
         raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
     par, given = config.parallel, config.check.world_size
     pipeline = par.pipeline_model_parallel_size
-    least = par.tensor_model_parallel_size * par.context_parallel_size * pipeline
-    config = replace(config, world_size=given if given and given > 0 else max(1, least))
+    config = replace(config, world_size=given if given and given > 0 else max(1, par.least_ranks))
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     if not flags.measure:
@@ -178,14 +177,15 @@ def report(found: Search, memory: float) -> str:
     first = best[0]
     lines = []
     for n, x in enumerate(best, 1):
-        tp, cp, pp, micro = x.layout
+        tp, cp, pp, micro, ep, etp = x.layout
+        experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
         tokens = x.config.global_batch_size * x.config.train.sequence / x.step
         worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
         more = (x.parts[worst] - first.parts[worst]) / first.step
         lines += [
             f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
             f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
-            f"x {tp} tensor, micro batch {micro}, {x.schedule}, "
+            f"x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
             f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
             f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
             f"      {' '.join(flags_of(x.config))}",
@@ -201,7 +201,11 @@ def flags_of(config: Config) -> list[str]:
     """The choice of the search, as flags."""
     model = config.model
     chosen = Config(
-        ModelConfig(recompute_granularity=model.recompute_granularity, sequence_parallel=model.sequence_parallel),
+        ModelConfig(
+            recompute_granularity=model.recompute_granularity,
+            sequence_parallel=model.sequence_parallel,
+            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        ),
         config.parallel,
         TrainConfig(micro_batch_size=config.train.micro_batch_size),
     )

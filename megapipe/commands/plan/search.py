@@ -1,8 +1,8 @@
 """The best plans of a model on so many devices: layouts, micro batches, recomputation, schedules, by the simulator.
 
-A cell is a layout (tp, cp, pp, micro batch) with its recomputation. Its plans are tried in the order of what work and
-filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two shorter
-batches, which tell the time of a microbatch more, and the best once more as they are.
+A cell is a layout (tp, cp, pp, micro batch, ep, etp) with its recomputation. Its plans are tried in the order of what
+work and filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two
+shorter batches, which tell the time of a microbatch more, and the best once more as they are.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def _candidates(
         if tp > device.node or gpus % (tp * cp * pp) or pp > config.model.layers or batch % dp:
             continue
         for micro in (n for n in _divisors(batch // dp) if n <= MICRO):
-            if _refused(_cell(config, gpus, (tp, cp, pp, micro), None, vocab), vocab):
+            if _refused(_cell(config, gpus, (tp, cp, pp, micro, 1, tp), None, vocab), vocab):
                 continue
-            for recompute in RECOMPUTE:
-                cell = _cell(config, gpus, (tp, cp, pp, micro), recompute, vocab)
+            for recompute, (ep, etp) in product(RECOMPUTE, _expert_grids(config, tp, gpus // pp)):
+                cell = _cell(config, gpus, (tp, cp, pp, micro, ep, etp), recompute, vocab)
                 plan = plan_of(_short(cell, 1), pieces_of(cell, cell.model))
                 if sum(plan.state_bytes) > memory * pp:
                     found.lost["out of memory"] += len(_schedules(cell))
@@ -148,9 +148,11 @@ def _fill(config: Config, costs: Costs) -> float:
 
 
 def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab: int) -> Config:
-    tp, cp, pp, micro = layout
+    tp, cp, pp, micro, ep, etp = layout
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=None if etp == tp else etp,
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         pipeline_schedule=PLAIN,
@@ -163,9 +165,18 @@ def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab
         recompute_activations=False,
         sequence_parallel=tp > 1,
         padded_vocab_size=rows,
+        moe_token_dispatcher_type="alltoall" if config.model.moe_router_topk < ep else "allgather",  # what sends less
     )
     train = replace(config.train, micro_batch_size=micro)
     return replace(config, parallel=parallel, model=model, train=train, world_size=gpus)
+
+
+def _expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
+    """Sizes of expert and expert tensor parallelism over so many ranks of a stage: split as an MLP, or whole."""
+    if not config.model.has_experts:
+        return [(1, tp)]
+    whole = [(ep, 1) for ep in _divisors(config.model.experts) if ranks % ep == 0]
+    return list(dict.fromkeys([(1, tp), *whole]))
 
 
 def _refused(cell: Config, vocab: int) -> bool:
@@ -279,10 +290,10 @@ def work_of(costs: Costs) -> float:
 
 
 def layout_of(config: Config) -> Layout:
-    """tp, cp, pp and micro batch."""
+    """tp, cp, pp, micro batch, ep and etp."""
     par = config.parallel
     sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.pipeline_model_parallel_size
-    return (*sizes, config.train.micro_batch)
+    return (*sizes, config.train.micro_batch, par.expert_model_parallel_size, par.etp)
 
 
 def _divisors(n: int) -> list[int]:
