@@ -80,6 +80,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[_Part | None]:
     blend = given[0] or mock
     sources = [MockTokens(vocab_size, tokenizer.eod)] if data.mock_data else _open(blend, tokenizer)
     split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
+    # Each source is cut by itself, as in Megatron-LM: every part has its share of every source.
     ranges = [split_ranges(split, len(source.lengths)) for source in sources]
     used = [part for part in range(3) if wanted[part] and ranges[0][part]]
     _refuse_empty(split, sources, ranges, used)

@@ -126,6 +126,7 @@ class GPTDataset:
         filled = 0
         try:
             (first, begin), (last, end) = samples[at : at + 2].tolist()
+            # A sample goes over as many documents as it takes, and ends with the token that the next one begins with.
             for position in range(first, last + 1):
                 sequence = int(documents[position])
                 until = end + 1 if position == last else int(self.source.lengths[sequence])

@@ -38,6 +38,7 @@ def cached(
     """
     if folder is None:
         return list(build())
+    # The name is a digest of everything the arrays depend on: another setting finds another entry, never a stale one.
     text = json.dumps({"format": 2, **key}, indent=1, sort_keys=True)
     entry = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:32]
     _once(entry, lambda: _store(entry, text, build()))
@@ -149,6 +150,7 @@ def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
             for i, array in enumerate(arrays):
                 np.save(temporary / f"{i}.npy", array, allow_pickle=False)
             temporary.chmod(0o755)
+            # A folder gets its name when all of it is there: who sees the name may map the arrays.
             os.rename(temporary, entry)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

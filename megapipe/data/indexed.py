@@ -62,6 +62,8 @@ class IndexedDataset:
         _refuse_missing(self.prefix, [p for p in (idx, bin) if not os.path.isfile(p)])
         with _named(self.prefix):
             self.dtype, sequences, entries = _read_header(idx)
+            # Mapped, not read: an index of 10^8 sequences has more than a gigabyte, which the ranks of a machine share
+            # so.
             raw = np.memmap(idx, np.uint8, "r")
         at = HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, at)
@@ -114,6 +116,7 @@ def glance(prefix: str) -> None:
     with idx.open("rb") as file:
         file.seek(HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", file.read(4))
+        # Behind the lengths, 4 bytes each, stand the pointers, 8 bytes each: this is the last of them.
         file.seek(HEADER.size + 12 * sequences - 8)
         (pointer,) = struct.unpack("<q", file.read(8))
     size, expected = bin.stat().st_size, pointer + length * dtype.itemsize

@@ -137,6 +137,8 @@ class SampleOrder:
         Raises: DataError past the end of the dataset (single) or for one smaller than b x dp (cyclic).
         """
         if self.kind == "single":
+            # Place in the order follows from the number of samples alone: a run resumes on any layout where it
+            # stopped.
             first = consumed + self.data_parallel_rank * self.micro_batch_size
             if self.wraps:
                 return [i % self.num_samples for i in range(first, first + self.micro_batch_size)]

@@ -81,6 +81,7 @@ class FlatBuffers:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
         own = [name for name in params if name not in borrowed]
+        # What is updated alike lies together, so that a rule has few long tensors in place of many short ones.
         group_of = {name: (not _at_an_end(params[name]), groups(name, params[name].shape)) for name in own}
         kinds = sorted(set(group_of.values()), key=lambda kind: (kind[0], -kind[1].weight_decay, kind[1].lr))
         alike = [tuple(name for name in own if group_of[name] == kind) for kind in kinds]
@@ -121,8 +122,7 @@ class FlatBuffers:
         self.main = own_share.to(main_dtype) if self.rounds else self.model if shares.size == 1 else own_share
         for name, param in params.items():
             setattr(param, "main_grad", self.view(self.grads, name))  # noqa: B010
-            # For parameters whose layer does not add its gradient itself: autograd's own `.grad` lives for a moment
-            # only.
+            # Layers of ours add into main_grad themselves; of all others autograd's `.grad` lives for a moment only.
             param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
 
     def view(self, flat: Tensor, name: str) -> Tensor:

@@ -174,6 +174,7 @@ class ForwardBackward:
     def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
         shared = self.mesh.cp.size * (self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
         given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
+        # One pipeline rank sends nothing, so it need not know the size of a message.
         length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
         shape = (length // shared, batch, hidden)
         variable = self.variable_seq_lengths or step.variable_seq_lengths

@@ -202,6 +202,7 @@ def _run_pair(pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand, 
     forward = cast(OverlappedStage, stages[f.item.stage])
     x, grad = (sum_of([hand.take(taken) for taken, _ in call.takes]) for call in pair)
     begin = watch.mark()
+    # The stage decides how the two overlap: layer by layer, while one of them waits for a collective.
     made = forward.overlapped_forward_backward(
         f.item.microbatch, x, stages[b.item.stage], b.item.microbatch, grad, weights=not b.item.kind.is_split
     )
@@ -228,6 +229,8 @@ def _run_labelled(
         for call in item:
             hand.end(call.awaits)
             for taken, source in call.takes:
+                # Here, ahead of `_run`: the wait for a message gets a label of its own in a trace, apart from the
+                # pass's.
                 if isinstance(held := hand[taken], InFlight):
                     with record_function(f"recv {taken} <-{source}"):
                         hand[taken] = held.wait()

@@ -139,6 +139,7 @@ class PipelineStage:
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
         self._context.run(self.weight_grads.capture)
+        # Without layers a pair is still right: F runs whole, then B.
         self._layered = module if self.overlaps and isinstance(module, Layered) else None
         self._saved: dict[int, _Saved] = {}
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
@@ -150,6 +151,7 @@ class PipelineStage:
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
         x = self._saved[microbatch].x
+        # In pieces that a pair would run between layers; alone they follow each other.
         for _ in self._backward(microbatch, grad, weights):
             pass
         return _grad_of(x)
@@ -230,6 +232,7 @@ class PipelineStage:
         value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
         if not torch.is_grad_enabled():
             return None
+        # loss_func is the user's and may weigh tokens: what it does to each loss is asked of autograd.
         (scale,) = torch.autograd.grad(value, losses, grad)
         scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
         grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])

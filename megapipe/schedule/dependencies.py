@@ -43,6 +43,7 @@ class Dependencies:
         for stage in schedule.placement.needed(item.stage, need):
             for n in _carried(stage, number, schedule) if need.where is Where.MICROBATCHES else [step]:
                 makers = [Pass(kind, stage, n) for kind in _MAKERS[need.made]]
+                # A result may come of one of several kinds: a gradient of B, or of BW.
                 there = next((maker for maker in makers if maker in self._there), None)
                 if there is not None or not need.optional:
                     yield there or makers[0]
@@ -59,6 +60,7 @@ def closed_prefix(schedule: Schedule) -> list[int]:
         next((i for i, step in enumerate(row) if not all(can_repeat(x.kind) for x in step)), len(row))
         for row in schedule.ranks
     ]
+    # A step that is cut off takes those with it that need it, on any rank: again until none falls.
     while True:
         inside = {x for row, cut in zip(schedule.ranks, cuts, strict=True) for step in row[:cut] for x in step}
         open_at = [

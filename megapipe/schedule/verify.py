@@ -58,6 +58,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
         return
     passes = sum(len(step) for row in schedule.ranks for step in row)
     if not 1 <= m <= passes:
+        # Here already: a file may say a number for which the loops below would run for ever.
         yield f"there are {m} microbatches, but only {passes} passes"
         return
     seen: dict[Pass, int] = {}

@@ -101,6 +101,7 @@ class Messenger:
                 f"stages pass on [s, b, h] = {list(shape)} of {_name(self.dtype)}, the type of "
                 "config.pipeline_dtype or of all parameters. Let the forward of the stage return that."
             )
+        # Transports send memory from end to end: strides do not travel.
         return x.contiguous()
 
     def finish(self) -> None:
@@ -117,6 +118,8 @@ class Messenger:
             sends = message.src == self.pp.rank
             peer = message.dst if sends else message.src
             tensor = self._checked(message.made_by, payload(message.made_by)) if sends else None
+            # In a message of its own before the tensor: a receive needs its buffer first, and only the sender knows
+            # the size.
             shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
             tag = _tag(message.made_by)
             (work,) = self.transport.post([Op(sends, peer, shape, tag)])

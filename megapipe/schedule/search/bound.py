@@ -41,13 +41,18 @@ def lower_bound(
         stages, limit = placement.stages_on(rank), limits[rank] * (1 + 1e-9)
         first, deepest = stages[0], stages[-1]
         busy = m * sum(f[s] + b[s] + w[s] for s in stages)
+        # From a rank's first F to its first B it has only forwards to do, as many as its memory holds: the rest is
+        # waiting.
         wait = max(0.0, turn + up[deepest] - down[first] - _most(limit, m, stages, f, mem_b))
         lives = [mem_b[s] * (turn + up[s] + b[s] - down[s]) for s in stages]
         owed = [mem_w[s] * w[s] for s in stages]
+        # Memory times time is an area: m microbatches that live so long do not fit in less time under the limit.
         share = m / limit if limit else 0.0
         to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), sum(lives) * share)
         return to_last_b, max(busy + wait, (sum(lives) + sum(owed)) * share)
 
+    # Two chains of reasoning meet below: what a rank needs by itself, and the way of a microbatch to the loss and
+    # back.
     alone = [at_rest(rank) for rank in range(ranks)]
     entry = [placement.stages_on(rank)[0] for rank in range(ranks)]
     best = 0.0

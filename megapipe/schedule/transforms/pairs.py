@@ -41,6 +41,7 @@ def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, trie
     Raises: ScheduleError if no pair makes the step shorter, with the rule and the least memory with which one does.
     """
     _refuse(schedule, costs)
+    # A table's own pairs are one candidate; the play makes others of its passes alone.
     alone = unpaired(schedule)
     plain, given = simulate(alone, costs), simulate(schedule, costs)
     asked = held_in_pairs(schedule, costs)
@@ -117,6 +118,7 @@ def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | Non
     place, m = schedule.placement, schedule.num_microbatches
     if place.num_chains > 1 or costs.fb is not None:
         return None
+    # Once with arithmetic alone and once with communication alone: no pair hides more than all of the other.
     links = [getattr(costs, name) for name in SHARES]
     lanes = [1 - share for share in links], links
     return max(lower_bound(place, m, _scaled(costs, shares), memory, "makespan") for shares in lanes)

@@ -27,7 +27,9 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     for item, end in time.end.items():
         if item.kind.is_gradient_of_weights:
             done[item.stage] = max(done[item.stage], end)
+    # Replicas sum in one collective: the last of them says when.
     ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
+    # One order on all ranks: two that share several stages must not begin them crosswise.
     order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
     rows = []
     for rank, row in enumerate(schedule.ranks):
