@@ -111,6 +111,13 @@ def test_a_link_is_not_followed(root):
     assert refused(folder) == f"{folder / 'state.json'} is not a plain file; links are not followed"
 
 
+def test_a_manifest_that_cannot_be_read_is_told_with_the_systems_reason(root):
+    path = root / "iter_0000002" / commit.MANIFEST
+    path.unlink()
+    path.mkdir()
+    assert refused(path.parent) == f"{path}: Is a directory"
+
+
 @pytest.mark.parametrize("name", ["../iter_0000001/state.json", "/etc/hostname", "a/b", "..", ""])
 def test_the_manifest_names_files_of_its_own_folder_only(root, name):
     path = root / "iter_0000002" / commit.MANIFEST

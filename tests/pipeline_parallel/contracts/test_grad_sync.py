@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +66,22 @@ def test_gradients_of_a_chunk_are_synchronised_by_its_own_function_when_it_is_do
         sync.on_stage_done(5)
         sync.on_stage_done(2)
     assert seen == [("b", list(CHUNKS[5].parameters())), ("a", list(CHUNKS[2].parameters()))]
+
+
+def test_behind_a_step_synchronisation_is_on_again_also_where_the_step_failed() -> None:
+    """Else what the next step of another program reduces would stay on its rank."""
+    seen: list[str] = []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        seen.append("off")
+        yield
+        seen.append("on")
+
+    sync = GradSync(SimpleNamespace(no_sync_func=[no_sync, no_sync]), CHUNKS)
+    with suppress(KeyError), sync.off(True):
+        raise KeyError
+    assert seen == ["off", "off", "on", "on"]
 
 
 @pytest.mark.parametrize("name", ["grad_sync_func", "param_sync_func", "no_sync_func"])
