@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule import Costs
+from megapipe.schedule import Costs, entry_of, is_file
 from megapipe.schedule.costs import MOST
 from megapipe.schedule.costs_file import load_costs
 
@@ -24,6 +24,16 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("a name is needed, got an empty one")
     return Path(text)
+
+
+def schedule(text: str) -> str:
+    """A name of the catalogue, a file, or a function of one's own."""
+    if not is_file(text) and ":" not in text:
+        try:
+            entry_of(text)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def positive(text: str, most: float = MOST) -> float:

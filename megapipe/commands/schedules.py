@@ -74,15 +74,19 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     top = Parser(prog=program(), description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="list|show|compare|site")
+    yours = "and yours: .json, .csv, or FILE.py:NAME of a function"
     every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
-    every.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
+    every.add_argument("files", type=given.schedule, metavar="FILE", nargs="*", help=yours)
     every.set_defaults(run=run_list)
     show = commands.add_parser("show", help="draw one schedule, or write it to files", allow_abbrev=False)
-    show.add_argument("name", metavar="NAME|FILE", help="a name from `list`, a .json or .csv file, or FILE.py:NAME")
+    named = "a name from `list`, a .json or .csv file, or FILE.py:NAME"
+    show.add_argument("name", type=given.schedule, metavar="NAME|FILE", help=named)
     effort = partial(given.positive, most=86400)
     both = commands.add_parser("compare", help="all schedules side by side, and which to take", allow_abbrev=False)
-    both.add_argument("files", metavar="FILE", nargs="*", help="and yours: .json, .csv, or FILE.py:NAME of a function")
-    both.add_argument("--only", metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)")
+    both.add_argument("files", type=given.schedule, metavar="FILE", nargs="*", help=yours)
+    both.add_argument(
+        "--only", type=given.schedule, metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)"
+    )
     both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
     _shared(show, several=False)
     _shared(both, several=True)

@@ -69,9 +69,9 @@ def entry_of(name: str) -> Entry:
     hint = (
         f"did you mean {' or '.join(close)}?"
         if close
-        else f"There are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
+        else f"there are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
     )
-    raise ScheduleError(f"unknown schedule {name}; {hint}")
+    raise ScheduleError(f"unknown schedule {name or repr(name)}; {hint}")
 
 
 def is_file(name: str) -> bool:

@@ -330,6 +330,41 @@ def test_an_engine_that_is_told_no_more_trains_with_seed_0(monkeypatch: pytest.M
     assert model.w.grad.item() == 1, "the mean of two losses, unscaled"
 
 
+@pytest.mark.parametrize(("per_token", "weight"), [(False, 6 / 2), (True, 6 * 7)])
+def test_a_layers_own_loss_of_seven_tokens_weighs_as_they_do(
+    per_token: bool, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Stream] = []
+    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
+        forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), torch.tensor(7), {})),
+        data_iterator=None,
+        model=Layers(),
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+        calculate_per_token_loss=per_token,
+        loss_scale=lambda: 6.0,
+    )
+    assert [one.weigh(7) for one in seen] == [weight] * 2
+
+
+def test_an_engine_that_is_told_no_more_sends_no_shapes() -> None:
+    def body(mesh: ProcessMesh) -> object:
+        run = engine.ForwardBackward(mesh, "1f1b", config=SimpleNamespace(hidden_size=1))
+        return run(
+            forward_step_func=lambda _, model: (model().expand(5, 1, 1), lambda out: (out.sum(), {})),
+            data_iterator=None,
+            model=Layers(),
+            num_microbatches=2,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+
+    with pytest.raises(ConfigError, match=r"gives \[5, 1, 1\] .* and stages pass on \[s, b, h\] = \[1, 1, 1\]"):
+        run_threads(body, pp=2)
+
+
 def test_a_table_of_ones_own_is_verified_before_its_first_step() -> None:
     table = build("1f1b", 1, 2)
     wrong = replace(table, name="mine", ranks=(table.ranks[0][:-1],))

@@ -1,5 +1,6 @@
 """The rest of the step as passes, under every schedule: where they stand, and what the simulator says of them."""
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -201,6 +202,19 @@ def test_steps_that_follow_are_numbered_on() -> None:
         f"1A{n} 1F{2 * n} 1BW{2 * n} 1F{2 * n + 1} 1BW{2 * n + 1} 1G{n} 1U{n}" for n in range(3)
     )
     assert (table.training_steps, table.num_microbatches, table.all_microbatches) == (3, 2, 6)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_stages_are_reduced_in_the_order_in_which_their_weight_gradients_end(name: str) -> None:
+    plain = build(name, 2, 4)
+    end: Counter[int] = Counter()
+    for item, at in simulate(plain).end.items():
+        if item.kind in (Kind.W, Kind.BW):
+            end[item.stage] = max(end[item.stage], at)
+    for row in with_reduction(plain).ranks:
+        order = [x.stage for step in row for x in step if x.kind is Kind.G]
+        ready = [max(end[twin] for twin in plain.placement.replicas(s)) for s in order]
+        assert ready == sorted(ready)
 
 
 def test_a_reduction_begins_behind_the_last_weight_gradient_of_its_stage() -> None:

@@ -1,6 +1,7 @@
 """Vocabulary passes under every table: each needs what it should, and the ends weigh no more than the middle."""
 
 import pytest
+from tools.proofs.drawn_tables import drawn_table
 
 from megapipe.schedule import (
     SCHEDULES,
@@ -106,6 +107,16 @@ def test_what_is_wrong_with_shares_is_named() -> None:
         with_vocabulary(table)
 
 
+def test_rows_are_looked_up_in_the_order_in_which_the_first_stage_takes_them() -> None:
+    table = with_vocabulary(drawn_table(1, 3, 4))  # whose second stage takes them in another
+    first, second = [
+        [x.microbatch for row in table.ranks for (x,) in row if (x.kind, x.stage) == (Kind.F, s)] for s in (0, 1)
+    ]
+    assert first != second
+    for row in table.ranks:
+        assert [x.microbatch for (x,) in row if x.kind is Kind.E] == first
+
+
 @pytest.mark.parametrize("layers", [1.2, 9.6])
 @pytest.mark.parametrize("name", FIXED)
 def test_shares_take_their_work_and_a_microbatch_of_memory_and_no_more(name: str, layers: float) -> None:
@@ -124,6 +135,7 @@ def test_shares_take_their_work_and_a_microbatch_of_memory_and_no_more(name: str
     ("name", "m", "costs"),
     [
         ("dualpipe-v", 6, Costs(10, 5, 8, s=3, t=4, e=1, comm=3, mem_b=(1.0, 6.0, 1.0, 6.0), mem_w=(0.5,) * 4)),
+        ("dualpipe-v", 6, Costs(10, 5, 8, s=3, t=4, e=1, comm=3, mem_b=(0.1, 0.6, 0.1, 0.6), mem_w=(0.05,) * 4)),
         ("hanayo", 4, Costs(2, 11, 8, s=1, t=2, mem_b=(1.0, 6.0, 6.0, 1.0, 6.0, 1.0, 6.0, 1.0), mem_w=(0.5,) * 8)),
     ],
 )
