@@ -2,6 +2,7 @@
 
 `lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Whoever has to know asks for the notes of
 one kind: `checks` for ranges, `checkpoint` for what may differ on --load, `flags` for what acts and what is idle.
+A note such as SAVES, an Idle, names what the flag needs: it acts with --save alone.
 """
 
 from __future__ import annotations
@@ -127,16 +128,12 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
     """
 
     def acts(config: Any) -> bool:
-        given = [getattr(section, name) for name in fields.split() for section in _with(config, name)]
-        return any(x in values if values else x if least is None else x >= least for x in given)
+        given = [getattr(part, name, None) for part in vars(config).values() for name in fields.split()]
+        return any(x in values if values else x if least is None else x >= least for x in given if x is not None)
 
     names = _either(list(map(flag, fields.split())))
     of = f" of at least {least}" if least is not None else f" {_either([*map(str, values)])}" if values else ""
     return Idle(lambda config: not acts(config), f"{instead}, without {names}{of}")
-
-
-def _with(config: Any, field: str) -> list[Any]:
-    return [section for section in vars(config).values() if field in getattr(section, "__dataclass_fields__", ())]
 
 
 def _either(names: list[str]) -> str:
