@@ -121,11 +121,22 @@ class Axis:
         arrives = self.group.recv([out], before, _SHIFT_TAG + lane)
         return Pending(out, (arrives, self.group.send([x], after, _SHIFT_TAG + lane)))
 
-    def start_all_to_all(self, x: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Pending:
-        """Rows of x to each rank, as many as `leaving` says one behind the other -> `arriving` of each rank's."""
+    def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
+        """Rows of x to each rank, one behind the other, rows[this rank] says how many -> those that each rank has for
+        this one. rows: [size][size], the same on all ranks."""
+        arriving = [row[self.rank] for row in rows]
         out = x.new_empty(sum(arriving), *x.shape[1:])
-        work = dist.all_to_all_single(out, x.contiguous(), [*arriving], [*leaving], group=self.group, async_op=True)
-        return Pending(out, work)
+        starts = [sum(row[: self.rank]) for row in rows]
+
+        def read(parts: Sequence[Tensor]) -> None:
+            pieces = [part[start : start + n] for part, start, n in zip(parts, starts, arriving, strict=True)]
+            torch.cat(pieces, out=out)
+
+        exchange = self._exchange(x, read, max(map(sum, rows)))
+        if exchange is None:
+            leaving = [*rows[self.rank]]
+            exchange = dist.all_to_all_single(out, x.contiguous(), arriving, leaving, group=self.group, async_op=True)
+        return Pending(out, exchange)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """x [size, ...], its n-th row for rank n -> [size, ...], the n-th row from rank n."""
@@ -133,8 +144,10 @@ class Axis:
         dist.all_to_all_single(out, x, group=self.group)
         return out
 
-    def _exchange(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Started | None:
-        return None if self.shared is None else self.shared.start(x, read)
+    def _exchange(
+        self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
+    ) -> Started | None:
+        return None if self.shared is None else self.shared.start(x, read, most)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Overwrite x with the one at position `source`."""

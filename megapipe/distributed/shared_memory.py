@@ -6,6 +6,7 @@ segment that the others read, and a byte in a pipe says that it is there.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
@@ -72,20 +73,23 @@ class SharedMemory:
         self._started = 0
         self._over = -1
 
-    def start(self, x: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Started | None:
+    def start(self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None) -> Started | None:
         """Show x to all ranks; then x may change. Collective at the first use of a size, as it makes room for it.
 
         Args:
             read: is given every rank's x, in rank order, once all are there.
+            most: rows of the longest x, where they differ; all that are read then have so many.
         Returns: None if there is no such way: not Linux, not one host, a sandbox, no room.
         """
-        index = self._room(x.nbytes)
+        shape = x.shape if most is None else (most, *x.shape[1:])
+        nbytes = math.prod(shape) * x.itemsize
+        index = self._room(nbytes)
         if index is None:
             return None
         slot, number = self._slots[index], self._started
         slot.busy, self._started = True, number + 1
-        views = [segment[: x.nbytes].view(x.dtype).view(x.shape) for segment in slot.segments]
-        views[self._rank].copy_(x)
+        views = [segment[:nbytes].view(x.dtype).view(shape) for segment in slot.segments]
+        views[self._rank][: len(x)].copy_(x) if x.ndim else views[self._rank].copy_(x)
         for rank, peer in self._peers.items():
             try:
                 os.write(peer.outbox, bytes((index,)))

@@ -127,9 +127,9 @@ def test_bytes_of_an_all_to_all_are_those_that_ranks_send(monkeypatch):
     model = replace(STYLES["llama"], **SPARSE, **even, moe_token_dispatcher_type="alltoall")
     sent, start = [], Axis.start_all_to_all
 
-    def counted(axis, x, leaving, arriving):
-        sent.append((sum(leaving) - leaving[axis.rank]) * x[:1].nbytes)
-        return start(axis, x, leaving, arriving)
+    def counted(axis, x, rows):
+        sent.append((sum(rows[axis.rank]) - rows[axis.rank][axis.rank]) * x[:1].nbytes)
+        return start(axis, x, rows)
 
     monkeypatch.setattr(Axis, "start_all_to_all", counted)
     run_threads(lambda mesh: bytes_of(model, mesh.tp, 64), dp=4, ep=2, etp=2)

@@ -88,8 +88,9 @@ class Alone(Axis):
     def all_to_all(self, x: Tensor) -> Tensor:
         return x.clone()
 
-    def start_all_to_all(self, x: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Pending:
-        return Pending(torch.cat([x] * -(-sum(arriving) // max(len(x), 1)))[: sum(arriving)].clone())
+    def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
+        arriving = sum(row[self.rank] for row in rows)
+        return Pending(torch.cat([x] * -(-arriving // max(len(x), 1)))[:arriving].clone())
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x

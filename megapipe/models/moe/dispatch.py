@@ -180,11 +180,12 @@ class Exchanged:
             table = [[each] * num_experts] * axis.size
         elif routing.kept is None:
             exchange(torch.diff(rows.ends, prepend=rows.ends.new_zeros(1)))
-        self._blocks = [sum(table[axis.rank][n : n + own]) for n in range(0, num_experts, own)]
-        self._arriving = [sum(row[first : first + own]) for row in table]
+        blocks = [[sum(row[n : n + own]) for n in range(0, num_experts, own)] for row in table]
+        self._blocks, self._there = blocks[axis.rank], [[n for n in row for _ in range(slices)] for row in blocks]
+        arriving_rows = sum(row[axis.rank] for row in self._there)
         # They arrive by rank, and lie by expert, of one expert by rank.
         arriving, here = counts[:, first : first + own], torch.arange(own, device=device)
-        owners = here.repeat(axis.size).repeat_interleave(arriving.flatten(), output_size=sum(self._arriving))
+        owners = here.repeat(axis.size).repeat_interleave(arriving.flatten(), output_size=arriving_rows)
         self._order = torch.argsort(owners, stable=True)
         self.experts, self.ends = owners[self._order], arriving.sum(0).cumsum(0)
 
@@ -205,22 +206,18 @@ class Exchanged:
         """Rows of this rank's tokens -> those for its experts."""
         if self._slices > 1:
             rows = torch.cat([block for block in torch.split(rows, self._blocks) for _ in range(self._slices)])
-        return self._axis.start_all_to_all(rows, self._leaving, self._arriving).wait()[self._order]
+        return self._axis.start_all_to_all(rows, self._there).wait()[self._order]
 
     def _returned(self, rows: Tensor) -> Pending:
         """The other way."""
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
-        return self._axis.start_all_to_all(by_rank, self._arriving, self._leaving).then(self._added)
-
-    @property
-    def _leaving(self) -> list[int]:
-        return [size for size in self._blocks for _ in range(self._slices)]
+        return self._axis.start_all_to_all(by_rank, [*zip(*self._there, strict=True)]).then(self._added)
 
     def _added(self, rows: Tensor) -> Tensor:
         """The sum of what all slices of an expert have made of a row, in their order."""
         if self._slices == 1:
             return rows
-        blocks = torch.split(rows, self._leaving)
+        blocks = torch.split(rows, self._there[self._axis.rank])
         return torch.cat([reduce(torch.add, blocks[n : n + self._slices]) for n in range(0, len(blocks), self._slices)])
 
 
