@@ -1,7 +1,6 @@
 """Vocabulary passes under every table: each needs what it should, and the ends weigh no more than the middle."""
 
 import pytest
-from tools.proofs.drawn_tables import drawn_table
 
 from megapipe.schedule import (
     SCHEDULES,
@@ -25,6 +24,7 @@ from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import activation, with_vocabulary
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
+from tools.proofs.tables.drawn import drawn_table
 
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
 COSTS = Costs(10, 11, 8, s=3, t=1.5)
