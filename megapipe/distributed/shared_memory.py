@@ -103,6 +103,7 @@ class SharedMemory:
                         raise AssertionError("the ranks of a group exchange tensors in different orders")
                 read(views)
             self._over = max(self._over, number)
+            # Free for this rank when all have read it, which shows when a later exchange is over.
             slot.busy, slot.free_from = False, self._started
 
         return Started(wait)

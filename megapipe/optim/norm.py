@@ -52,9 +52,12 @@ class Norm:
         if mesh.experts.ranks == mesh.tp.ranks or not (experts := self._experts(owned)):
             mesh.tp.all_reduce(squares)
         else:
+            # Experts lie on a grid of their own: each kind is summed over its ranks, and they meet in one vector
+            # again.
             places = self._places(experts)
             of_experts = mesh.experts.all_reduce(squares[places])
             mesh.tp.all_reduce(squares.index_fill_(0, places, 0.0))[places] = of_experts
+        # Of all pipelines one speaks: sums of replicas are the same numbers, and would count again.
         if 0 not in mesh.pp.ranks:
             squares.zero_()
         pending = mesh.world.start_all_reduce(squares)

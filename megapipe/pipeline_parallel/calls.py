@@ -52,6 +52,7 @@ def looked_up(
     beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
     needs = Dependencies(table)
 
+    # A need on another lane whose result is not handed over, such as an update before a gather, is waited for by name.
     def awaited(p: Pass) -> Iterator[Pass]:
         for need in needs.of(p) if beside else ():
             if need in beside and need.kind.traits.lane is not p.kind.traits.lane and need not in takes[p]:

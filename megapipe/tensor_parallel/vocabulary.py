@@ -82,6 +82,7 @@ def share_of_loss(rows: Tensor, weight: Tensor, labels: Tensor, *, differentiate
         inside, column = columns_of(labels, block)
         at_label = torch.where(inside, logits.gather(1, column).squeeze(1).to(at_label.dtype), at_label)
         higher = torch.maximum(highest, logits.amax(1))
+        # Sums so far are brought to the new maximum: one pass over the blocks, and no exponential overflows.
         fewer = (highest - higher).exp_()
         exp = exp_of(logits, higher, space)
         total = total * fewer + exp.sum(1)
@@ -90,6 +91,7 @@ def share_of_loss(rows: Tensor, weight: Tensor, labels: Tensor, *, differentiate
         highest = higher
     inside, column = columns_of(labels, slice(0, weight.shape[0]))
     label_row = weight[column.squeeze(1)].masked_fill(~inside[:, None], 0.0)
+    # float32 numbers travel as bits in a tensor of the rows' type: one message in place of two.
     numbers = torch.stack((highest, total, at_label)).view(rows.dtype).flatten()
     mean = mean.div_(total[:, None]).to(rows.dtype)
     return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(rows, labels, kept)

@@ -184,6 +184,7 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
                     return None
                 done.add(sooner)
                 result.append(sooner)
+                # With its W, as in "all W done": the pair frees what F took.
                 held -= holds[sooner - m]
             held += holds[x]
         elif x - m in done:
@@ -214,6 +215,7 @@ def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] |
         while held + holds[x] > limit:
             while first < len(owed) and owed[first] in done:
                 first += 1
+            # Nothing is left that frees memory: this order cannot be mended.
             if first == len(owed):
                 return None
             done.add(owed[first])

@@ -64,6 +64,7 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     last = 2 * len(slots) - 1
     rows = [RankSlots(row, weights) for row in slots]
     at = {item: slot for row in slots for slot, item in row.items()}
+    # The middle repeats and is packed by its building block: only the ramps have room.
     steady = range(at[Pass(Kind.B, 0, 0)], at[Pass(Kind.F, 0, microbatches - 1)] + 1)
     limit = max(held for row in rows for held, _ in row.states)
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
@@ -128,6 +129,7 @@ class RankSlots:
                 held += (item.kind is Kind.F) - (item.kind is Kind.W)
                 owed += item.kind is Kind.B
             states.append((held, owed))
+            # As before from here on: most moves change a few slots, and there are thousands.
             if slot > last and states[-1] == self.states[slot]:
                 break
         return states
