@@ -42,10 +42,19 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _twin_problems(name, placement)
         yield from _reschedule_problems(config, name, placement)
         yield from _vocabulary_problems(config, name, placement)
+        yield from _pair_problems(config)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
+
+
+def _pair_problems(config: Config) -> Iterator[str]:
+    """Flags that make a table by themselves, in which no pairs are made."""
+    par = config.parallel
+    others = {"vocab-parallel-pipeline": par.vocab_parallel_pipeline, "reschedule-after": par.reschedule_after}
+    for other in (name for name, given in others.items() if given and par.overlap_moe_expert_parallel_comm):
+        yield f"--overlap-moe-expert-parallel-comm and --{other} each make a table of their own. Leave one of them out."
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:

@@ -48,6 +48,19 @@ class ParallelConfig:
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
     pipeline_costs: str | None = None
     """A .json of what passes and messages take, as megapipe plan --save-costs writes it. Default: by FLOPs."""
+    overlap_moe_expert_parallel_comm: Annotated[
+        bool,
+        Idle(
+            lambda c: c.parallel.tensor_model_parallel_size == 1 and c.parallel.expert_model_parallel_size == 1,
+            "passes have no collective to hide, without --expert-model-parallel-size or --tensor-model-parallel-size "
+            "of at least 2",
+        ),
+    ] = False
+    """Run a forward and a backward together wherever the schedule's ranks can, so that collectives of one hide."""
+    delay_wgrad_compute: Annotated[
+        bool, needs("overlap_moe_expert_parallel_comm", "schedules say where weight gradients stand")
+    ] = False
+    """Split backwards without a partner too, so that their weight gradients fill what would be a wait."""
     reschedule_after: Annotated[int | None, at_least(2)] = None
     """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it."""
     num_layers_per_virtual_pipeline_stage: Annotated[int | None, LISTED] = None

@@ -70,7 +70,7 @@ ddp-pad-buckets-for-high-nccl-busbw: each rank's part of a bucket is padded to 6
 ddp-average-in-collective: gradients are added up and divided in float32
 overlap-p2p-communication overlap-p2p-communication-warmup-flush: the schedule's table orders messages and passes; there
     is nothing to set
-defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=#: zero-bubble schedules defer weight gradients
+defer-embedding-wgrad-compute wgrad-deferral-limit=#: zero-bubble schedules defer weight gradients
 tp-comm-overlap tp-comm-overlap-rs-dgrad no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag
     no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
     disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs
@@ -89,9 +89,9 @@ cuda-graph-impl=none|local|transformer_engine|full_iteration cuda-graph-warmup-s
 local-rank=#: the launcher passes the rank in the environment
 moe-flex-dispatcher-backend=deepep|hybridep|ncclep moe-enable-deepep
     moe-deepep-num-sms=# moe-hybridep-num-sms=# moe-flex-dispatcher-num-sms=# moe-shared-expert-overlap
-    overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release moe-hybridep-num-sms-preprocessing=#
-    overlap-dispatch-backward-with-experts-wgrad: one all-to-all, of torch.distributed; a schedule of pairs is what
-    works behind it
+    ep-overlap-early-attn-memory-release moe-hybridep-num-sms-preprocessing=#
+    overlap-dispatch-backward-with-experts-wgrad: one all-to-all, of torch.distributed;
+    --overlap-moe-expert-parallel-comm is what works behind it
 moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-permute-fusion-into-hybridep: names a fused kernel; experts
     are one grouped product in bf16 on a GPU
 moe-enable-routing-replay: the experts of a token are kept for recomputation

@@ -12,10 +12,11 @@ from megapipe.partition.layout import AUTO
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, balanced, search
-from megapipe.plan.split import counts_of, given_costs, is_searched, placements, schedule_name, schedule_of
+from megapipe.plan.paired import with_pairs
+from megapipe.plan.split import counts_of, given_costs, is_searched, kept_shares, placements, schedule_name, schedule_of
 from megapipe.plan.state import bytes_of_expert, bytes_of_state
 from megapipe.plan.work import Pieces, Work, pieces
-from megapipe.schedule import Costs, Schedule, Timeline, share_of_window, simulate, unpaired
+from megapipe.schedule import Costs, Schedule, Timeline, simulate
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 GIB = 2**30
@@ -170,16 +171,23 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if is_searched(schedule_name(config)):
         plan = _searched(config, plan, limit)
+    plan = _paired(plan, config)
     if (some := model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
         whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
         whole = replace(whole, shares=work.shares)
-        plan = replace(plan, pieces=replace(work, kept=(whole, _shares(plan.schedule, some))))
+        plan = replace(plan, pieces=replace(work, kept=(whole, kept_shares(plan.schedule, some))))
     if par.vocab_parallel_pipeline:
         plan = replace(plan, schedule=with_vocabulary(plan.schedule, plan.costs))
     if par.pipeline_model_parallel_layout == AUTO:
         plan = balanced_by_cost(plan, limit)
     _check_limit(plan, config)
     return plan
+
+
+def _paired(plan: Plan, config: Config) -> Plan:
+    limit = config.parallel.memory_limit_gib
+    room = None if limit is None else limit * GIB - max(plan.state_bytes)
+    return replace(plan, schedule=with_pairs(config, plan.schedule, plan.costs, room))
 
 
 def _check_limit(plan: Plan, config: Config) -> None:
@@ -224,8 +232,9 @@ def with_batch(plan: Plan, config: Config) -> Plan:
             f"--pipeline-schedule {schedule.name} has other stages for {count} microbatches than for "
             f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
         )
+    made = _paired(made, config)
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
-        made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], _shares(made.schedule, some))))
+        made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], kept_shares(made.schedule, some))))
     if plan.schedule.placement.vocabulary:
         made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
     _check_limit(made, config)
@@ -259,14 +268,7 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
         found = search_among(candidates, plan.schedule.num_microbatches, objective=objective, effort=effort).schedule
     except ScheduleError:  # no split can hold one microbatch: `make_plan` says what is needed
         return plan
-    return replace(drafts[found.placement], schedule=unpaired(found) if plan.tp == 1 else found)
-
-
-def _shares(schedule: Schedule, some: int) -> tuple[float, ...]:
-    """Share of its microbatches that each position of the chain does not compute again."""
-    kept, place = share_of_window(schedule, some), schedule.placement
-    copies = [[len(kept[s]) for s in range(place.num_stages) if place.position(s) == at] for at in range(place.chain)]
-    return tuple(sum(numbers) / schedule.num_microbatches for numbers in copies)
+    return replace(drafts[found.placement], schedule=found)
 
 
 def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:

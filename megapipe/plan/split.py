@@ -25,6 +25,7 @@ from megapipe.schedule import (
     entry_of,
     is_file,
     loop,
+    share_of_window,
     unpaired,
     vee,
 )
@@ -66,11 +67,24 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
         schedule = _build(name, ranks, microbatches, chunks, group, costs)
-    if config.parallel.tensor_model_parallel_size == 1:  # no collective to hide: together they would only start later
+    if not hides(config):  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
         raise ConfigError(problem)
     return schedule
+
+
+def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
+    """Share of its microbatches that each position of the chain does not compute again."""
+    kept, place = share_of_window(schedule, some), schedule.placement
+    copies = [[len(kept[s]) for s in range(place.num_stages) if place.position(s) == at] for at in range(place.chain)]
+    return tuple(sum(numbers) / schedule.num_microbatches for numbers in copies)
+
+
+def hides(config: Config) -> bool:
+    """Do passes have collectives that a pass run with them can hide?"""
+    par = config.parallel
+    return par.tensor_model_parallel_size > 1 or par.expert_model_parallel_size > 1
 
 
 def forwards(config: Config, microbatches: int) -> int:

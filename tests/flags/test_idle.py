@@ -65,6 +65,7 @@ REFUSED = {
 RUNS = [
     "",
     "--check --save a --save-keep-last 2 --load a --swiglu --disable-bias-linear --tensor-model-parallel-size 2 "
+    "--overlap-moe-expert-parallel-comm "
     "--context-parallel-size 2 --cp-comm-type p2p --fp16 --recompute-granularity full --group-query-attention "
     "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --optimizer sgd",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-ring-exchange-p2p "

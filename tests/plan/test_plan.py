@@ -313,3 +313,33 @@ def test_the_plan_counts_a_share_of_the_optimizer_state(half, whole, split):
     head = 128 * 32  # tied: a second gradient, nothing else
     assert sum(plain.state_bytes) == whole * (parameters - head) + 4 * head
     assert sum(shared.state_bytes) == split * (parameters - head) + 4 * head
+
+
+EXPERTS = "--num-layers 8 --num-experts 4 --moe-ffn-hidden-size 16 --pipeline-model-parallel-size 2"
+PAIRED = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-zb --num-layers-per-virtual-pipeline-stage 1"])
+def test_a_flag_makes_pairs_of_a_forward_and_a_backward_in_any_schedule(schedule):
+    flags = f"{EXPERTS} --pipeline-schedule {schedule}"
+    table, plain = (make_plan(config(f"{flags} {more}", 4, 16)).schedule for more in (PAIRED, ""))
+    pairs = [step for row in table.ranks for step in row if len(step) > 1]
+    assert pairs
+    assert all(len({x.kind.is_forward for x in pair}) == 2 for pair in pairs)
+    assert (table.name, table.placement) == (plain.name, plain.placement)
+    assert all(len(step) == 1 for row in plain.ranks for step in row)
+
+
+def test_backwards_without_a_partner_are_split_only_when_asked():
+    flags = f"{EXPERTS} {PAIRED} --pipeline-schedule 1f1b"
+    whole, split = (make_plan(config(f"{flags} {more}", 4, 16)).schedule for more in ("", "--delay-wgrad-compute"))
+    assert not any(kind.is_split for kind in whole.kinds)
+    assert any(kind.is_split for kind in split.kinds)
+
+
+def test_pairs_without_gain_or_beside_another_table_are_refused():
+    assert problems(f"{EXPERTS} {PAIRED} --vocab-parallel-pipeline", 4).startswith(
+        "--overlap-moe-expert-parallel-comm and --vocab-parallel-pipeline each make a table of their own. Leave one"
+    )
+    with pytest.raises(ConfigError, match=r"makes 1f1b with 1 microbatches shorter\. Leave the flag out, or"):
+        make_plan(config(f"{EXPERTS} {PAIRED}", 4, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.schedule import Costs, Schedule, build, from_csv, from_json, to_csv, to_json
+from megapipe.schedule import Costs, Schedule, ScheduleError, build, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
+from megapipe.schedule.transforms.pairs import pairs
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from tools.proofs.tables.drawn import drawn_table
 
@@ -91,6 +93,7 @@ class Case:
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
         vocabulary: the ranks of the pipeline share it.
+        paired: passes of the schedule run together, wherever that would pay if three tenths of them were communication.
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
@@ -129,6 +132,7 @@ class Case:
     loss_scale: float = 1.0
     compile: bool = False
     vocabulary: bool = False
+    paired: bool = False
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
@@ -160,6 +164,7 @@ class Case:
             metrics="none",
             compile=False,
             vocabulary=False,
+            paired=False,
             drawn=None,
             buckets=1,
             ep=1,
@@ -256,19 +261,22 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    return _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.file, case.vocabulary)
+    made = _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.vocabulary, case.paired)
+    if case.file is None:
+        return made
+    return from_json(to_json(made)) if case.file == "json" else from_csv(to_csv(made))
 
 
 @lru_cache(maxsize=256)
 def _table(
-    name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, file: str | None, vocabulary: bool
+    name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, vocabulary: bool, paired: bool
 ) -> Schedule:
     options: dict[str, Any] = {"effort": 0.1} if entry_of(name).searched else {}
     if drawn is None:
         schedule = build(name, pp, microbatches, chunks=chunks, **options)
     else:
         schedule = drawn_table(drawn, pp, microbatches)
-    schedule = with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule
-    if file is None:
-        return schedule
-    return from_json(to_json(schedule)) if file == "json" else from_csv(to_csv(schedule))
+    if paired:
+        with suppress(ScheduleError):  # no pair would pay
+            schedule = pairs(schedule, Costs(1, 1.1, 0.8, link_f=0.3, link_b=0.3, link_w=0.3), tries=6)
+    return with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule

@@ -64,6 +64,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
         "--use-distributed-optimizer",
     ),
+    "ep-pairs": (
+        {"dp": 2, "ep": 2, "pp": 2},
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+    ),
     "ep-tp": (
         {"tp": 2, "dp": 2, "ep": 2},
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "

@@ -28,7 +28,15 @@ from megapipe.schedule.verify import verify
 _SMALL = 1e-9  # rounding
 
 
-def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, tries: int = 72) -> Schedule:
+def pairs(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    memory: float | None = None,
+    any_two: bool = True,
+    split: bool = False,
+    tries: int = 72,
+) -> Schedule:
     """A table with passes run together wherever that makes the step shorter by the clock of `costs`.
 
     Each stage keeps the order of its microbatches; a rank may run forwards sooner than its table says, as the rule
@@ -36,6 +44,8 @@ def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, trie
 
     Args:
         memory: most activation of a rank; None: what the rule asks, or what the table holds where that is more.
+        any_two: any two passes may run together; else a forward with a backward alone, which a run executes as one.
+        split: backwards without a partner are split where the table has them whole too.
         tries: tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
     Raises: ScheduleError if no pair makes the step shorter, with the rule and the least memory with which one does.
@@ -49,7 +59,7 @@ def pairs(schedule: Schedule, costs: Costs, *, memory: float | None = None, trie
     best, least = None, plain.makespan * (1 - _SMALL)
     if given.makespan < least and all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)):
         best, least = schedule, given.makespan
-    found = best_play(alone, costs, limits, tries)
+    found = best_play(alone, costs, limits, tries, any_two=any_two, split=split)
     if found is not None and found[0] < least * (1 - _SMALL):
         best = replace(found[1], name=schedule.name)
     if best is None:
