@@ -165,7 +165,8 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
 
 def _process(command: Sequence[str], log: Path, limit: float, default: Mapping[str, str] | None = None) -> str:
     """Run it; why it failed, or nothing. default: of its environment, where ours says nothing."""
-    env = dict(default or {}) | os.environ | {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    clone = {"PYTHONPATH": str(ROOT)} if in_clone() else {}
+    env = dict(default or {}) | os.environ | clone | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     with log.open("w", errors="backslashreplace") as output:  # any name of a file
         print(*command, file=output, flush=True)
         process = subprocess.Popen(
