@@ -114,6 +114,8 @@ class Axis:
         out, before, after = torch.empty_like(x), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         assert self.group is not None
         if self.device.type == "cuda":
+            # Both in one group: NCCL runs what is posted apart in order, and in a ring each rank would wait for the
+            # next.
             calls = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=before)]
             calls.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=after))
             return Pending(out, dist.batch_isend_irecv(calls))

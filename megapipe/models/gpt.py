@@ -168,6 +168,7 @@ class GPTModel(nn.Module):
             self._input = None
         else:
             assert self._input is not None, "a stage without embedding needs set_input_tensor first"
+            # Let go at once: the stage's graph holds what it needs, and an input kept here would be one more.
             x, self._input = self._input, None
         x = self.decoder(x)
         if self.output_layer is None or isinstance(self.output_layer, VocabularyRows):

@@ -46,6 +46,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
+        # Leaves of a graph of its own: the gradients end here, and go on in the outer one as this node's result.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
             inputs = [_catch(x, grads, i) if x.requires_grad else x for i, x in enumerate(inputs)]

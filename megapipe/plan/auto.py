@@ -65,6 +65,7 @@ def search(judge: Judge) -> Counts:
 
     def score(counts: Counts) -> Score:
         if counts not in scores:
+            # Beyond the budget every split counts as bad: the descent ends where it stands, on all ranks alike.
             scores[counts] = judge.score(counts) if len(scores) <= budget else (inf, inf, inf)
         return scores[counts]
 

@@ -69,6 +69,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
     """Wait for all ranks, in three requests of each. Returns: empty, or who is missing; the same on all ranks."""
     store.append("here", f"{rank}@{socket.gethostname()} ")  # type: ignore[attr-defined]
+    # The last to come says it for all: three requests of a rank, however many there are.
     if store.add("count", 1) == world_size:
         store.set("result", MET)
     try:

@@ -100,6 +100,7 @@ class SelfAttention(nn.Module):
         stream, (way,) = current_stream(), self.config.cp_comm_type
         cp, tp = stream.cp, self.tp
         if cp.size > 1 and way == "a2a":
+            # Heads are spread over tp and, within, over cp: masks of dropout belong to heads by these numbers.
             heads = Axis(tp.rank * cp.size + cp.rank, tp.size * cp.size)
             core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
             return self._maybe_again(whole_sequences(core, cp), q, k, v)

@@ -127,6 +127,7 @@ class Router(nn.Module):
         compute = wide(x)
         logits = narrow_linear(self._jittered(x, stream), self.weight, self.bias, dtype).view(-1, config.experts)
         if config.moe_router_force_load_balancing:
+            # The forward routes by chance, the backward as without: what is measured is the speed of an even load.
             logits = logits + (self._random(x, stream).to(dtype) - logits).detach()
         losses: dict[str, Tensor] = {}
         tokens = len(logits)
@@ -143,6 +144,7 @@ class Router(nn.Module):
             weights = weights.masked_fill(~kept, 0.0)
         if self.training:
             weights = self._balanced(weights, logits, experts, x.shape[1], stream, losses, compute)
+            # By sample, not in a list: a forward that is computed again in backward writes the same entry once more.
             self.seen[stream.sample] = Seen(self._counted(experts, kept, most), losses)
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
@@ -169,6 +171,7 @@ class Router(nn.Module):
         if config.moe_router_score_function != "softmax":
             scores = scores / (scores.sum(dim=-1, keepdim=True) + NOTHING)
         if self.expert_bias is not None or config.moe_router_num_groups:
+            # The losses judge the router's own taste, not what the bias or the groups have made of it.
             experts = self._once("unbiased", stream, lambda: best(scores.detach(), k))
         for kind, weight in config.balancing.items():
             if kind == "seq_aux_loss":

@@ -78,9 +78,13 @@ def measured(
     ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
     passes, worst = max(r.makespan for r in ranks), max(ranks, key=lambda r: r.idle)
     stages = replace(costs, comm=0.0, overhead=0.0)
+    # The bubble in parts: with equal stages it is the table's, what unequal ones add is theirs, the rest is messages
+    # and host.
     f, b, w = ((mean(x),) * len(x) for x in _stages(stages, schedule))
     even = replace(stages, f=f, b=b, w=w)
     plan = _simulated(schedule, counted)
+    # The plan counts in FLOPs or in another machine's seconds: one factor brings its passes to the length of those
+    # here.
     speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
     of_table, of_stages = (_bubble(simulate(schedule, x)) for x in (even, stages))
     f, b, w = (tuple(x * speed for x in row) for row in _stages(counted, schedule))
@@ -139,6 +143,7 @@ class Counters:
         Returns: what is to be named, on the rank that speaks.
         """
         self.steps += 1
+        # The first step warms caches and communicators up, and would spoil every mean.
         if self.steps == 1 or not watch.passes:
             return []
         self._watches.append(watch)
@@ -148,6 +153,7 @@ class Counters:
         new: list[Slow] = []
         while ready:
             schedule = ready[0].schedule
+            # A growing batch or a new table may lie between them: times of one table are read together.
             same = [x for x in ready if x.schedule is schedule]
             ready = [x for x in ready if x.schedule is not schedule]
             new += self._read(same[-READ:], schedule)
