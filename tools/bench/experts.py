@@ -1,12 +1,14 @@
 """A layer of experts beside a dense MLP of the same active FLOPs, and beside transformers' own: forward and backward.
 
     python tools/bench/experts.py --tokens-per-expert 64
+    torchrun --nproc-per-node 2 tools/bench/experts.py     # experts shared by the processes, beside all on each
 
 CPU time of one thread, medians, so that other programs on the machine do not count.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import ModelConfig
-from megapipe.distributed.axis import Axis
+from megapipe.config import ModelConfig, ParallelConfig
+from megapipe.distributed.axis import CPU, Axis, Pending
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, run
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
@@ -56,19 +59,55 @@ def main(argv: Sequence[str]) -> None:
         swiglu=True,
         disable_bias_linear=True,
     )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _shared(args, model, tokens)
     layers: dict[str, nn.Module] = {
         "experts": MoE(model, Axis(), 0),
         "dense, same active FLOPs": MLP(replace(model, num_experts=None), Axis(), args.ffn * args.topk),
     }
     for layer in layers.values():
-        initialize(layer, 1, Axis())
-        for param in layer.parameters():
-            setattr(param, "main_grad", torch.zeros_like(param))  # noqa: B010
+        _ready(layer, Axis())
     layers |= {f"transformers, {way}": _theirs(args, way) for way in ("eager", "grouped_mm")}
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
     times = {name: _median(partial(_step, layer, x, dy), args.repeats) for name, layer in layers.items()}
     for name, ms in times.items():
         print(f"{name:<28} {ms:8.1f} ms  {ms / times['experts']:5.2f}")
+
+
+def _shared(args: Flags, model: ModelConfig, tokens: int) -> None:
+    """A layer on each of the processes, its experts shared by them, beside one that has all: CPU time of a process."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    mesh = ProcessMesh.create(ParallelConfig(expert_model_parallel_size=ranks, distributed_backend="gloo"), CPU)
+    x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
+    start, spent = Axis.start_all_to_all, list[float]()
+
+    def timed(axis: Axis, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
+        began = time.process_time()
+        moved = start(axis, x, rows).wait()
+        spent.append((time.process_time() - began) * 1e3)
+        return Pending(moved)
+
+    setattr(Axis, "start_all_to_all", timed)  # noqa: B010
+    cases: list[tuple[str, ModelConfig, Axis]] = [
+        ("ep 1", model, Axis()),
+        (f"ep {ranks}, alltoall", replace(model, moe_token_dispatcher_type="alltoall"), mesh.tp),
+        (f"ep {ranks}, allgather", replace(model, moe_token_dispatcher_type="allgather"), mesh.tp),
+    ]
+    for way, config, tp in cases:
+        layer = MoE(config, tp, 0)
+        _ready(layer, tp)
+        spent.clear()
+        ms = _median(partial(_step, layer, x, dy), args.repeats)
+        moved = sum(spent) / (args.repeats + 2)
+        if mesh.world.rank == 0:
+            print(f"{way:<28} {ms:8.1f} ms" + f", {moved:.1f} ms of it all-to-all ({moved / ms:.1%})" * bool(spent))
+    mesh.close()
+
+
+def _ready(layer: nn.Module, tp: Axis) -> None:
+    initialize(layer, 1, tp)
+    for param in layer.parameters():
+        setattr(param, "main_grad", torch.zeros_like(param))  # noqa: B010
 
 
 def _theirs(args: Flags, way: str) -> nn.Module:
