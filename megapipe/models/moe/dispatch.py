@@ -96,7 +96,7 @@ class Way(Protocol):
     ends: Tensor
     keeps_rows: bool
 
-    def there(self, x: Tensor) -> Tensor:
+    def there(self, x: Tensor) -> Pending:
         """[s, b, n] of this rank's tokens -> [R, n] for its experts."""
 
     def back(self, rows: Tensor) -> Pending:
@@ -135,8 +135,8 @@ class Gathered:
         self._edge, self._shape = edge, routing.weights.shape[1:]
         self.experts, self.ends = self._rows.experts, self._rows.ends
 
-    def there(self, x: Tensor) -> Tensor:
-        return self._edge.forward(x).wait().reshape(-1, x.shape[-1])[self._rows.tokens]
+    def there(self, x: Tensor) -> Pending:
+        return self._edge.forward(x).then(lambda whole: whole.reshape(-1, x.shape[-1])[self._rows.tokens])
 
     def back(self, rows: Tensor) -> Pending:
         whole = summed(rows, self._rows.of_token)
@@ -189,7 +189,7 @@ class Exchanged:
         self._order = torch.argsort(owners, stable=True)
         self.experts, self.ends = owners[self._order], arriving.sum(0).cumsum(0)
 
-    def there(self, x: Tensor) -> Tensor:
+    def there(self, x: Tensor) -> Pending:
         return self._sent(x.reshape(-1, x.shape[-1])[self._rows.tokens])
 
     def back(self, rows: Tensor) -> Pending:
@@ -197,16 +197,16 @@ class Exchanged:
         return pending.then(lambda x: summed(x, self._rows.of_token).view(*self._shape, rows.shape[1]))
 
     def weights_there(self, weights: Tensor) -> Tensor:
-        return self._sent(_by_row(weights, self._rows))
+        return self._sent(_by_row(weights, self._rows)).wait()
 
     def weights_back(self, by_row: Tensor) -> Tensor:
         return _by_choice(self._returned(by_row).wait(), self._rows).view(*self._shape, -1)
 
-    def _sent(self, rows: Tensor) -> Tensor:
+    def _sent(self, rows: Tensor) -> Pending:
         """Rows of this rank's tokens -> those for its experts."""
         if self._slices > 1:
             rows = torch.cat([block for block in torch.split(rows, self._blocks) for _ in range(self._slices)])
-        return self._axis.start_all_to_all(rows, self._there).wait()[self._order]
+        return self._axis.start_all_to_all(rows, self._there).then(lambda x: x[self._order])
 
     def _returned(self, rows: Tensor) -> Pending:
         """The other way."""

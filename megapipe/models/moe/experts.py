@@ -88,7 +88,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         way = how.way
         by_row = way.weights_there(weights)
-        rows = way.there(x)
+        rows = result_of(way.there(x))
         first = products(rows, fc1, way.ends)
         if bias1 is not None:
             first += bias1[way.experts]
@@ -102,7 +102,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept, first, by_row, fc1, fc2), how, (bias1, bias2) = ctx.saved_tensors, ctx.how, ctx.biases
-        way, grads = how.way, how.way.there(grad)
+        way, grads = how.way, how.way.there(grad).wait()
         with torch.enable_grad():
             first, by_row = first.detach().requires_grad_(), by_row.detach().requires_grad_()
             second = how.between(first, by_row)
@@ -121,9 +121,9 @@ class _Experts(torch.autograd.Function):
         owner = ctx.weight_grads
         deferring = owner is not None and owner.is_deferring
         # What is put off keeps rows, or the smaller side of an edge.
-        inputs: Callable[[], Tensor] = (lambda: kept) if way.keeps_rows else (lambda: way.there(kept))
+        inputs: Callable[[], Tensor] = (lambda: kept) if way.keeps_rows else (lambda: way.there(kept).wait())
         again = deferring and not way.keeps_rows
-        of_second: Callable[[], Tensor] = (lambda: way.there(grad)) if again else (lambda: grads)
+        of_second: Callable[[], Tensor] = (lambda: way.there(grad).wait()) if again else (lambda: grads)
         d_fc1 = d_fc2 = None
         if ctx.needs_input_grad[2]:
             d_fc1 = _weight_grad(fc1, lambda into: add_products(into, d_first, inputs(), way.ends), owner)
