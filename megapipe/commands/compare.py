@@ -24,7 +24,7 @@ from megapipe.checks.run import validate
 from megapipe.commands.ranks import run_ranks
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
-from megapipe.data.files import folder_problems, write_complete
+from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
     """Train, print, write."""
     flags = parse(Flags, argv)
     wrong = [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]
-    if wrong := [*wrong, *folder_problems({"--out": flags.out})]:
+    if wrong := [*wrong, *folder_problems({"--out": flags.out}), *file_problems(flags.by_flag)]:
         raise ConfigError(wrong)
     flags.check()
     rows: list[Row] = []
@@ -171,8 +171,8 @@ def main(argv: Sequence[str]) -> None:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))
-    if flags.named:
-        draw(rows, flags)
+    for path, content in (draw(rows, flags) if flags.named else {}).items():
+        write_complete(path, content)
 
 
 def _counts(flags: Flags) -> list[tuple[str, int]]:
@@ -267,7 +267,7 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[Row], files: Files) -> list[Path]:
+def draw(rows: list[Row], files: Files) -> dict[Path, bytes]:
     """A bar for each step, what the ranks wait of it lighter, and where the waiting was predicted to begin."""
     about = (
         "The same small GPT under every schedule, ranks as processes of one machine: the time of a step, and what part "
@@ -293,4 +293,4 @@ def draw(rows: list[Row], files: Files) -> list[Path]:
         panels[-1].set_xlabel("ms a step")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
-    return files.write(0.6 + 0.13 * len(rows) + 0.25 * len({row.pp for row in rows}), about, paint)
+    return files.draw(0.6 + 0.13 * len(rows) + 0.25 * len({row.pp for row in rows}), about, paint)

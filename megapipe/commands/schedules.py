@@ -44,11 +44,11 @@ from megapipe.schedule.views.figure import COLUMN, PAGE, Files
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
+from megapipe.schedule.views.study import draw as draw_study
 from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
-from megapipe.schedule.views.study import write as write_study
 from megapipe.schedule.views.terminal import facts, to_terminal
-from megapipe.schedule.views.timeline import write_memory, write_schedule
+from megapipe.schedule.views.timeline import draw_memory, draw_schedule
 
 STDOUT = Path("-")
 
@@ -184,6 +184,10 @@ def _own_entry(name: str) -> Entry:
 
 def run_show(args: argparse.Namespace) -> int:
     _refuse_outputs(args, "json", "csv", "svg", "perfetto", "png", "pdf")
+    figure = Files(args.svg and str(args.svg) if args.curves else None, args.png, args.pdf, args.width)
+    if args.curves and (not figure.named or args.svg == STDOUT):
+        raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
+    figure.check()
     args.costs = _priced(args.costs, args.comm_share)
     schedule, found = _schedule(args)
     if args.pairs and args.vocabulary:
@@ -197,10 +201,6 @@ def run_show(args: argparse.Namespace) -> int:
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
-    figure = Files(args.svg and str(args.svg) if args.curves else None, args.png, args.pdf, args.width)
-    if args.curves and (not figure.named or args.svg == STDOUT):
-        raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
-    figure.check()
     files: list[tuple[Path | None, Callable[[], str]]] = [
         (args.json, lambda: to_json(table)),
         (args.csv, lambda: to_csv(table)),
@@ -212,10 +212,10 @@ def run_show(args: argparse.Namespace) -> int:
             print(text(), end="")
         elif path is not None:
             write_complete(path, text())
-    if figure.named and args.curves:
-        write_memory(schedule, figure, args.costs, args.memory)
-    elif figure.named:
-        write_schedule(schedule, figure, args.costs)
+    if figure.named:
+        held = partial(draw_memory, memory=args.memory)
+        for path, picture in (held if args.curves else draw_schedule)(schedule, figure, args.costs).items():
+            write_complete(path, picture)
     if any(path == STDOUT for path, _ in files):
         return 0
     if not figure.named and not any(path for path, _ in files):
@@ -245,10 +245,10 @@ def run_compare(args: argparse.Namespace) -> int:
         print()
         for line in advise(point.measured, point.ranks, point.microbatches, point.costs):
             print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
-    if args.csv is not None:
-        write_complete(args.csv, study_to_csv(points))
-    if figure.named:
-        write_study(points, figure, args.memory)
+    written: dict[Path, str | bytes] = {} if args.csv is None else {args.csv: study_to_csv(points)}
+    written |= draw_study(points, figure, args.memory) if figure.named else {}
+    for path, content in written.items():
+        write_complete(path, content)
     return 0
 
 

@@ -20,7 +20,7 @@ from megapipe.schedule import Placement, Schedule, Timeline
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import RankSummary, RankTrace, merge, pipelines, predict, read, span, summarise
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.timeline import Box, Track, tracks_of, write
+from megapipe.schedule.views.timeline import Box, Track, draw, tracks_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     outputs = {
         "--output": flags.output,
         "--json": flags.json,
-        **{f"--{kind}": path for kind, path in flags.named.items()},
+        **flags.by_flag,
     }
     if problems := list(file_problems(outputs)):
         raise ConfigError(problems)
@@ -81,7 +81,8 @@ def main(argv: Sequence[str]) -> None:
         merged = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
         write_complete(flags.output, gzip.compress(merged) if flags.output.endswith(".gz") else merged)
         print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
-    for path in write(drawn, flags, " ".join(about), "ms") if flags.named else ():
+    for path, content in (draw(drawn, flags, " ".join(about), "ms") if flags.named else {}).items():
+        write_complete(path, content)
         print(f"Wrote {path}")
 
 

@@ -6,6 +6,7 @@ The only file that knows matplotlib, an extra: whoever wants a figure asks `chec
 from __future__ import annotations
 
 import importlib.util
+import io
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _STYLE = {
     "ytick.major.width": 0.5,
     "hatch.linewidth": 0.5,
     "savefig.dpi": 300,
+    "text.parse_math": False,  # a dollar in the name of a file is one
     "pdf.fonttype": 42,  # letters that can be searched and that printers take
     "svg.fonttype": "none",
     "svg.hashsalt": "megapipe",  # the same drawing has the same bytes
@@ -62,6 +64,11 @@ class Files:
         paths = {"svg": self.svg, "png": self.png, "pdf": self.pdf}
         return {name: Path(path) for name, path in paths.items() if path is not None}
 
+    @property
+    def by_flag(self) -> dict[str, Path]:
+        """They, by what asked for each."""
+        return {f"--{kind}": path for kind, path in self.named.items()}
+
     def check(self) -> None:
         """Raises: ScheduleError if a figure is asked for and nothing here can draw it, or it has no room."""
         if self.width != COLUMN and not self.named:
@@ -72,19 +79,27 @@ class Files:
             if importlib.util.find_spec("matplotlib") is None:
                 raise ScheduleError(f"--{kind} needs matplotlib, which is not installed: pip install matplotlib")
 
-    def write(self, height: float, caption: str, paint: Callable[[Figure], object]) -> list[Path]:
-        """Draw once, write every file, and say which. caption: what is seen and of which numbers, above the axes."""
+    def draw(self, height: float, caption: str, paint: Callable[[Figure], object]) -> dict[Path, bytes]:
+        """Draw once, and return what to write into each file. caption: what is seen and of which numbers."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
+        caption, drawn = plain(caption), dict[Path, bytes]()
         lines = textwrap.wrap(caption.replace(" = ", "\xa0=\xa0"), round(19.5 * self.width))
         with rc_context(_STYLE):
             figure = Figure(figsize=(self.width, height + 0.12 * len(lines)), layout="constrained")
             paint(figure)
             figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=6.5)
             for kind, path in self.named.items():
-                figure.savefig(path, format=kind, metadata=_about(kind, caption))
-        return [*self.named.values()]
+                file = io.BytesIO()
+                figure.savefig(file, format=kind, metadata=_about(kind, caption))
+                drawn[path] = file.getvalue()
+        return drawn
+
+
+def plain(text: str) -> str:
+    """A name as a figure can show it: what no font prints, half a surrogate pair among it, is escaped."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _about(kind: str, caption: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.views.compare import Refusal, Row, compare
 from megapipe.schedule.views.draw import short
-from megapipe.schedule.views.figure import Files, legend
+from megapipe.schedule.views.figure import Files, legend, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +100,7 @@ def to_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def write(points: Sequence[Point], files: Files, memory: float | None = None) -> None:
+def draw(points: Sequence[Point], files: Files, memory: float | None = None) -> dict[Path, bytes]:
     """The figure of a study: bars of one point, lines over several."""
     limit = "" if memory is None else f" Memory {short(memory)} at most."
     if len(points) == 1:
@@ -108,8 +109,7 @@ def write(points: Sequence[Point], files: Files, memory: float | None = None) ->
             f"Mean time of the ranks until the last is done, and the most activation of one in microbatches of 1/p of "
             f"the model, at {point.text('ranks', 'microbatches', 'costs')}.{limit}"
         )
-        files.write(0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory))
-        return
+        return files.draw(0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory))
     varied = [name for name in _AXES if len({getattr(point, name) for point in points}) > 1]
     same = points[0].text(*(name for name in _AXES if name not in varied))
     about = (
@@ -117,14 +117,19 @@ def write(points: Sequence[Point], files: Files, memory: float | None = None) ->
         f"{', at ' * bool(same)}{same}; lower is better.{limit}"
     )
     labels = list(dict.fromkeys(row.label for point in points for row in point.measured))
-    letters = max(map(len, labels), default=1)
+    letters = max((len(name(label)) for label in labels), default=1)
     height = 2.9 + 0.12 * len(labels) * (letters + 5) / files.width / 14
 
     def paint(figure: Figure) -> None:
         axes = _lines(figure, points, varied, labels)
         legend(figure, axes, files.width, letters)
 
-    files.write(height, about, paint)
+    return files.draw(height, about, paint)
+
+
+def name(label: str) -> str:
+    """A schedule's name in a figure, of a file without its folder: a long one would leave no room for the bars."""
+    return plain(label.rpartition("/")[2][-24:])
 
 
 def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]) -> Axes:
@@ -141,7 +146,7 @@ def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], label
         for label in labels:
             rows = [next((r for r in point.measured if r.label == label and r.fits), None) for point in of]
             look = _look(label, labels)
-            upper.plot(ticks, [None if r is None else 100 * r.bubble_share for r in rows], label=label, **look)
+            upper.plot(ticks, [None if r is None else 100 * r.bubble_share for r in rows], label=name(label), **look)
             lower.plot(ticks, [None if r is None else r.peak for r in rows], **look)
         names, unit = _ticks([getattr(point, first) for point in of], _AXES[first])
         lower.set_xticks(ticks, names)
@@ -166,9 +171,9 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     """A schedule of the catalogue looks the same in every figure, with four chunks dashed; yours come behind them."""
-    name, _, variant = label.partition(" ")
+    plain_name, _, variant = label.partition(" ")
     known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
-    number = known.index(name if name in known else label)
+    number = known.index(plain_name if plain_name in known else label)
     dashed = "--" if variant in ("v=4", "period") else "-"
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKS[number % len(_MARKS)], "linestyle": dashed}
 
@@ -177,14 +182,10 @@ def _bars(figure: Figure, point: Point, memory: float | None) -> None:
     """The shortest step on top: what ranks compute on the average, what they wait, and beside it the peak."""
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
-    left.barh([r.label for r in rows], [r.makespan * (1 - r.idle) for r in rows], color="#4573a7", label="compute")
-    left.barh(
-        [r.label for r in rows],
-        [r.makespan * r.idle for r in rows],
-        left=[r.makespan * (1 - r.idle) for r in rows],
-        color="#c9d8ea",
-        label="idle",
-    )
+    places = range(len(rows))
+    left.barh(places, [r.makespan * (1 - r.idle) for r in rows], color="#4573a7", label="compute", zorder=2)
+    left.barh(places, [r.makespan for r in rows], color="#c9d8ea", label="idle")
+    left.set_yticks(places, [name(r.label) for r in rows])
     worth = [r.makespan for r in rows if r.label not in SCHEDULES or not SCHEDULES[r.label].dominated]
     left.set_xlim(0, 1.15 * max(worth, default=1.0))  # naive, p times as long, would hide the others
     left.set_xlabel("makespan")
@@ -194,7 +195,7 @@ def _bars(figure: Figure, point: Point, memory: float | None) -> None:
         inside = row.makespan > left.get_xlim()[1]
         x = left.get_xlim()[1] if inside else row.makespan
         left.text(x, at, f" {short(row.makespan)} ", va="center", ha="right" if inside else "left", fontsize=5)
-    right.barh([r.label for r in rows], [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows])
+    right.barh(places, [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows])
     right.set_xlabel("peak activation")
     right.tick_params(left=False)
     if memory is not None:

@@ -57,7 +57,7 @@ def tracks_of(schedule: Schedule, time: Timeline) -> list[list[Track]]:
     return lines
 
 
-def write_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> None:
+def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict[Path, bytes]:
     """A schedule as the clock runs it."""
     time = simulate(schedule, costs)
     lines = [track for rank in tracks_of(schedule, time) for track in rank]
@@ -67,11 +67,13 @@ def write_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> Non
         f"({time.bubble / (time.period or 1.0):.1%} of the period), "
         f"peak activation {short(max(time.peak))}."
     )
-    write([(lines, schedule.placement)], files, about, "time, in the unit of the costs")
+    return draw([(lines, schedule.placement)], files, about, "time, in the unit of the costs")
 
 
-def write(figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str) -> list[Path]:
-    """One panel for each pipeline, all on one time axis. Returns: the files."""
+def draw(
+    figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str
+) -> dict[Path, bytes]:
+    """One panel for each pipeline, all on one time axis."""
     height = sum(len(lines) for lines, _ in figures) * _ROW + 0.45 * len(figures) + 0.25
 
     def paint(figure: Figure) -> None:
@@ -89,7 +91,7 @@ def write(figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, ab
         names = panels[0].get_legend_handles_labels()
         figure.legend(*names, loc="outside lower left", ncols=len(names[0]), columnspacing=1.0, handlelength=1.0)
 
-    return files.write(height, about, paint)
+    return files.draw(height, about, paint)
 
 
 def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: float) -> None:
@@ -118,7 +120,9 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
     axes.set_xlim(0, ends)
 
 
-def write_memory(schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None) -> None:
+def draw_memory(
+    schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None
+) -> dict[Path, bytes]:
     """Draw the memory that each rank holds over time, all to one scale."""
     time = simulate(schedule, costs)
     about = (
@@ -143,4 +147,4 @@ def write_memory(schedule: Schedule, files: Files, costs: Costs = UNIT, memory: 
         axes.set_ylabel("microbatches of 1/p")
         figure.legend(loc="outside lower left", ncols=max(1, int(files.width / 1.1)), columnspacing=1.0)
 
-    files.write(1.6 + 0.12 * len(time.curves) / max(1, int(files.width / 1.1)), about, paint)
+    return files.draw(1.6 + 0.12 * len(time.curves) / max(1, int(files.width / 1.1)), about, paint)

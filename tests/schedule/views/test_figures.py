@@ -7,15 +7,16 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from importlib import util
+from pathlib import Path
 
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule import Costs, build, simulate, to_csv
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.study import study, told, write
+from megapipe.schedule.views.study import draw, study, told
 from megapipe.schedule.views.study import to_csv as study_to_csv
-from megapipe.schedule.views.timeline import tracks_of, write_memory, write_schedule
+from megapipe.schedule.views.timeline import draw_memory, draw_schedule, tracks_of
 
 needs_matplotlib = pytest.mark.skipif(util.find_spec("matplotlib") is None, reason="the extra `plot` is not installed")
 COSTS = [Costs(10, 11, 8), Costs(10, 11, 8, comm=1)]
@@ -25,8 +26,9 @@ def points(ranks=(2, 4), microbatches=(4, 8), costs=COSTS, names=("zb-h1", "dual
     return study(ranks, microbatches, costs, None, names, 1.0, lambda share, doing: None)
 
 
-def words(path) -> str:
-    return " ".join(text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip())
+def words(drawn: dict[Path, bytes]) -> str:
+    (picture,) = drawn.values()
+    return " ".join(text.strip() for text in ElementTree.fromstring(picture).itertext() if text.strip())
 
 
 def test_a_study_has_the_papers_bubbles_at_every_point_and_says_who_is_refused():
@@ -43,38 +45,43 @@ def test_a_study_has_the_papers_bubbles_at_every_point_and_says_who_is_refused()
 
 
 @needs_matplotlib
-def test_the_figure_of_a_study_names_axes_schedules_panels_and_what_is_the_same(tmp_path):
-    files = Files(svg=f"{tmp_path}/a.svg", pdf=f"{tmp_path}/a.pdf", png=f"{tmp_path}/a.png", width=7)
-    write(points(costs=COSTS[:1]), files)
-    text = words(tmp_path / "a.svg")
+def test_the_figure_of_a_study_names_axes_schedules_panels_and_what_is_the_same():
+    same = points(costs=COSTS[:1])
+    text = words(draw(same, Files(svg="a.svg", width=7))).replace("\xa0", " ")
     for said in ("p = 2", "p = 4", "microbatches", "bubble, % of the period", "zb-h1", "at F:B:W = 10:11:8; lower"):
-        assert said in text.replace("\xa0", " "), said
-    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    first = (tmp_path / "a.svg").read_bytes()
-    write(points(costs=COSTS[:1]), files)
-    assert (tmp_path / "a.svg").read_bytes() == first
+        assert said in text, said
+    both = draw(same, Files(pdf="a.pdf", png="a.png"))
+    assert both[Path("a.pdf")].startswith(b"%PDF")
+    assert both[Path("a.png")].startswith(b"\x89PNG")
+    assert draw(same, Files(svg="a.svg")) == draw(same, Files(svg="a.svg"))
 
 
 @needs_matplotlib
-def test_one_point_is_a_bar_for_each_schedule_with_its_makespan(tmp_path):
-    write(points((4,), (8,), COSTS[:1]), Files(svg=f"{tmp_path}/a.svg"))
-    text = words(tmp_path / "a.svg")
+def test_any_name_of_a_file_can_be_drawn(tmp_path):
+    odd = tmp_path / "a$b$\\frac{\x07.csv"
+    odd.write_text(to_csv(build("1f1b", 2, 4)))
+    text = words(draw(points((2,), (4,), COSTS[:1], names=(str(odd),)), Files(svg="a.svg")))
+    assert "a$b$\\frac{\\x07.csv" in text
+
+
+@needs_matplotlib
+def test_one_point_is_a_bar_for_each_schedule_with_its_makespan():
+    text = words(draw(points((4,), (8,), COSTS[:1]), Files(svg="a.svg")))
     for name in ("1f1b", "zb-h1", "dualpipe"):
         assert re.search(rf"\b{simulate(build(name, 4, 8), COSTS[0]).makespan:g}\b", text), name
 
 
 @needs_matplotlib
-def test_a_schedule_and_what_its_ranks_hold_are_figures_of_the_clock(tmp_path):
+def test_a_schedule_and_what_its_ranks_hold_are_figures_of_the_clock():
     table = build("dualpipe", 4, 8)
     time = simulate(table)
     boxes = [box for rank in tracks_of(table, time) for track in rank for box in track.boxes]
     assert {box.label: (box.start, box.end) for box in boxes} == {x: (time.start[x], time.end[x]) for x in time.start}
     assert {box.part for box in boxes} == {(0, 1), (0, 2), (1, 2)}  # a pair shares its height
-    write_schedule(table, Files(svg=f"{tmp_path}/a.svg"))
-    assert "dualpipe on 4 ranks, 8 microbatches: makespan" in words(tmp_path / "a.svg")
-    write_memory(build("1f1b", 4, 8), Files(svg=f"{tmp_path}/b.svg"), memory=5)
-    assert all(f"rank {r}, peak {4 - r}" in words(tmp_path / "b.svg") for r in range(4))
+    said = words(draw_schedule(table, Files(svg="a.svg")))
+    assert "dualpipe on 4 ranks, 8 microbatches: makespan" in said
+    said = words(draw_memory(build("1f1b", 4, 8), Files(svg="b.svg"), memory=5))
+    assert all(f"rank {r}, peak {4 - r}" in said for r in range(4))
 
 
 def test_a_figure_that_nothing_can_draw_is_refused_with_the_line_that_helps(monkeypatch):
