@@ -206,3 +206,4 @@ def test_what_is_no_optimizer_is_one_line(name, sentence, monkeypatch):
 def test_zero_1_does_not_split_what_must_be_whole():
     with pytest.raises(ConfigError, match="--optimizer muon needs whole parameters, and --use-distributed-optimizer"):
         run_threads(lambda mesh: train(mesh, replace(TRAIN, optimizer="muon"), distributed=True), dp=2)
+    run_threads(lambda mesh: train(mesh, replace(TRAIN, optimizer="muon"), distributed=True))  # one rank has it whole

@@ -18,6 +18,7 @@ from megapipe.schedule import (
     verify,
     verify_programs,
 )
+from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.lower import forward_only, lower
 from megapipe.schedule.passes import Exchange
 from megapipe.schedule.transforms.reduction import with_reduction
@@ -105,6 +106,12 @@ def test_what_is_wrong_with_shares_is_named() -> None:
         verify(Schedule("mine", plain.placement, 2, table.ranks))
     with pytest.raises(ScheduleError, match="into a table of F, B, W and BW alone"):
         with_vocabulary(table)
+
+
+def test_only_the_first_stage_waits_for_looked_up_rows() -> None:
+    of = Dependencies(with_vocabulary(build("1f1b", 3, 3))).of
+    assert {str(item) for item in of(Pass(Kind.F, 0, 0))} == {"0E0", "1E0", "2E0"}
+    assert {str(item) for item in of(Pass(Kind.F, 1, 0))} == {"0F0"}
 
 
 def test_rows_are_looked_up_in_the_order_in_which_the_first_stage_takes_them() -> None:
