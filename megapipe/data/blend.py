@@ -81,6 +81,7 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     values = [float(n) for n in numbers] + [0.0] * (3 - len(numbers))
     if not any(values):
         raise DataError(f"--split {split!r} leaves nothing: one proportion must be above 0, such as --split 969,30,1")
+    # Edges are sums of shares, rounded at each use: that is how Megatron-LM cuts, to the sequence.
     edges = [0.0]
     for share in normalised(values):
         edges.append(edges[-1] + share)
@@ -176,6 +177,7 @@ def _deal(
     index: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
     """`count` samples of each lane. taken: [lanes, sets], given before `starts`; counted on and returned."""
+    # A view: what is counted on here is counted in `taken`.
     flat, rows = taken.reshape(-1), np.arange(len(taken)) * len(w)
     behind = np.empty_like(taken)
     for step in range(count):

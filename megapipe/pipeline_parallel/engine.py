@@ -154,6 +154,7 @@ class ForwardBackward:
         self._agreed = self._agreed or messages_of(modules, self.mesh.pp, dtype)
         stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
+        # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
         comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
         # At the first step of each placement, before any pass: steps may be of several.
         if table.placement not in self._opened:

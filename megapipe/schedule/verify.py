@@ -29,6 +29,7 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
             one device share: 1F1B peaks at its number of ranks).
     Raises: ScheduleError naming every problem with its rank, step and pass.
     """
+    # What a table says first, then whether it can go on by the clock, then message by message as it was lowered.
     problems = list(_table_problems(schedule))
     # A table that is wrong by itself is not lowered: what it would say then follows from what was said.
     if not problems:
@@ -206,6 +207,7 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(schedule: Schedule, memory: float, costs: Costs, clock: Clock) -> Iterator[str]:
     """The first pass of each rank that takes it over the limit."""
     for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
+        # A hair more is rounding: sums of shares need not come out even.
         over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]
         if over:
             i, peak = over[0], max(held for _, held, _ in curve)

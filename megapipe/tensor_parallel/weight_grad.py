@@ -92,6 +92,7 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
     # A weight outside of the optimizer's buffers, as in tests and in a user's own module: autograd sums it.
     if main_grad is None:
         return linear(dy.t(), x.t())
+    # It holds dy and x until W: that is the memory which a split backward costs.
     job = partial(add_product, main_grad, dy, x)
     if owner is None:
         job()

@@ -66,6 +66,7 @@ class Messenger:
         ends = [s for s in stages if placement.is_first(s) or placement.is_last(s)]
         linked += [(s, end) for end in ends for s in placement.shares(end)]
         pairs = {(rank_of[a], rank_of[b]) for a, b in linked}
+        # Sorted, so that ranks take the links in one order; each way once, as it has a communicator of its own.
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             for src, dst in ((low, high), (high, low)):
                 if self.pp.rank in (src, dst):

@@ -70,6 +70,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goa
         if random.random() < SHIFTS:
             moved = _shift(problem, orders, end, random)
         else:
+            # The critical path is walked anew only after a move that was taken: it is as costly as the move itself.
             path = path or list(_critical(problem, orders, end, random))
             moved = _push(problem, orders, path, random)
         if moved is None:

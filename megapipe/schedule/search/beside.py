@@ -48,6 +48,7 @@ class Beside:
             paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megapipe.schedule.search.beside"],
+                # From a file, not a pipe: a large table would fill a pipe before the child has loaded what reads it.
                 stdin=given,
                 stdout=self._out,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -68,6 +69,7 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
     """The best table for this placement; the same one if none is shorter. caller: ends when this process has."""
 
     def stop_alone(share: float) -> None:
+        # A caller that was killed could not end it.
         if caller and os.getppid() != caller:
             sys.exit(1)
 

@@ -100,6 +100,7 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
             times = [0.0] * problem.num_passes
             classes = range(3 * problem.placement.num_stages)
             ahead = [start[c * n + head + repeat] - start[c * n + head] for c in classes]
+            # By the mean over all passes: one that is late in a round is no reason to stretch all rounds.
             period = sum(ahead) / len(ahead)
             for c in classes:
                 for i in range(m):

@@ -35,6 +35,7 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
         back = [Pass(Kind.U, s, 0) for s in reduced]
         if gather == "behind":
             back = [x for a in gathers[rank] for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
+        # Behind all that can run again: the later V stands, the more of the step before's sums is over by then.
         check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
     return replace(schedule, ranks=tuple(rows))

@@ -176,6 +176,7 @@ class _Merge:
             if item.kind.is_forward and self.place.is_first(item.stage):
                 self.begun[item.stage // self.place.chain] += 1
                 for other in range(len(self.ranks)):
+                    # Every rank looks up the microbatch that begins here: each is to see at once that it may.
                     heappush(self.events, (now, other))
             for taker in self.takers.get(item, ()):
                 there = self.place.rank_of[taker.stage]
