@@ -3,6 +3,11 @@
 import gc
 import os
 
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # 0.2 s an example is what a busy one misses
+settings.load_profile("any machine")
+
 WAITING = (
     "gpu_check",
     "scripts",

