@@ -116,7 +116,9 @@ _REDUCE = (
     Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),
     Need(Made.ROWS_GRADIENT, Where.MICROBATCHES, optional=True),
 )
+# With V in the table an update waits for its own rank alone; V reads what all others have in the next step.
 _UPDATE = Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")
+# back=1: step n gathers what step n - 1 has updated, on every rank that has a share of it.
 _GATHER = (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),)
 _VALIDATE = (
     Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),

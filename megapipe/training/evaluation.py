@@ -43,6 +43,7 @@ class Evaluation:
         if batches_at is None or not iters:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
+        # Weights whose gathering the next step would begin are needed now.
         run.optimizer.settle()
         losses = evaluate(self._stages, batches_at, begin, iters)
         end = begin + iters * run.config.evaluation.global_batch_size

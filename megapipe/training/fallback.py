@@ -29,6 +29,7 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
     if path is None:
         return None
     root, found, damaged = path.parent, list[str](), list[Path]()
+    # From the newest on back: what a crash or a full disk spoils is the last save, seldom more.
     while problems := _damage(path, mesh):
         found += problems
         damaged.append(path)

@@ -71,6 +71,7 @@ class Rescheduling(Callback):
             costs = measured_costs(steps, old.placement, self.plan.costs)
             effort = min(_EFFORT, _EFFORT_PER_PASS * old.num_microbatches * old.placement.num_stages)
             self._search = Beside(old, costs, self._room(), effort)
+        # Asked after every step and of all ranks: they must take the new table between the same two steps.
         while (found := run.mesh.world.gather_json(self._found())[0]) is None:
             yield
         now = f"rescheduling at iteration {run.progress.iteration}"

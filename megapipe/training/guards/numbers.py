@@ -64,6 +64,7 @@ class Guard:
     def judge(self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = "") -> None:
         """The end of `step`, for one that cannot be run a second time; errors as there."""
         train, limits = self.train, self._limits()
+        # A dynamic loss scale finds its size by steps that overflow: while it can shrink they are no bad sign.
         searching = train.dynamic_loss_scale and scale > train.min_loss_scale
         if result.skipped and not self._skips:
             raise TrainingError(

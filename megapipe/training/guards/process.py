@@ -77,6 +77,7 @@ class Stopping:
         most = self.train.exit_duration_in_mins
         if most is None and not self.train.exit_signal_handler:
             return None
+        # Clocks of machines differ by seconds: the longest of all decides, or ranks would stop at different steps.
         mine = [(time.monotonic() - self._started) / 60, float(self.signal.number)]
         longest, number = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
         if number:
