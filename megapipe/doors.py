@@ -42,10 +42,10 @@ DOORS = {
     "emulate": Door("emulate.main", "schedules on processes that sleep in place of computing", "bench_schedules"),
     "completion": Door("start.completion", "a script that completes commands and flags in bash or zsh"),
 }
-"""By name, in the order of the help."""
+"""Doors by name, in the order of the help."""
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Of a clone; where the package was installed elsewhere."""
+"""The folder of a clone, or the one where the package was installed."""
 _NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 

@@ -60,7 +60,7 @@ class Reading:
         return apart or ends or self.place.vocabulary or any(stage in self.also_read for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
-        # Ranks between the ends of a pipeline read nothing: no files, no threads.
+        # Ranks between the ends of a pipeline read nothing, and start no threads.
         if not self.looks:
             return lambda consumed: ()
         dp, sizes = self.mesh.dp, config.batch_sizes

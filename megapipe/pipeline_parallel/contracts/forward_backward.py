@@ -221,7 +221,7 @@ def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
 
 
 def _entry(table: Schedule | str) -> Entry | None:
-    """None for a table that is made already."""
+    """The entry of a schedule, None for a table that is made already."""
     return None if isinstance(table, Schedule) or is_file(table) else entry_of(table)
 
 
