@@ -132,3 +132,18 @@ def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_
         ConfigError, match=r"--device .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
     ):
         load_device(str(tmp_path / "device.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--search --save-costs x.json", "--save-costs is of one plan, and --search compares many."),
+        ("--search --measure", "--measure is of one plan, and --search compares many."),
+        ("--device d.json", "--device d.json is of --search. Add that, or leave it out."),
+    ],
+)
+def test_what_would_act_on_nothing_is_refused(flags: str, says: str) -> None:
+    """A search with --save-costs wrote no file, and said nothing of it."""
+    with pytest.raises(ConfigError) as refused:
+        main([*flags.split(), "--global-batch-size", "8", "--world-size", "2", *MODEL.split()])
+    assert says in str(refused.value)

@@ -90,12 +90,17 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _wrong(flags: Flags) -> Iterator[str]:
-    """Numbers that mean nothing."""
+    """Numbers that mean nothing, and what acts on nothing."""
     for name in ("emulate_ms", "memory_gib"):
         if (number := getattr(flags, name)) is not None and not 0 < number < math.inf:
             yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
     if flags.repeats < 1:
         yield f"--repeats must be at least 1, got {flags.repeats}."
+    for name in ("measure", "costs", "save_costs", "emulate_ms") if flags.search else ():
+        if getattr(flags, name):
+            yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
+    if flags.device and not flags.search:
+        yield f"--device {flags.device} is of --search. Add that, or leave it out."
 
 
 def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
