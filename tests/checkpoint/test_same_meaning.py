@@ -75,6 +75,14 @@ def test_a_factor_counts_where_it_scales_and_what_a_layer_overrides_may_count_to
     assert problems(own, biased) == ["--add-qkv-bias is True, but iter_0000001 has False"]
 
 
+def test_the_width_of_an_mlp_counts_where_a_layer_has_one():
+    said = ["--ffn-hidden-size is 64, but iter_0000001 has 128"]
+    for freq, told in (("1", []), ("2", said)):
+        base = replace(GPT2.model, num_experts=2, moe_ffn_hidden_size=8, moe_layer_freq=freq)
+        narrow = replace(GPT2, model=replace(base, ffn_hidden_size=64))
+        assert problems(replace(GPT2, model=base), narrow) == told
+
+
 def test_settings_of_another_version_are_left_out():
     model = saved(GPT2)["model"] | {"a_setting_of_tomorrow": 1}
     assert resume_problems(model, None, GPT2, "it") == []
