@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny import LLAMA
 
 from megapipe.config import Config, ParallelConfig, TrainConfig
@@ -58,6 +59,26 @@ def test_gradients_of_ones_have_the_norm_of_all_parameters(layout):
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1} | layout
     for found in run_threads(norm, **sizes):  # one element more or less is 1e-5; rows are summed in float32
         assert found == pytest.approx(math.sqrt(ELEMENTS), rel=1e-8)
+
+
+def test_rows_arrive_alike_by_gloo_and_through_shared_memory():
+    """Rank r sends [r, n] its row n; some send nothing, and once nobody does."""
+    tables = [[[1, 2, 0], [0, 0, 0], [3, 0, 1]], [[0] * 3] * 3]
+
+    def moved(mesh: ProcessMesh) -> list[list[list[float]]]:
+        found = []
+        for rows in tables:
+            here = sum(rows[mesh.dp.rank])
+            x = torch.stack((torch.full((here,), float(mesh.dp.rank)), torch.arange(here).float()), 1)
+            for axis in (mesh.experts, replace(mesh.experts, shared=None)):
+                found.append(axis.start_all_to_all(x, rows).wait().tolist())
+        return found
+
+    for rank, (shared, by_gloo, *none) in enumerate(run_threads(moved, dp=3, ep=3)):
+        rows = tables[0]
+        sent = [[[float(r), float(n + sum(rows[r][:rank]))] for n in range(rows[r][rank])] for r in range(3)]
+        assert shared == by_gloo == [row for rows in sent for row in rows]
+        assert none == [[], []]
 
 
 def test_a_rank_has_the_state_of_its_share_of_its_experts():
