@@ -150,12 +150,16 @@ def test_a_save_asks_whose_the_folder_is_before_it_touches_it(tmp_path, monkeypa
 
 def test_what_interrupted_saves_have_left_is_removed_by_its_name(tmp_path):
     by_hand(tmp_path, 1)
-    for name in ("iter_0000002.tmp-0a0a0a0a", "iter_0000003.old-0a0a0a0a"):
+    for name in ("iter_0000002.tmp-0a0a0a0a", "iter_0000003.old-0a0a0a0a", "iter_0000004.tmp-0a0a0a0a.failed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
     for name in ("iter_0000002.tmp-0a0a0a0a.failed", "iter_0000002.tmp-file"):
         (tmp_path / name).write_text("")
-    assert commit.clear(tmp_path) == ["iter_0000002.tmp-0a0a0a0a", "iter_0000002.tmp-0a0a0a0a.failed"]
+    assert commit.clear(tmp_path) == [
+        "iter_0000002.tmp-0a0a0a0a",
+        "iter_0000002.tmp-0a0a0a0a.failed",
+        "iter_0000004.tmp-0a0a0a0a.failed",
+    ]
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "iter_0000002.tmp-file", "iter_0000003.old-0a0a0a0a"]
 
 
