@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from threading import get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from megapipe.config import Config, ParallelConfig, TrainConfig
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.moe.dispatch import Exchanged
+from megapipe.models.moe.router import Routing
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import partition
@@ -79,6 +84,33 @@ def test_rows_arrive_alike_by_gloo_and_through_shared_memory():
         sent = [[[float(r), float(n + sum(rows[r][:rank]))] for n in range(rows[r][rank])] for r in range(3)]
         assert shared == by_gloo == [row for rows in sent for row in rows]
         assert none == [[], []]
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("each, waits", [(None, 1), (4, 0)])
+def test_the_host_waits_once_for_the_numbers_of_rows_and_not_for_fixed_ones(monkeypatch, each, waits, dropping):
+    found = []
+
+    def rank(mesh: ProcessMesh) -> list[str]:
+        before = len(own())
+        experts = torch.arange(8).view(4, 2) % 4
+        kept = experts != mesh.dp.rank if dropping else None
+        routing = Routing(experts, torch.ones(4, 1, 2), kept, each)
+        way = Exchanged(routing, replace(mesh.experts, shared=None), 1, 4, each)
+        x = torch.ones(4, 1, 3)
+        way.back(way.there(x).wait()).wait()
+        way.weights_back(way.weights_there(routing.weights))
+        return own()[before:]
+
+    def own() -> list[str]:
+        return [name for thread, name in found if thread == get_ident()]
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (found.append((get_ident(), name)), original(*args))[1]
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
+    assert run_threads(rank, dp=2, ep=2) == [["tolist"] * waits] * 2
 
 
 def test_a_rank_has_the_state_of_its_share_of_its_experts():
