@@ -41,7 +41,7 @@ moe-router-padding-for-*: there is no fp8
 moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use --moe-expert-capacity-factor
 moe-routing-trace-*: use --moe-per-layer-logging with --metrics-file
 moe-latent-size: experts take the hidden states themselves
-moe-* expert-* gtp-* use-grouped-gemm-*: experts have one layout of their weights, whole on each rank of a stage
+moe-* expert-* gtp-* use-grouped-gemm-*: experts have one layout of their weights on a rank
 rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method: megapipe pretrains; no reinforcement learning
 inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens: megapipe trains; it
     does not serve
