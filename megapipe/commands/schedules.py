@@ -35,6 +35,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.search.auto import search
+from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -276,8 +277,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         said = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
         if said:
             raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(said)}")
-        schedule = load(args.name)
-        verify(schedule, memory=None if args.pairs else args.memory, costs=args.costs)
+        verify(schedule := load(args.name), memory=None if args.pairs else args.memory, costs=args.costs)
         return schedule, []
     searched = name in SCHEDULES and SCHEDULES[name].searched
     if options and not searched:
@@ -287,6 +287,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
         raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
     ranks, microbatches = args.pp or 1, args.microbatches or 1
     choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
+    if searched and args.pairs:
+        return search_pairs(ranks, microbatches, progress=Progress(), **choice, **options), []
     if searched:
         choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
         report = search(ranks, microbatches, progress=Progress(), **choice, **options)

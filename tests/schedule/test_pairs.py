@@ -19,6 +19,7 @@ from megapipe.schedule import (
     unpaired,
     verify,
 )
+from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.transforms.pairs import held_in_pairs, paired_bound, pairs
 
 COSTS = Costs(10, 11, 8, link_f=0.23, link_b=0.23, link_w=0.23)
@@ -140,3 +141,14 @@ def test_what_cannot_be_paired_is_refused() -> None:
         ScheduleError, match=r"nothing to hide, as no pass has communication\. Say its share .*--comm-s"
     ):
         pairs(build("1f1b", 4, 8), Costs(10, 11, 8))
+
+
+def test_the_search_is_no_worse_than_any_order_at_its_memory() -> None:
+    made = search_pairs(2, 4, costs=COSTS, chunks=2, memory=2.75, effort=0.01)
+    assert made == search_pairs(2, 4, costs=COSTS, chunks=2, memory=2.75, effort=0.01)
+    verify(made, memory=2.75, costs=COSTS)
+    for name, chunks in (("zb-v", 2), ("interleaved-zb", 2)):
+        other = simulate(pairs(build(name, 2, 4, chunks=chunks), COSTS, memory=2.75, tries=8), COSTS)
+        assert simulate(made, COSTS).makespan <= other.makespan * (1 + 1e-9)
+    with pytest.raises(ScheduleError, match=r"searched for the makespan, not the period\. Leave out --objective\.$"):
+        search_pairs(2, 4, costs=COSTS, objective="period")

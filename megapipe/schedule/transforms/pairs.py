@@ -50,12 +50,11 @@ def pairs(
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
     Raises: ScheduleError if no pair makes the step shorter, with the rule and the least memory with which one does.
     """
-    _refuse(schedule, costs)
+    refuse_unpairable(schedule, costs)
     # A table's own pairs are one candidate; the play makes others of its passes alone.
     alone = unpaired(schedule)
     plain, given = simulate(alone, costs), simulate(schedule, costs)
-    asked = held_in_pairs(schedule, costs)
-    limits = [max(of) for of in zip(asked, given.peak, strict=True)] if memory is None else [memory] * len(asked)
+    limits = limits_in_pairs(schedule, costs, memory)
     best, least = None, plain.makespan * (1 - _SMALL)
     if given.makespan < least and all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)):
         best, least = schedule, given.makespan
@@ -63,7 +62,7 @@ def pairs(
     if found is not None and found[0] < least * (1 - _SMALL):
         best = replace(found[1], name=schedule.name)
     if best is None:
-        raise ScheduleError(_no_gain(alone, costs, limits, asked, plain.makespan))
+        raise ScheduleError(_no_gain(alone, costs, limits, plain.makespan))
     verify(best, memory=memory, costs=costs)
     return best
 
@@ -81,7 +80,16 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     return rows
 
 
-def _refuse(schedule: Schedule, costs: Costs) -> None:
+def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> list[float]:
+    """Most activation of each rank; where no memory is given what pairs ask for, or what the table holds if more."""
+    asked = held_in_pairs(schedule, costs)
+    if memory is not None:
+        return [memory] * len(asked)
+    return [max(of) for of in zip(asked, simulate(schedule, costs).peak, strict=True)]
+
+
+def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
+    """Raises: ScheduleError for passes that have no partner, and for costs with nothing to hide."""
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
         raise ScheduleError(
@@ -94,10 +102,11 @@ def _refuse(schedule: Schedule, costs: Costs) -> None:
         )
 
 
-def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], asked: list[float], plain: float) -> str:
+def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float) -> str:
     text = f"{schedule.name} is no shorter with pairs than without, {plain:g}"
     if schedule.num_microbatches == 1:
         return f"{text}: one microbatch has no pass that could run beside another. Take more microbatches."
+    asked = held_in_pairs(schedule, costs)
     rule = (
         "to run each F with a BW, warm-ups of neighbouring ranks must differ by two passes, which takes a memory of "
         f"{max(asked):g}"
