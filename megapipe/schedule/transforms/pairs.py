@@ -95,10 +95,15 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
         raise ScheduleError(
             f"{schedule.name} has {', '.join(more)}: pairs are made in a table of F, B, W and BW alone, before these."
         )
+    refuse_idle(costs)
+
+
+def refuse_idle(costs: Costs) -> None:
+    """Raises: ScheduleError for costs that say of no pass that it has communication."""
     if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
         raise ScheduleError(
-            f"{schedule.name}: pairs have nothing to hide, as no pass has communication. Say its share of a pass with "
-            "--comm-share 0.2, or link_f and link_b in the file of --costs."
+            "pairs have nothing to hide, as no pass has communication. Say its share of a pass with --comm-share 0.2, "
+            "or link_f and link_b in the file of --costs."
         )
 
 

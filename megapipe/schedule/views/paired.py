@@ -9,7 +9,7 @@ from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.passes import Schedule, overlaps, unpaired
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.pairs import paired_bound, pairs
+from megapipe.schedule.transforms.pairs import paired_bound, pairs, refuse_idle
 from megapipe.schedule.views.draw import short
 
 CHUNKS = (2, 4, 8)
@@ -27,6 +27,7 @@ def paired_table(
 ) -> str:
     """A line for each schedule that is not searched: makespan and memory without any pair and with them, the share of
     forwards that run with a backward, the lower bound; or why there are no pairs."""
+    refuse_idle(costs)
     labels = [(name, v) for name in names for v in _chunks(name)]
     cells: list[tuple[str, ...]] = [_HEAD]
     refused = []
