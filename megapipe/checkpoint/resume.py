@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config.mla import MLAConfig
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
 
@@ -22,6 +23,7 @@ _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 
 FREE = {name for name, rule in RULES["model"].items() if rule in (Resume.FREE, Resume.NAMED)}
 """Settings that weights do not depend on."""
+_LATENTS = "multi_latent_attention"
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
 
 
@@ -162,14 +164,26 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if model.per_layer_overrides is None:  # a layer that differs may make use of them
         if model.bias:
             fields["add_qkv_bias"] = False
-        if model.position_embedding_type != "rope":
+        if model.position_embedding_type != "rope" and not model.multi_latent_attention:
             fields |= {name: getattr(ModelConfig, name) for name in _ROTARY}
         elif not model.use_rope_scaling:
             fields["rope_scaling_factor"] = ModelConfig.rope_scaling_factor
     if model.hidden_size:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]
+    fields = _of_attention(model, fields)
     return _of_experts(model, fields) if model.num_layers and model.hidden_size else fields
+
+
+def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, where no setting of heads means anything in a model with latents, and none of latents without."""
+    if not model.multi_latent_attention:
+        return {name: x for name, x in fields.items() if name not in MLAConfig.__dataclass_fields__} | {_LATENTS: False}
+    none = ("kv_channels", "num_query_groups", "add_qkv_bias", "rotary_interleaved", "use_rope_scaling")
+    fields = {name: x for name, x in fields.items() if name not in (*none, "rope_scaling_factor")}
+    if model.rope_type == "rope":
+        return fields | {"mscale": MLAConfig.mscale}
+    return fields | {"rope_type": "yarn", "rotary_percent": 1.0}
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,19 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def latent_problems(model: ModelConfig) -> Iterator[str]:
+    """Heads of another kind beside latents, and rotations of what is no pair."""
+    latent = "--multi-latent-attention"
+    if model.group_query_attention:
+        yield f"{latent} has a key and a value for each head. Leave --group-query-attention out."
+    dim = model.qk_pos_emb_head_dim
+    share = model.rotary_percent if model.rope_type == "rope" else 1.0
+    turned = int(dim * share)
+    if turned % 2 or not turned:
+        part = f" x --rotary-percent {share:g}" if share != 1 else ""
+        yield f"{latent} turns pairs, and --qk-pos-emb-head-dim {dim}{part} is {turned}. Use an even number above 0."
+
+
 def recompute_problems(model: ModelConfig) -> Iterator[str]:
     """Two answers to what is recomputed, or how without what."""
     modules = model.recompute_modules

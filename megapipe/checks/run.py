@@ -22,7 +22,7 @@ from megapipe.checks.inputs import (
     path_problems,
     profile_problems,
 )
-from megapipe.checks.model import recompute_problems, variant_problems
+from megapipe.checks.model import latent_problems, recompute_problems, variant_problems
 from megapipe.checks.numbers import check_numbers, division, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
@@ -105,7 +105,9 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
 def _model(config: Config) -> Problems:
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, heads, positions = m.hidden_size, m.num_attention_heads, m.max_position_embeddings
-    if hidden and heads and m.kv_channels is None and hidden % heads:
+    if m.multi_latent_attention:
+        yield from latent_problems(m)
+    elif hidden and heads and m.kv_channels is None and hidden % heads:
         yield (
             f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: {division(hidden, heads)}. "
             f"Use --hidden-size {near(hidden, heads)}, or give the size of a head with --kv-channels."

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.notes import (
     ABOVE_0,
@@ -22,10 +23,6 @@ from megapipe.config.notes import (
     needs,
 )
 
-ROPE = Idle(
-    lambda c: c.model.position_embedding_type != "rope" and c.model.per_layer_overrides is None,
-    "nothing is rotated, without --position-embedding-type rope",
-)
 RECOMPUTED = Idle(
     lambda c: not (c.model.recompute_granularity or c.model.recompute_activations),
     "nothing is computed again, without --recompute-granularity full",
@@ -33,7 +30,7 @@ RECOMPUTED = Idle(
 
 
 @dataclass(frozen=True)
-class ModelConfig(MoEConfig):
+class ModelConfig(MoEConfig, MLAConfig):
     """The architecture. Nothing about layout, data or training."""
 
     num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None
@@ -44,7 +41,7 @@ class ModelConfig(MoEConfig):
     """MLP width; per half with --swiglu. Default: 4 x hidden, with --swiglu 4 x hidden x 2/3 rounded down to 64."""
     num_attention_heads: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Query heads. Required; must divide by the tensor-parallel size."""
-    kv_channels: Annotated[int | None, at_least(1), MUST] = None
+    kv_channels: Annotated[int | None, at_least(1), MUST, HEADS] = None
     """Size of one head. Default: hidden / heads."""
     group_query_attention: Annotated[bool, MUST] = False
     """Use grouped-query attention with --num-query-groups key/value heads."""
@@ -64,11 +61,11 @@ class ModelConfig(MoEConfig):
     """How positions enter the model."""
     rotary_base: Annotated[float, ABOVE_0, MUST, ROPE] = 10000.0
     """Base of the rotary frequencies."""
-    rotary_percent: Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1), MUST, ROPE] = 1.0
+    rotary_percent: Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1), MUST, ROPE, STRETCHED] = 1.0
     """Fraction of each head that is rotated."""
-    rotary_interleaved: Annotated[bool, MUST, ROPE] = False
+    rotary_interleaved: Annotated[bool, MUST, ROPE, HEADS] = False
     """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
-    use_rope_scaling: Annotated[bool, MUST, ROPE] = False
+    use_rope_scaling: Annotated[bool, MUST, ROPE, HEADS] = False
     """Llama 3.1's slower rotation of the low frequencies, made for an original length of 8192."""
     rope_scaling_factor: Annotated[float, ABOVE_0, MUST] = 8.0
     """How much slower, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2."""
@@ -105,6 +102,7 @@ class ModelConfig(MoEConfig):
             lambda c: not c.model.disable_bias_linear and c.model.per_layer_overrides is None,
             "all projections have a bias, without --disable-bias-linear",
         ),
+        HEADS,
     ] = False
     """Bias on the QKV projection even with --disable-bias-linear (Qwen2)."""
     qk_layernorm: Annotated[bool, MUST] = False
@@ -161,10 +159,11 @@ class ModelConfig(MoEConfig):
     recompute_granularity: Annotated[Literal["full", "selective"] | None, FREE] = None
     """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
     recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"], ...], FREE
+        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...], FREE
     ] = ("core_attn",)
     """Of selective: attention without its projections, the MLP of dense layers, the outputs of a layer's norms, the
-    experts with their router (moe), the shared ones alone. Activations of experts (moe_act) are never kept."""
+    experts with their router (moe), the shared ones alone; heads from their latents on, attention included
+    (mla_up_proj). Activations of experts (moe_act) are never kept."""
     recompute_activations: Annotated[bool, FREE] = False
     """The same as --recompute-granularity selective."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, FREE, RECOMPUTED] = None
@@ -255,6 +254,10 @@ class ModelConfig(MoEConfig):
     @property
     def bias(self) -> bool:
         return not self.disable_bias_linear
+
+    @property
+    def recompute_mla_up_proj(self) -> bool:
+        return self.recompute_selective and "mla_up_proj" in self.recompute_modules
 
     @property
     def recompute_selective(self) -> bool:

@@ -49,8 +49,7 @@ bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* 
     embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings dino-* vision-* swin-* img-* patch-dim
     num-channels num-classes classes-fraction head-lr-mult: megapipe trains GPT models only
 mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers are attention and MLP
-multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-* v-head-dim mla-* cache-mla-*: attention is
-    multi-head or grouped-query
+cache-mla-* mla-*: latents are not cached, and projections down are two products
 dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
 mtp-*: there is no multi-token prediction
 fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*: precision is float32, bf16 or

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
+from megapipe.models.attention.latent import LatentAttention
 from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
@@ -36,7 +37,8 @@ class TransformerLayer(nn.Module):
         sharded, norm = config.sequence_parallel, parts_of(config).norm
         self.shares_sequence = tp if sharded else None
         self.input_layernorm = None if config.no_attention else norm(config, config.hidden, sum_over_tp=sharded)
-        self.self_attention = None if config.no_attention else SelfAttention(config, tp, layer)
+        attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention = None if config.no_attention else attention(config, tp, layer)
         self.pre_mlp_layernorm = None if config.no_mlp else norm(config, config.hidden, sum_over_tp=sharded)
         self.mlp: nn.Module | None = None
         if not config.no_mlp:

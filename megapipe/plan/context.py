@@ -20,7 +20,8 @@ def context_bytes(
     Args:
         tokens: of a microbatch over all `ranks`.
     """
-    row = tokens / ranks * model.head_dim / tp * element_bytes
+    width = max(model.qk_dim, model.v_head_dim) if model.multi_latent_attention else model.head_dim
+    row = tokens / ranks * width / tp * element_bytes
     if "a2a" in model.cp_comm_type:
         once = (ranks - 1) / ranks * row * 2 * (model.heads + model.query_groups)
         again = model.recompute_attention or model.recompute_granularity == "full"

@@ -25,6 +25,7 @@ DECIDES_NOTHING = {
     "max_window_layers",  # where layer_types stands beside it
     "vocab_size",  # which tensors and padding say
     "output_router_logits",  # which a training asks for
+    "num_nextn_predict_layers",  # whose layers are left out, as transformers leaves them
     "router_aux_loss_coef",  # of a training, see docs/huggingface.md
 }
 

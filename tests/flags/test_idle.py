@@ -19,11 +19,11 @@ from .test_flags_act import rate, updated
 FLAGS = {flag.field: flag for flag in flags_of(Config).values()}
 
 _ALWAYS = """
-num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention max_position_embeddings
+num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention max_position_embeddings
 position_embedding_type window_size normalization norm_epsilon apply_layernorm_1p swiglu quick_geglu squared_relu
 disable_bias_linear qk_layernorm untie_embeddings_and_output_weights init_method_xavier_uniform
 embedding_init_method_std attention_dropout hidden_dropout padded_vocab_size cross_entropy_loss_fusion model_provider
-transformer_impl recompute_granularity recompute_activations per_layer_overrides
+transformer_impl recompute_granularity recompute_activations per_layer_overrides multi_latent_attention
 tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_schedule pipeline_costs
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers
 decoder_last_pipeline_num_layers pipeline_model_parallel_layout memory_limit_gib enable_optimizer_post_validation
@@ -79,6 +79,8 @@ RUNS = [
     "--tokenizer-type NullTokenizer --save a",
     "--timing-log-level 1",
     "--num-experts 8 --moe-use-upcycling",
+    "--multi-latent-attention",
+    "--multi-latent-attention --rope-type rope --disable-bias-linear",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --metrics-file a",
 ]

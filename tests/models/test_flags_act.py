@@ -22,6 +22,16 @@ from megapipe.tensor_parallel.rng import initialize
 TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))
 MOE = replace(LLAMA, num_experts=6, moe_ffn_hidden_size=16)
 BIASED = replace(MOE, moe_router_score_function="sigmoid")
+LATENT = replace(
+    LLAMA,
+    group_query_attention=False,
+    multi_latent_attention=True,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=16,
+    v_head_dim=10,
+    rotary_scaling_factor=4.0,
+    mscale=1.0,
+)
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -49,6 +59,16 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (LLAMA, {"add_qkv_bias": True}),
     (GPT2, {"untie_embeddings_and_output_weights": True}),
     (LLAMA, {"qk_layernorm": True}),
+    (replace(LLAMA, group_query_attention=False), {"multi_latent_attention": True}),
+    (LATENT, {"q_lora_rank": 8}),
+    (LATENT, {"kv_lora_rank": 8}),
+    (LATENT, {"qk_head_dim": 8}),
+    (LATENT, {"qk_pos_emb_head_dim": 8}),
+    (LATENT, {"v_head_dim": 8}),
+    (LATENT, {"rope_type": "rope"}),
+    (LATENT, {"rotary_scaling_factor": 2.0}),
+    (LATENT, {"mscale": 2.0}),
+    (LATENT, {"mscale_all_dim": 2.0}),
     (LLAMA, {"window_size": "2,0"}),
     (GPT2, {"init_method_std": 0.1}),
     (GPT2, {"init_method_xavier_uniform": True}),

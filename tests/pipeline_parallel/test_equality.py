@@ -161,7 +161,9 @@ def test_context_parallel_ranks_have_the_losses_of_one_process_in_float32_for_tw
     assert ranks[0].losses == pytest.approx(alone(case.whole).losses, rel=1e-6)
 
 
-EXPERT_CASES = [
+MIXED_CASES = [
+    ("zb-h1", {"tp": 2}, {"style": "latent", "sequence_parallel": True, "recompute": "modules", "tied": False}),
+    ("zb-v", {"cp": 2}, {"style": "latent", "documents": "both", "experts": "groups"}),
     ("zb-v", {}, {"experts": "bias", "dtype": "float32", "recompute": "full"}),
     ("dualpipe", {}, {"experts": "groups", "style": "llama"}),
     ("zb-h1", {"tp": 2}, {"experts": "softmax", "sequence_parallel": True}),
@@ -180,8 +182,8 @@ EXPERT_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "sizes", "settings"), EXPERT_CASES)
-def test_experts_train_what_they_train_in_one_process(schedule, sizes, settings):
+@pytest.mark.parametrize(("schedule", "sizes", "settings"), MIXED_CASES)
+def test_experts_and_latents_train_what_they_train_in_one_process(schedule, sizes, settings):
     """Router losses and tokens of each expert too. The fuzzer draws all schedules and kinds."""
     case = case_of(schedule, 2, 4, steps=2, **sizes, **settings)
     ranks = run_threads(lambda mesh: train(mesh, case), pp=2, **sizes, timeout_s=60)

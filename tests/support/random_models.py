@@ -111,6 +111,31 @@ def qwen3_moe(draw: random.Random) -> Any:
     return transformers.Qwen3MoeConfig(**rotary(draw), **sparse(draw), head_dim=draw.choice([6, 12]))
 
 
+def deepseek_v3(draw: random.Random) -> Any:
+    rope = {"rope_type": "default"}
+    if draw.random() < 0.5:
+        rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+        rope |= {"beta_fast": 32, "beta_slow": 1, "mscale_all_dim": draw.choice([0.5, 1.0])}
+    base = {key: value for key, value in rotary(draw).items() if key != "num_key_value_heads"}
+    return transformers.DeepseekV3Config(
+        **base | {"rope_parameters": rope | {"rope_theta": 1e4}},
+        num_key_value_heads=base["num_attention_heads"],
+        q_lora_rank=draw.choice([None, 12]),
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=draw.choice([6, 16]),
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        moe_intermediate_size=12,
+        first_k_dense_replace=draw.choice([0, 1]),
+        routed_scaling_factor=2.5,
+    )
+
+
 FAMILIES = {
     "gpt2": gpt2,
     "llama": llama,
@@ -120,6 +145,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "deepseek_v3": deepseek_v3,
 }
 
 

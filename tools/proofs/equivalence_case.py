@@ -33,13 +33,29 @@ STYLES: dict[str, dict[str, Any]] = {
         "disable_bias_linear": True,
     },
 }
+STYLES["latent"] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 24,
+    "disable_bias_linear": True,
+    "position_embedding_type": "none",
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_layernorm": True,
+    "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 1.0,
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full"},
     "uniform-2": {"recompute_granularity": "full", "recompute_num_layers": 2},
     "block-1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
-    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm", "moe")},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm", "moe", "mla_up_proj")},
     "partial": {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1},
 }
 # Of layers 0, 1, ... in turn.

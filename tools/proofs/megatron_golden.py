@@ -201,7 +201,7 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
     for number, row in enumerate(case["rows"]):
         biases = dict(pair for rank in ranks for pair in rank.record.steps[number][2].items())
         for (layer, bias), its in zip(sorted(biases.items()), row.get("expert_bias", []), strict=True):
-            if [round(x, 6) for x in bias] != its:  # as it is written there
+            if [round(x, 7) for x in bias] != its:  # as it is written there
                 yield f"iteration {row['iteration']}, bias of layer {layer}: {bias}, not {its}"
     for number, (mine, its) in enumerate(zip(said.evaluations, case["evaluations"], strict=True)):
         yield from check(f"evaluation {number}", "evaluation", mine, its["lm loss"])

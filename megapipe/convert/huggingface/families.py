@@ -12,6 +12,7 @@ from typing import Any
 from megapipe.checkpoint.resume import resume_problems
 from megapipe.config import Config, ModelConfig
 from megapipe.config.typed import fits, shown, words
+from megapipe.convert.huggingface.deepseek import deepseek
 from megapipe.convert.huggingface.experts import sparse
 from megapipe.errors import CheckpointError
 from megapipe.models.rope import HIGH, LOW, ORIGINAL
@@ -20,10 +21,11 @@ Json = Mapping[str, Any]
 _KINDS: dict[Any, str] = {
     int: "vocab_size n_layer n_embd n_head n_positions num_hidden_layers hidden_size num_attention_heads "
     "intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
-    "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
-    int | None: "n_inner num_key_value_heads head_dim sliding_window max_window_layers",
+    "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    int | None: "q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window max_window_layers",
     float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor "
-    "router_jitter_noise",
+    "router_jitter_noise routed_scaling_factor",
     bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias",
     float | None: "rope_theta",
     dict | None: "rope_parameters rope_scaling",
@@ -292,4 +294,5 @@ FAMILIES: dict[str, tuple[Reader, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen3": (_qwen3, _write_qwen3),
     "mistral": (_mistral, _write_mistral),
     **sparse(_rotary, _write_rotary, _window, _write_window),
+    **deepseek(_rotary, _write_rotary),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface import experts
+from megapipe.convert.huggingface import deepseek, experts
 from megapipe.convert.tensors import our_shapes
 
 # Buffers that old files carry: causal masks, rotary frequencies.
@@ -57,6 +57,7 @@ _LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.linear_fc2": ("mlp.down_proj",),
     },
 }
+_LAYERS[deepseek.FAMILY] = _LAYERS[""] | deepseek.NAMES
 _ENDS = {
     "gpt2": ("wte", "wpe", "ln_f", "h.{}."),
     "": ("embed_tokens", "", "norm", "layers.{}."),
@@ -76,6 +77,7 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
     shapes, exactly = our_shapes(model), family
     family, prefix = ("gpt2", prefix) if family == "gpt2" else ("", "model.")
     words, positions, last, layer = _ENDS[family]
+    layers = _LAYERS.get(exactly, _LAYERS[family])
     ends = {
         "embedding.word_embeddings": prefix + words,
         "embedding.position_embeddings": prefix + positions,
@@ -93,7 +95,7 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
         match = _PARAMETER.fullmatch(ours)
         assert match is not None
         n, module, kind = match.groups()
-        names = [ends[module]] if n is None else [prefix + layer.format(n) + x for x in _LAYERS[family][module]]
+        names = [ends[module]] if n is None else [prefix + layer.format(n) + x for x in layers[module]]
         theirs = tuple(f"{name}.{kind}" for name in names)
         if module in ("embedding.word_embeddings", "output_layer"):
             rows = model.padded_vocab_size or vocab_size

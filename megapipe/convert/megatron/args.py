@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapipe.checkpoint.resume import RULES
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config.mla import MLAConfig
 from megapipe.config.notes import FREE
 from megapipe.config.typed import unfit
 from megapipe.convert.megatron import experts
@@ -14,6 +15,7 @@ from megapipe.convert.megatron.pickles import Named
 from megapipe.errors import CheckpointError
 
 Args = Mapping[str, Any]
+_LATENTS, _MLA = "multi_latent_attention", tuple(MLAConfig.__dataclass_fields__)
 
 
 def _alike(section: str, also: str, otherwise: str) -> tuple[str, ...]:
@@ -22,7 +24,7 @@ def _alike(section: str, also: str, otherwise: str) -> tuple[str, ...]:
     otherwise: those that it says in other words, or has not.
     """
     free = {name for name, rule in RULES[section].items() if rule == FREE} - {*also.split()}
-    return tuple(name for name in RULES[section] if name not in {*free, *otherwise.split(), *experts.FIELDS})
+    return tuple(name for name in RULES[section] if name not in {*free, *otherwise.split(), *experts.FIELDS, *_MLA})
 
 
 _MODEL = _alike(
@@ -41,7 +43,7 @@ _DATA = _alike("data", "eval_iters eval_interval", "no_data_sharding")
 
 # What would be another model here, if it has a value but these.
 _OTHER = (
-    "multi_latent_attention mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
+    "mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json experimental_attention_variant "
     "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
     "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
@@ -62,7 +64,7 @@ def config_of(args: Args, name: str) -> Config:
     problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in other]
     needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
     problems += [f"its arguments have no {key}" for key in needed if not isinstance(args.get(key), int)]
-    model = _taken(args, _MODEL) | experts.taken(args)
+    model = _taken(args, _MODEL) | experts.taken(args) | _latents(args)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
     kinds = ("learned_absolute", "rope", "none")
@@ -129,11 +131,17 @@ def args_of(config: Config) -> dict[str, Any]:
         "bias_gelu_fusion": not model.no_bias_gelu_fusion,
         "window_size": window,
         **experts.given(model),
+        **{name: getattr(model, name) for name in _MLA if model.multi_latent_attention or name == _LATENTS},
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "ckpt_format": "torch_dist",
         "no_save_rng": True,
     }
+
+
+def _latents(args: Args) -> dict[str, Any]:
+    """Fields of latent attention, of a model that has it."""
+    return {name: args[name] for name in _MLA if args.get(name) is not None} if args.get(_LATENTS) else {}
 
 
 def _taken(args: Args, names: Iterable[str]) -> dict[str, Any]:

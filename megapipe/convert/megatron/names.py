@@ -13,6 +13,8 @@ from megapipe.distributed.layout import Layout
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 """Transformer Engine keeps a norm in the linear layer that follows it."""
 
@@ -35,15 +37,17 @@ def common_name(name: str) -> str:
     return name
 
 
-def stored_names(name: str, sparse: bool) -> list[str]:
+def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
     """The other way round, of a name in a layer: the keys in `torch_dist`, for either kind of layers.
 
-    sparse: has the layer experts? Then Transformer Engine keeps the norm before them by itself, and Megatron-LM's own
-    layers ask for it under the name that it has in a dense one.
+    sparse, latent: has the layer experts, latent attention? Then the two kinds keep a norm under different names.
     """
     name = name.replace("mlp.experts.", "mlp.experts.experts.")
     fused = next((name.replace(apart, its) for its, apart in _FUSED.items() if name.startswith(apart)), name)
-    return [fused, name] if sparse and name.startswith("pre_mlp_layernorm.") else [fused]
+    if name.startswith(("self_attention.q_layernorm.", "self_attention.kv_layernorm.")) and not latent:
+        return [name]
+    both = sparse if name.startswith("pre_mlp_layernorm.") else latent
+    return [fused, name] if both and fused != name else [fused]
 
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:

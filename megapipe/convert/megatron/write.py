@@ -46,6 +46,9 @@ _KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp
 _EXTRA = tuple(
     f"self_attention.{name}" for name in ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 )
+_EXTRA_LATENT = tuple(
+    f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+)
 _EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXTRA_SPARSE = ("pre_mlp_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _FILE_BYTES = 1 << 32
@@ -158,7 +161,7 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
     if match := _LAYER.fullmatch(name):
         layer, inner = int(match[1]), match[2]
         where = "decoder.layers." if alike(model) else f"decoder.layers.{layer}."
-        names = [where + its for its in stored_names(inner, model.has_experts_in(layer))]
+        names = [where + its for its in stored_names(inner, model.has_experts_in(layer), model.multi_latent_attention)]
         if alike(model):
             offsets, size, tensor = [layer, *offsets], [model.layers, *size], tensor[None]
     keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names] or names
@@ -173,7 +176,8 @@ def _extras(model: ModelConfig) -> Iterator[str]:
         sparse = model.has_experts_in(layer)
         first, last = ("", f"{layer}") if alike(model) else (f"{layer}.", "")
         of, total = (f"_{model.layers}",) * 2 if alike(model) else ("_1", "")
-        for module in (*_EXTRA, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
+        latent = ("input_layernorm", "self_attention.kv_layernorm", *_EXTRA_LATENT) * model.multi_latent_attention
+        for module in (*_EXTRA, *latent, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
             yield f"decoder.layers.{first}{module}._extra_state/shard_{last or 0}{of}"
         for expert in range(model.experts if sparse else 0):
             at = f"{last}.{expert}{total}.{model.experts}" if alike(model) else f"{expert}_{model.experts}"

@@ -23,7 +23,7 @@ from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.attention.blocks import Sight, band
 from megapipe.models.attention.context import context_attention, whole_sequences
 from megapipe.models.attention.cpu import causal_attention
-from megapipe.models.parts import parts_of
+from megapipe.models.parts import AttentionKernel, parts_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.eager import eager
@@ -39,63 +39,23 @@ _SMALLEST_BLOCK = 128
 """Queries: below, a block is too small for its call to a kernel."""
 
 
-class SelfAttention(nn.Module):
-    """QKV projection, attention, output projection.
+class Attention(nn.Module):
+    """The part between the projections: heads that are here attend, however their tokens are cut.
 
-    The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value (Megatron's order,
-    checkpoint version 2.0), so that a slice over tp is a set of whole groups.
+    Attributes:
+        kernel: of another library, for whole sequences without dropout.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis, layer: int, kernel: AttentionKernel | None = None) -> None:
         super().__init__()
-        self.config, self.tp, self.layer = config, tp, layer
-        parts, head, queries, groups = parts_of(config), config.head_dim, config.heads, config.query_groups
-        self.groups = groups // tp.size
-        self.linear_qkv = parts.column(
-            config.hidden,
-            (queries + 2 * groups) * head,
-            tp=tp,
-            bias=config.bias or config.add_qkv_bias,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.linear_std,
-        )
-        weight = self.linear_qkv.weight
-        set_layout(weight, replace(layout_of(weight), fused=(queries // groups * head, head, head)))
-        # A rank has its own heads only, with or without sequence parallelism.
-        self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
-        self.k_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
-        self.linear_proj = parts.row(
-            queries * head,
-            config.hidden,
-            tp=tp,
-            bias=config.bias,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_std,
-        )
-        self.kernel = parts.attention(config, tp)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h], the tokens that are here; under sequence parallelism [s/t, b, h], and all of these
-        tokens in between."""
-        config = self.config
-        head, per_group = config.head_dim, config.heads // config.query_groups
-        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
-        s, b = qkv.shape[:2]
-        q, k, v = qkv.split((per_group, 1, 1), dim=3)
-        q, k, v = (part.reshape(s, b, -1, head) for part in (q, k, v))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if config.position_embedding_type == "rope":
-            restarting, cut = _positions(s, x.device)
-            q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
-        return self.linear_proj(self._attend(q, k, v))  # type: ignore[no-any-return]
+        self.config, self.tp, self.layer, self.kernel = config, tp, layer, kernel
 
     @property
     def _drops(self) -> bool:
         return self.training and self.config.attention_dropout > 0
 
     @eager
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s/c, b, heads/t, d], k and v [s/c, b, groups/t, d] -> [s/c, b, heads/t x d]."""
         stream, (way,) = current_stream(), self.config.cp_comm_type
         cp, tp = stream.cp, self.tp
@@ -142,8 +102,59 @@ class SelfAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class SelfAttention(Attention):
+    """QKV projection, attention, output projection.
+
+    The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value (Megatron's order,
+    checkpoint version 2.0), so that a slice over tp is a set of whole groups.
+    """
+
+    def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
+        parts = parts_of(config)
+        super().__init__(config, tp, layer, parts.attention(config, tp))
+        head, queries, groups = config.head_dim, config.heads, config.query_groups
+        self.groups = groups // tp.size
+        self.linear_qkv = parts.column(
+            config.hidden,
+            (queries + 2 * groups) * head,
+            tp=tp,
+            bias=config.bias or config.add_qkv_bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.linear_std,
+        )
+        weight = self.linear_qkv.weight
+        set_layout(weight, replace(layout_of(weight), fused=(queries // groups * head, head, head)))
+        # A rank has its own heads only, with or without sequence parallelism.
+        self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        self.k_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        self.linear_proj = parts.row(
+            queries * head,
+            config.hidden,
+            tp=tp,
+            bias=config.bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.residual_std,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], the tokens that are here; under sequence parallelism [s/t, b, h], and all of these
+        tokens in between."""
+        config = self.config
+        head, per_group = config.head_dim, config.heads // config.query_groups
+        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
+        s, b = qkv.shape[:2]
+        q, k, v = qkv.split((per_group, 1, 1), dim=3)
+        q, k, v = (part.reshape(s, b, -1, head) for part in (q, k, v))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if config.position_embedding_type == "rope":
+            restarting, cut = positions_here(s, x.device)
+            q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
+        return self.linear_proj(self.attend(q, k, v))  # type: ignore[no-any-return]
+
+
 @eager
-def _positions(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
+def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
     """[s/c, b] where positions restart in each document, else None; and which tokens are here."""
     documents, cut = current_stream().documents, current_stream().cut
     if documents is None or not documents.restart:

@@ -1,0 +1,55 @@
+"""Latents of attention (DeepSeek-V2, Liu et al. 2024, section 2.1): their widths, the heads and their rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megapipe.config.notes import ABOVE_0, MUST, Idle, at_least, needs
+
+LATENT = needs("multi_latent_attention", "heads are --kv-channels wide")
+ROPE = Idle(
+    lambda c: (
+        c.model.position_embedding_type != "rope"
+        and c.model.per_layer_overrides is None
+        and not c.model.multi_latent_attention
+    ),
+    "nothing is rotated, without --position-embedding-type rope",
+)
+HEADS = Idle(lambda c: c.model.multi_latent_attention, "heads come from latents, with --multi-latent-attention")
+STRETCHED = Idle(
+    lambda c: c.model.multi_latent_attention and c.model.rope_type != "rope",
+    "all channels of --qk-pos-emb-head-dim are rotated, without --rope-type rope",
+)
+YARN = Idle(lambda c: c.model.rope_type == "rope", "positions are not stretched, with --rope-type rope")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Queries, keys and values from latents that all heads share. Without --multi-latent-attention there are none."""
+
+    multi_latent_attention: Annotated[bool, MUST] = False
+    """Keys and values come from one latent for all heads (DeepSeek-V2), queries too with --q-lora-rank."""
+    q_lora_rank: Annotated[int | None, at_least(1), MUST, LATENT] = None
+    """Width of the queries' latent. Default: they come from the hidden state."""
+    kv_lora_rank: Annotated[int, at_least(1), MUST, LATENT] = 32
+    """Width of the latent of keys and values."""
+    qk_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
+    """Channels of a query and key head that are not rotated."""
+    qk_pos_emb_head_dim: Annotated[int, at_least(2), MUST, LATENT] = 64
+    """Channels of one that are; all heads share those of the key."""
+    v_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
+    """Channels of a value head."""
+    rope_type: Annotated[Literal["rope", "yarn"] | None, MUST, LATENT] = None
+    """Rotation of these channels, plain or stretched from 4096 positions (Peng et al. 2023). Default: yarn."""
+    rotary_scaling_factor: Annotated[float, ABOVE_0, MUST, LATENT] = 1.0
+    """How far yarn stretches positions; scores are scaled by it with either rotation, see --mscale-all-dim."""
+    mscale: Annotated[float, at_least(0), MUST, LATENT, YARN] = 1.0
+    """Rotated channels count (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim ln(factor) + 1)."""
+    mscale_all_dim: Annotated[float, at_least(0), MUST, LATENT] = 0.0
+    """Scores count the square of 0.1 mscale-all-dim ln(factor) + 1."""
+
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim

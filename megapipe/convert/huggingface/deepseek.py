@@ -1,0 +1,172 @@
+"""DeepSeek-V3 in Hugging Face's words: latent attention, and experts chosen by a sigmoid, a bias and groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megapipe.config import ModelConfig
+from megapipe.models.rope import YARN_FAST, YARN_ORIGINAL, YARN_SLOW
+
+Json = Mapping[str, Any]
+Reader = Callable[[Json, list[str]], dict[str, Any]]
+FAMILY = "deepseek_v3"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+NAMES = {
+    "self_attention.linear_q_proj": ("self_attn.q_proj",),
+    "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
+    "self_attention.q_layernorm": ("self_attn.q_a_layernorm",),
+    "self_attention.linear_q_up_proj": ("self_attn.q_b_proj",),
+    "self_attention.linear_kv_down_proj": ("self_attn.kv_a_proj_with_mqa",),
+    "self_attention.kv_layernorm": ("self_attn.kv_a_layernorm",),
+    "self_attention.linear_kv_up_proj": ("self_attn.kv_b_proj",),
+}
+"""Of attention, beside those of a Llama."""
+
+
+def deepseek(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The family: (reader, writer), by what it shares with Llama."""
+    return {
+        FAMILY: (
+            lambda content, problems: _read(content, problems, read),
+            lambda model: _write(model, write) if model.multi_latent_attention and model.has_experts else {},
+        )
+    }
+
+
+def predicts_further(name: str, model: ModelConfig) -> bool:
+    """Is a tensor of theirs of multi-token prediction, whose layers are numbered behind the model's?"""
+    match = _LAYER.match(name)
+    return model.multi_latent_attention and match is not None and int(match[1]) >= model.layers
+
+
+def _read(content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
+    turned = content["qk_rope_head_dim"]
+    expect = {
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+        "num_key_value_heads": content["num_attention_heads"],
+        "head_dim": turned,
+        "qk_head_dim": content["qk_nope_head_dim"] + turned,
+    }
+    problems += _others(content, expect)
+    plain = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling", "head_dim")}
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    base = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    fields = read({**plain, "rope_theta": base, "head_dim": content["qk_nope_head_dim"]}, problems)
+    experts, layers, dense = content["n_routed_experts"], content["num_hidden_layers"], content["first_k_dense_replace"]
+    groups, chosen, k = content.get("n_group") or 1, content.get("topk_group") or 1, content["num_experts_per_tok"]
+    if groups > 1 and k // chosen != 2:
+        problems.append(f"num_experts_per_tok {k} of topk_group {chosen}: its groups count by two experts each")
+    sparse = [int(layer >= dense) for layer in range(layers)]
+    return {
+        **fields,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "kv_channels": None,
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": content.get("q_lora_rank"),
+        "kv_lora_rank": content["kv_lora_rank"],
+        "qk_head_dim": content["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": content["qk_rope_head_dim"],
+        "v_head_dim": content["v_head_dim"],
+        "num_experts": experts if any(sparse) else None,
+        "moe_layer_freq": "1" if all(sparse) else str(sparse),
+        "moe_router_topk": k,
+        "moe_ffn_hidden_size": content["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": content["n_shared_experts"] * content["moe_intermediate_size"] or None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_topk_scaling_factor": content.get("routed_scaling_factor") or None,
+        **_rope(rope, problems),
+    }
+
+
+def _rope(rope: Json, problems: list[str]) -> dict[str, Any]:
+    problems += _others(rope, {"partial_rotary_factor": 1.0})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_type": "rope"}
+    if kind != "yarn":
+        problems.append(f"rope_type {kind} is not default or yarn")
+        return {}
+    expect = {
+        "original_max_position_embeddings": YARN_ORIGINAL,
+        "beta_fast": YARN_FAST,
+        "beta_slow": YARN_SLOW,
+        "truncate": True,
+    }
+    problems += _others(rope, expect)
+    if rope.get("attention_factor") is not None:
+        problems.append("attention_factor is given; only that of mscale and mscale_all_dim can be converted")
+    all_dim = rope.get("mscale_all_dim") or 0.0
+    if all_dim and rope.get("mscale"):
+        return _yarn(rope, rope["mscale"], all_dim)
+    if all_dim:
+        problems.append("mscale_all_dim is given without mscale")
+    return _yarn(rope, 1.0, 0.0)
+
+
+def _others(content: Json, expect: Mapping[str, Any]) -> list[str]:
+    """A text for each key that has another value."""
+    given = [key for key in expect if content.get(key, expect[key]) != expect[key]]
+    return [f"{key} is {content[key]}; only {expect[key]} can be converted" for key in given]
+
+
+def _yarn(rope: Json, mscale: float, all_dim: float) -> dict[str, Any]:
+    factor = float(rope["factor"])
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "mscale": float(mscale),
+        "mscale_all_dim": float(all_dim),
+    }
+
+
+def _write(model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, Any]:
+    dense = next(layer for layer in range(model.layers) if model.has_experts_in(layer))
+    rope: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_type": "default"}
+    if model.rope_type != "rope":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": model.rotary_scaling_factor,
+            "original_max_position_embeddings": YARN_ORIGINAL,
+            "beta_fast": YARN_FAST,
+            "beta_slow": YARN_SLOW,
+        }
+        if model.mscale_all_dim:
+            rope |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return write("DeepseekV3ForCausalLM", model) | {
+        "attention_bias": False,
+        "head_dim": model.qk_pos_emb_head_dim,
+        "num_key_value_heads": model.heads,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "qk_head_dim": model.qk_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_interleave": True,
+        "rope_parameters": rope,
+        "rope_scaling": rope if model.rope_type != "rope" else None,
+        "first_k_dense_replace": dense,
+        "n_routed_experts": model.experts,
+        "n_shared_experts": shared // model.expert_ffn,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    }

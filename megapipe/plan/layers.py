@@ -1,0 +1,205 @@
+"""Costs of a layer: time, activation and parameters of attention, MLP and experts, from their widths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from operator import add
+
+from megapipe.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch through a piece of the model.
+
+    Attributes:
+        f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
+        held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
+        parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
+            unused: those that a token makes no use of.
+    """
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    held: float = 0.0
+    kept: float = 0.0
+    parameters: int = 0
+    unused: int = 0
+    experts: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(add, vars(self).values(), vars(other).values()))
+
+    def part(self, shares: int) -> Work:
+        """The work of one of so many equal shares."""
+        f, b, w, held, kept = (x / shares for x in (self.f, self.b, self.w, self.held, self.kept))
+        return Work(f, b, w, held, kept, self.parameters // shares)
+
+    @property
+    def time(self) -> float:
+        """All three passes."""
+        return self.f + self.b + self.w
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
+    also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here. ep,
+    etp: of the experts."""
+
+    seq: int
+    tokens: int
+    tp: int
+    shared: int
+    element: int
+    meets: bool
+    ep: int = 1
+    etp: int = 1
+
+    def scores(self, channels: int, window: int | None) -> float:
+        """FLOPs of what queries and keys, or probabilities and values, of so many channels in all are multiplied."""
+        reach = self.seq if window is None else min(self.seq, window + 1)
+        return 2.0 * self.tokens * channels * (reach - reach * reach / 2 / self.seq)
+
+    def bytes(self, between: float, inside: float, masked: float = 0) -> float:
+        """Bytes of features between and inside the parallel parts; masked: of the former, those with a dropout byte."""
+        return self.tokens * ((self.element * between + masked) / self.shared + self.element * inside / self.tp)
+
+
+def layer_work(model: ModelConfig, load: Load) -> Work:
+    whole = _attention(model, load) + _mlp(model, load)
+    if model.recompute_granularity != "full" or model.recompute_method == "block":
+        return whole
+    return replace(whole, b=whole.b + whole.f, held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1))
+
+
+def _attention(model: ModelConfig, load: Load) -> Work:
+    if model.no_attention:
+        return Work()
+    if model.multi_latent_attention:
+        return _latents(model, load)
+    h, queries = model.hidden, model.heads * model.head_dim
+    qkv = queries + 2 * model.query_groups * model.head_dim
+    scores = 2 * load.scores(queries, model.window)
+    products = 2.0 * load.tokens * h * (qkv + queries)
+    bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
+    rotated = qkv * (model.position_embedding_type == "rope")
+    norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
+    # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
+    logs = 4 * load.tokens * model.heads / load.tp * (load.meets or model.attention_dropout > 0)
+    return Work(
+        products + scores,
+        products + (3 if model.recompute_attention else 2) * scores,
+        products,
+        held=load.bytes(h + h * (not model.recompute_norms), qkv + rotated + queries, h * bool(model.hidden_dropout))
+        + logs,
+        kept=load.bytes(2 * h, qkv + queries),
+        parameters=h * (qkv + queries) + bias + norms,
+    )
+
+
+def _latents(model: ModelConfig, load: Load) -> Work:
+    """Each rank goes down to the latents by itself. Heads are held as wide as the wider of queries and values."""
+    h, heads, q_rank, kv_rank = model.hidden, model.heads, model.q_lora_rank or 0, model.kv_lora_rank
+    rotated, up_kv = model.qk_pos_emb_head_dim, heads * (model.qk_head_dim + model.v_head_dim)
+    queries, values = heads * model.qk_dim, heads * model.v_head_dim
+    wide = heads * max(model.qk_dim, model.v_head_dim)
+    up, out = (q_rank or h) * queries + kv_rank * up_kv, values * h
+    down = h * (q_rank + kv_rank + rotated)
+    scores = load.scores(queries + values, model.window)
+    products, again = 2.0 * load.tokens * (down + up + out), model.recompute_mla_up_proj
+    norms = (
+        norm_size(model, h) + (norm_size(model, kv_rank) + norm_size(model, q_rank) * bool(q_rank)) * model.qk_layernorm
+    )
+    normed = (q_rank + kv_rank) * model.qk_layernorm  # a norm keeps its input, and the next product its output
+    between = h + h * (not model.recompute_norms) + q_rank + kv_rank + normed + rotated * (not again or load.shared > 1)
+    # Attention by blocks keeps its output too, as torch's kernels on a GPU do, for which this is too little.
+    blocks = (load.meets or model.attention_dropout > 0) * (not again)
+    logs = 4 * load.tokens * heads / load.tp * blocks
+    repeated = scores * model.recompute_attention + (scores + 2.0 * load.tokens * up) * again
+    return Work(
+        products + scores,
+        products + 2 * scores + repeated,
+        products,
+        held=load.bytes(between, (3 * (not again) + blocks) * wide + values, h * bool(model.hidden_dropout)) + logs,
+        kept=load.bytes(
+            2 * h + 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm), queries + up_kv + values
+        ),
+        parameters=down + up + out + h * model.bias + norms,
+    )
+
+
+def _mlp(model: ModelConfig, load: Load) -> Work:
+    if model.no_mlp:
+        return Work()
+    if model.has_experts:
+        return _experts(model, load)
+    h, ffn, blocks = model.hidden, model.ffn, 2 if model.gated else 1
+    products = 2.0 * load.tokens * h * ffn * (blocks + 1)
+    again = model.recompute_mlp
+    between = h + h * (not model.recompute_norms)
+    return Work(
+        products,
+        products * (1 + again),
+        products,
+        held=load.bytes(between, _activated(model) * ffn * (not again), h * bool(model.hidden_dropout)),
+        kept=load.bytes(2 * h, (blocks + 1) * ffn),
+        parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + norm_size(model, h),
+    )
+
+
+def _activated(model: ModelConfig) -> int:
+    """Tensors of a feed-forward layer's width that it keeps: fc1's output, what comes between, fc2's input."""
+    return 3 if model.swiglu else 4 if model.gated else 2
+
+
+def _experts(model: ModelConfig, load: Load) -> Work:
+    """The router, as many rows as tokens have choices, and the shared expert. Kept of a row are its number in four
+    tables, its weight and fc1's output; of a token with the norm's input and output the router's scores. Of a row that
+    came from another rank also what came, its place, and at home its number."""
+    h, f, e, k, blocks = model.hidden, model.expert_ffn, model.experts, model.moe_router_topk, 2 if model.gated else 1
+    shared, gate = model.moe_shared_expert_intermediate_size or 0, model.moe_shared_expert_gate
+    mine, again = load.tokens / load.shared, model.recompute_moe
+    rows = float(load.tokens * k)
+    if model.capacity_factor is not None:
+        full = e * load.shared * min(mine, math.ceil(mine * k / e * model.capacity_factor))
+        rows = full if model.moe_pad_expert_input_to_capacity else min(rows, full)
+    one = h * f * (blocks + 1) + (blocks * f + h) * model.bias
+    beside = (
+        h * (e + gate)
+        + e * model.bias
+        + (h * shared * (blocks + 1) + (blocks * shared + h) * model.bias) * bool(shared)
+    )
+    products = 2.0 * h * (rows * f * (blocks + 1) + load.tokens * (e + gate + shared * (blocks + 1)))
+    softmax, wide = model.moe_router_score_function == "softmax", 8 if model.moe_router_dtype == "fp64" else 4
+    all_scores = not softmax or model.moe_router_pre_softmax  # or those of the chosen alone
+    scores = all_scores + bool(model.balancing)
+    router = wide * mine * e * scores
+    alone = load.shared < load.tp  # ranks have the same tokens, and none goes anywhere
+    home, here = rows / load.shared, rows / load.shared * (1 if alone else load.etp)
+    exchanged = load.ep * load.etp > 1 and not alone and model.moe_token_dispatcher_type != "allgather"
+    row = load.element * f / load.etp
+    gathered = mine * (1 if alone else load.ep * load.etp)
+    numbers = home * 3 * 8 + mine * k * 8 + here * 2 * 8 if exchanged else here * 3 * 8 + gathered * k * 8
+    tables = numbers + here * wide + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
+    came = here * load.element * h * exchanged
+    inside = here * row * blocks + came + router + tables
+    between = h + h * (not model.recompute_norms)
+    of_shared = 0 if model.recompute_shared_experts else _activated(model) * shared
+    outside = load.bytes(between + h * gate, of_shared, h * bool(model.hidden_dropout))
+    return Work(
+        products,
+        products * (1 + again),
+        products,
+        held=load.bytes(between, 0, h * bool(model.hidden_dropout)) if again else outside + inside,
+        kept=load.bytes(2 * h, (blocks + 1) * shared) + here * row * (blocks + 1) + 2 * came + wide * mine * e,
+        parameters=e * one + beside + norm_size(model, h),
+        unused=(e - k) * one,
+        experts=e * one,
+    )
+
+
+def norm_size(model: ModelConfig, size: int) -> int:
+    return size * (2 if model.normalization == "LayerNorm" else 1)
