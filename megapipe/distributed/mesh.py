@@ -257,7 +257,9 @@ def build_mesh(
     def along(name: str, *names: str) -> Axis:
         """An axis of a grid; one that has the same ranks is the same."""
         sets = tuple(grids.sets(*(names or (name,))))
-        if sets not in made:
+        # NCCL runs a communicator's calls one after another: tokens on their way do not stand behind sums of gradients.
+        apart = name == "experts" and sets != tuple(grids.sets("tp"))
+        if sets not in made or apart:
             made[sets] = axis(name, sets)
         found = made[sets]
         if name in ("tp", "experts") and found.group is not None and found.shared is None and device == CPU:

@@ -85,6 +85,15 @@ def test_experts_lie_over_the_ranks_that_megatron_gives_them(world, tp, pp, ep, 
     assert set(mesh.experts.ranks) >= {*mesh.ep.ranks, *mesh.etp.ranks}
 
 
+def test_tokens_of_experts_do_not_stand_behind_sums_of_gradients():
+    """A communicator of their own, though data-parallel ranks are the same; none where tensor parallelism is."""
+    group = {"make_group": lambda name, sets: name}
+    shared = build_mesh(Grids.of(ParallelConfig(expert_model_parallel_size=4), 4), 0, CPU, **group)
+    assert (shared.experts.ranks, shared.experts.group, shared.dp.group) == ((0, 1, 2, 3), "experts", "dp")
+    split = build_mesh(Grids.of(ParallelConfig(tensor_model_parallel_size=4), 4), 0, CPU, **group)
+    assert (split.experts.group, split.tp.group) == ("tp", "tp")
+
+
 def test_timeouts_are_set_by_the_public_function_where_torch_has_it(monkeypatch):
     """From 2.14 on; the private one, which 2.13 has alone, then warns on each start."""
     given = []
