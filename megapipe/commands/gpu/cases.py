@@ -41,6 +41,14 @@ EXACT = "--deterministic-mode"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
 SAVED = "{folder}/saved"
 PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
+DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
+PP8 = f"{DEEP} --pipeline-model-parallel-size 8 --pipeline-schedule"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
+GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+SHARED = "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline --pipeline-schedule zb-h1"
+LATE = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"
+EP = "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 @dataclass(frozen=True)
@@ -119,4 +127,14 @@ CASES = (
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
     Case("tp 2, sequence parallel", "--tensor-model-parallel-size 2 --sequence-parallel", "float32", 1e-4, ranks=2),
     Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),
+    Case("16 layers", DEEP),
+    Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
+    Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),
+    Case("pp 8: dualpipe", f"{PP8} dualpipe", "16 layers", 1e-4, ranks=8),
+    Case("tp 2, pp 2, dp 2, all overlaps", f"{GRID} --sequence-parallel {OVERLAPS}", "float32", 1e-4, ranks=8),
+    Case("cp 2, pp 2, dp 2", "--context-parallel-size 2 --pipeline-model-parallel-size 2", "float32", 1e-4, ranks=8),
+    Case("pp 4: shared vocabulary", f"{DEEP} {SHARED}", "16 layers", 1e-4, ranks=4),
+    Case("pp 4: post-validation", f"{DEEP} {LATE}", "16 layers", 1e-4, ranks=4),
+    Case("experts", EXPERTS),
+    Case("experts over 4, pp 2", f"{EXPERTS} {EP}", "experts", 1e-4, ranks=8),
 )

@@ -46,6 +46,8 @@ class Flags:
     """cuda; cpu tries the tool itself, with tiny sizes."""
     minutes: float = 20.0
     """Time for all cases; those that do not come to their turn count as failed."""
+    ranks: int | None = None
+    """Cases of at most so many processes. (default: as many as there are GPUs, 2 on a CPU)"""
     nanogpt: str | None = None
     """A checkout of nanoGPT to be compared with: git clone https://github.com/karpathy/nanoGPT"""
     output: str = "gpu-check"
@@ -76,6 +78,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--device cuda: torch {torch.__version__} finds no GPU. --device cpu tries the tool without")
     if flags.nanogpt is not None and not in_clone():
         raise ConfigError("--nanogpt needs a clone of megapipe: the training that is compared with is in tools/bench.")
+    if flags.ranks is not None and flags.ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, got {flags.ranks}")
     if problems := list(folder_problems({"--output": flags.output})):
         raise ConfigError(problems)
     folder = Path(flags.output).resolve()
@@ -94,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
 
 def chosen(flags: Flags) -> list[Case]:
     """The cases that can run here and are asked for, each behind the one that it is compared with."""
-    ranks = torch.cuda.device_count() if flags.device == "cuda" else 2
+    ranks = flags.ranks or (torch.cuda.device_count() if flags.device == "cuda" else 2)
     has = {None: True, "nanogpt": flags.nanogpt is not None}
     has |= {case.needs: find_spec(case.needs) is not None for case in CASES if case.needs not in (None, "nanogpt")}
     has["pytest"] &= in_clone()  # where the tests are
