@@ -50,6 +50,12 @@ def _layers(model: ModelConfig) -> Iterator[str]:
             yield f"--moe-layer-freq {text} leaves no layer for --num-experts {model.experts}. Leave one of them out."
 
 
+def _one_expert_alone(model: ModelConfig) -> bool:
+    """Is the softmax over one expert, so that it is 1 and teaches the router nothing?"""
+    softmax = model.moe_router_score_function == "softmax"
+    return model.moe_router_topk == 1 and softmax and not model.moe_router_pre_softmax
+
+
 def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
     k, experts = model.moe_router_topk, model.experts
     if k > experts:
@@ -57,7 +63,7 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
             f"--moe-router-topk {k} is more than --num-experts {experts}. Use --moe-router-topk {experts}, or fewer."
         )
     softmax = model.moe_router_score_function == "softmax"
-    if k == 1 and softmax and not model.moe_router_pre_softmax and not upcycled:
+    if _one_expert_alone(model) and not upcycled and "sinkhorn" not in model.moe_router_load_balancing_type:
         yield (
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax."
@@ -89,7 +95,8 @@ def _balance(model: ModelConfig) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     for kind in kinds:
         if kind in _OTHER:
-            yield f"--moe-router-load-balancing-type {kind} is not implemented. Use {_OTHER[kind]}."
+            also = " --moe-router-pre-softmax" if kind == "sinkhorn" and _one_expert_alone(model) else ""
+            yield f"--moe-router-load-balancing-type {kind} is not implemented. Use {_OTHER[kind]}{also}."
     if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and "none" in kinds):
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: each loss once, and none alone."
     if len(kinds) != len(weights):

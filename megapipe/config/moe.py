@@ -116,7 +116,7 @@ def layer_frequency(text: str) -> int | list[int]:
     Raises: ValueError for anything else.
     """
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        found = _value(ast.parse(text.strip().strip("'\""), mode="eval").body)  # a shell's array keeps inner quotes
     except SyntaxError:
         raise ValueError(text) from None
     if (isinstance(found, int) and found >= 1) or (isinstance(found, list) and set(found) <= {0, 1}):

@@ -52,11 +52,13 @@ mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all lay
 cache-mla-* mla-*: latents are not cached, and projections down are two products
 dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
 mtp-*: there is no multi-token prediction
+fine-grained-* offload-modules: activations stay on the device; use --recompute-granularity selective
+no-use-layer-wise-param-layout: parameters have one layout
 fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*: precision is float32, bf16 or
     fp16
 lion-*: the optimizers are adam, sgd, muon and --optimizer FILE.py:NAME
 *optimizer-*offload* qk-clip*: optimizer state is on the device
-*fsdp*: parameters are not sharded over data-parallel ranks
+*fsdp* outer-dp-*: parameters are not sharded over data-parallel ranks
 hybrid-context-parallel: context-parallel ranks exchange keys in one way, --cp-comm-type
 iter-per-epoch data-per-class-fraction decoder-seq-length: megapipe trains GPT models only
 fim-*: there is no fill-in-the-middle

@@ -22,6 +22,11 @@ EXPERTS = "--num-experts 8"
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax.",
         ),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            "--moe-router-load-balancing-type sinkhorn is not implemented. Use --moe-router-load-balancing-type "
+            "aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-pre-softmax.",
+        ),
         ("--moe-layer-freq [0,1]", "--moe-layer-freq [0,1] says 2 layers, and --num-layers 8. Make both agree."),
         (
             "--moe-layer-freq [0]*8",
