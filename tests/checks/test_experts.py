@@ -3,6 +3,7 @@
 import pytest
 
 from megapipe.checks.run import validate
+from megapipe.config.moe import layer_frequency
 from megapipe.flags.idle import idle
 
 from .sound import config, problem, problems
@@ -153,6 +154,10 @@ def test_launch_lists_of_experts_start(flags):
 def test_what_has_nothing_to_act_on_is_said():
     line = ("--moe-router-pre-softmax", "there is no softmax, without --moe-router-score-function softmax")
     assert idle(config(DEEPSEEK)) == [line]
+
+
+def test_a_frequency_may_have_the_quotes_that_a_shells_array_keeps():
+    assert layer_frequency("'([0]*1+[1]*2)'") == [0, 1, 1]
 
 
 UPCYCLED = "--moe-use-upcycling --load dense --save made --save-interval 5"
