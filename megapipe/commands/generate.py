@@ -104,13 +104,19 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
                 f"here {[*tokens.shape, vocab_size]}; it returned {[*shape] if shape else type(output).__name__}"
             )
         logits = output[0, -1, :vocab_size].float()
+        if not logits.isfinite().all():
+            raise CheckpointError(
+                f"--load {flags.load}: behind {len(seen)} tokens the model's logits are not finite, as its weights are "
+                "not, or too large. Give another checkpoint, or an earlier one with --ckpt-step."
+            )
         if flags.top_k:
             lowest = logits.topk(min(flags.top_k, vocab_size)).values[-1]
             logits = logits.masked_fill(logits < lowest, float("-inf"))
         if flags.temperature == 0:
             token = int(logits.argmax())
         else:
-            probabilities = (logits / flags.temperature).softmax(-1)
+            # In float64 and from the largest down, however small the temperature is.
+            probabilities = ((logits - logits.max()).double() / flags.temperature).softmax(-1)
             token = int(torch.multinomial(probabilities, 1, generator=draw))
         seen.append(token)
         yield token

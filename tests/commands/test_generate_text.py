@@ -14,7 +14,7 @@ from megapipe.commands import generate
 from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.models.build import build_stage
 from megapipe.partition.spans import LayerSpan
 
@@ -35,8 +35,17 @@ class Losses(Plain):
         return tokens.float()
 
 
+class Broken(Plain):
+    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return torch.full((*tokens.shape, VOCAB), float("nan"))
+
+
 def next_position(config, span, tp):
     return NextPosition(span)
+
+
+def broken(config, span, tp):
+    return Broken(span)
 
 
 def losses(config, span, tp):
@@ -56,12 +65,24 @@ def load(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "find_provider", {"next": next_position, "losses": losses}.get)
+    monkeypatch.setattr(generate, "find_provider", {"next": next_position, "losses": losses, "broken": broken}.get)
 
 
 def test_a_plain_module_is_given_positions_and_asked_for_logits(load, capsys):
     generate.main([*load, "--model-provider", "next"])
     assert capsys.readouterr().out.endswith("7 7 1 2 3\n")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-300", "5e-324"])
+def test_a_temperature_may_be_as_small_as_a_number_is(load, capsys, temperature):
+    generate.main([*load[:-1], temperature, "--model-provider", "next"])
+    assert capsys.readouterr().out.endswith("7 7 1 2 3\n")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_logits_that_are_no_numbers_are_the_checkpoints_fault(load, temperature):
+    with pytest.raises(CheckpointError, match="behind 2 tokens the model's logits are not finite, as its weights are"):
+        generate.main([*load[:-1], temperature, "--model-provider", "broken"])
 
 
 def test_a_model_that_gives_no_logits_is_named(load):

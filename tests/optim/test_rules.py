@@ -179,7 +179,7 @@ def test_a_models_query_key_and_value_are_told_apart_by_their_rows(layer, groups
     weight, seen = attention.linear_qkv.weight, []
     fused = layout_of(weight).fused
     marks = torch.arange(1.0, 4).repeat_interleave(torch.tensor(fused)).repeat(groups)
-    monkeypatch.setattr(attention, "_attend", lambda *qkv: seen.extend(qkv) or qkv[0].flatten(2))
+    monkeypatch.setattr(attention, "attend", lambda *qkv: seen.extend(qkv) or qkv[0].flatten(2))
     with torch.no_grad():
         weight.copy_(marks[:, None] / weight.shape[1])
         attention(torch.ones(4, 1, weight.shape[1]))
