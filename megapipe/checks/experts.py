@@ -10,7 +10,6 @@ from megapipe.config import Config, ModelConfig
 from megapipe.config.moe import layer_frequency
 
 _OTHER = {
-    "sinkhorn": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
     "quantile_balancing": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-load-balancing-type none",
 }
@@ -63,7 +62,7 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
             f"--moe-router-topk {k} is more than --num-experts {experts}. Use --moe-router-topk {experts}, or fewer."
         )
     softmax = model.moe_router_score_function == "softmax"
-    if _one_expert_alone(model) and not upcycled and "sinkhorn" not in model.moe_router_load_balancing_type:
+    if _one_expert_alone(model) and not upcycled and not model.by_sinkhorn:
         yield (
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax."
@@ -95,10 +94,21 @@ def _balance(model: ModelConfig) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     for kind in kinds:
         if kind in _OTHER:
-            also = " --moe-router-pre-softmax" if kind == "sinkhorn" and _one_expert_alone(model) else ""
-            yield f"--moe-router-load-balancing-type {kind} is not implemented. Use {_OTHER[kind]}{also}."
-    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and "none" in kinds):
-        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: each loss once, and none alone."
+            yield f"--moe-router-load-balancing-type {kind} is not implemented. Use {_OTHER[kind]}."
+    alone = [kind for kind in ("none", "sinkhorn") if kind in kinds]
+    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and alone):
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: each loss once, and {(alone or ['none'])[0]} alone."
+    if model.by_sinkhorn:
+        beside = {
+            "--moe-aux-loss-coeff": any(weights),
+            "--moe-router-score-function": model.moe_router_score_function != "softmax",
+            "--moe-router-pre-softmax": model.moe_router_pre_softmax,
+            "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+            "--moe-router-group-topk": model.moe_router_group_topk is not None,
+            "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor is not None,
+        }
+        for flag in (flag for flag, given in beside.items() if given):
+            yield f"{flag} has no part in --moe-router-load-balancing-type sinkhorn. Leave it out."
     if len(kinds) != len(weights):
         one_each = f"{len(kinds)} number{'s' * (len(kinds) > 1)}"
         said = " ".join(f"{weight:g}" for weight in weights)
@@ -174,7 +184,9 @@ def _upcycling(config: Config) -> Iterator[str]:
         yield f"{name} needs --num-experts, for example --num-experts 8"
     if not model.has_experts:
         return
-    if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax:
+    if model.by_sinkhorn:
+        yield f"{name}: weights beside sinkhorn add up to less than 1. Use --moe-router-load-balancing-type aux_loss."
+    elif model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax:
         yield (
             f"{name}: with --moe-router-pre-softmax the weights of a token's experts add up to less than 1, and the "
             "model would not begin as the dense one. Leave --moe-router-pre-softmax out."

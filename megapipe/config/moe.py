@@ -28,7 +28,8 @@ class MoEConfig:
         NAMED,
         EXPERTS,
     ] = ("aux_loss",)
-    """What keeps the load even: losses over a microbatch, over each sequence, over the step so far; several at once."""
+    """What keeps the load even: losses over a microbatch, over each sequence, over the step so far, several at once; or
+    Sinkhorn's choice."""
     moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""
     moe_z_loss_coeff: Annotated[float | None, at_least(0), NAMED, EXPERTS] = None
@@ -103,6 +104,11 @@ class MoEConfig:
         """Weight of each loss that keeps the load even, by its name in --moe-router-load-balancing-type."""
         kinds = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: weight for kind, weight in kinds if weight and kind.endswith("aux_loss")}
+
+    @property
+    def by_sinkhorn(self) -> bool:
+        """Is the load kept even by the choice itself, without a loss?"""
+        return "sinkhorn" in self.moe_router_load_balancing_type
 
     @property
     def capacity_factor(self) -> float | None:

@@ -24,9 +24,8 @@ EXPERTS = "--num-experts 8"
             "Add --moe-router-pre-softmax.",
         ),
         (
-            "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
-            "--moe-router-load-balancing-type sinkhorn is not implemented. Use --moe-router-load-balancing-type "
-            "aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-pre-softmax.",
+            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff has no part in --moe-router-load-balancing-type sinkhorn. Leave it out.",
         ),
         ("--moe-layer-freq [0,1]", "--moe-layer-freq [0,1] says 2 layers, and --num-layers 8. Make both agree."),
         (
@@ -44,9 +43,8 @@ EXPERTS = "--num-experts 8"
             "Add --moe-router-score-function sigmoid.",
         ),
         (
-            "--moe-router-load-balancing-type sinkhorn",
-            "--moe-router-load-balancing-type sinkhorn is not implemented. "
-            "Use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2.",
+            "--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",
+            "--moe-router-pre-softmax has no part in --moe-router-load-balancing-type sinkhorn. Leave it out.",
         ),
         (
             "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",

@@ -7,6 +7,7 @@ logits up to a quarter of the tokens have such a tie at the k-th place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,23 @@ def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int) -> Tensor:
     return best(scores.masked_fill(out.repeat_interleave(grouped.shape[-1], -1), -math.inf), k)
 
 
+def sinkhorn(logits: Tensor, tokens: int, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """exp(logits) [T, E] with its rows and columns scaled in turn until all tokens count alike and all experts are
+    wanted alike (S-BASE, Clark et al. 2022, appendix; the constants are Megatron-LM's). The host waits each time.
+
+    Args:
+        tokens: of the microbatch, on all ranks that have parts of it.
+        total: the sum [E] over those ranks, so that the choice does not depend on how many they are.
+    """
+    cost = logits.exp()
+    columns = torch.ones_like(cost[0])
+    while True:
+        rows = 1 / tokens / ((columns * cost).sum(1, keepdim=True) + 1e-8)
+        before, columns = columns, 1 / cost.shape[1] / (total((rows * cost).sum(0)) + 1e-8)
+        if not (columns - before).abs().mean() > 1e-4:  # also where a logit is no number
+            return columns * cost * rows
+
+
 def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: torch.dtype) -> Tensor:
     """logits [T, E] -> the k experts of each token [T, k], the best first."""
     k, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
@@ -59,8 +77,15 @@ def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: tor
     return best(scores, k)
 
 
+def sinkhorn_scores(model: ModelConfig) -> str:
+    """The function from logits to weights beside Sinkhorn's choice, and to the choice itself in an evaluation."""
+    return "sigmoid" if model.moe_router_topk == 1 else "softmax"
+
+
 def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: torch.dtype) -> Tensor:
     """logits [T, E] and the experts of each token [T, k] -> their weights [T, k], of the logits' type."""
+    if model.by_sinkhorn:
+        return scores_of(logits, sinkhorn_scores(model), compute).gather(1, experts).to(logits.dtype)
     function = model.moe_router_score_function
     if function == "softmax" and not model.moe_router_pre_softmax:
         weights = torch.softmax(logits.gather(1, experts), dim=-1, dtype=compute)

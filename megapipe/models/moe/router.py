@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
-from megapipe.models.moe.choice import NOTHING, best, capacity, choose, dense, scores_of, weights_of, wide
+from megapipe.models.moe.choice import (
+    NOTHING,
+    best,
+    capacity,
+    choose,
+    dense,
+    scores_of,
+    sinkhorn,
+    sinkhorn_scores,
+    weights_of,
+    wide,
+)
 from megapipe.models.moe.choice import within_capacity as within
 from megapipe.models.moe.losses import attach, balance, small_logits
 from megapipe.tensor_parallel.linear import bias_grad
@@ -136,7 +147,7 @@ class Router(nn.Module):
             logits = attach(logits, loss, stream.weigh(tokens * self.ranks(stream)))
             losses["z_loss"] = loss.detach() / config.moe_z_loss_coeff
         most = capacity(tokens, config)
-        experts = self._once("experts", stream, lambda: choose(logits.detach(), self.expert_bias, config, compute))
+        experts = self._once("experts", stream, lambda: self._chosen(logits.detach(), stream, compute))
         weights = weights_of(logits, experts, config, compute)
         kept = None
         if most is not None and most < tokens:
@@ -147,6 +158,15 @@ class Router(nn.Module):
             # By sample, not in a list: a forward that is computed again in backward writes the same entry once more.
             self.seen[stream.sample] = Seen(self._counted(experts, kept, most), losses)
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
+
+    def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:
+        config, k = self.config, self.config.moe_router_topk
+        if not config.by_sinkhorn:
+            return choose(logits, self.expert_bias, config, compute)
+        if not self.training:
+            return best(scores_of(logits, sinkhorn_scores(config), compute), k)
+        tokens = len(logits) * self.ranks(stream)
+        return best(sinkhorn(logits.to(compute), tokens, lambda x: self._sum(x, stream)), k)
 
     def ranks(self, stream: Stream) -> int:
         """The number of ranks that have a microbatch's tokens among them."""
