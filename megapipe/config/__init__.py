@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses whose fields are Megatron's flags. `cli` turns one into the other.
+"""The configuration of a run: frozen dataclasses whose fields are Megatron's flags; `flags` turns one into the other.
 
 The docstring under a field is its help. A boolean field is a switch that is off unless given; where Megatron names the
 negative (`--disable-bias-linear`), the field has that name too and a property says the positive.
