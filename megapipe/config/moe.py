@@ -28,7 +28,7 @@ class MoEConfig:
         NAMED,
         EXPERTS,
     ] = ("aux_loss",)
-    """What keeps the load even: losses over a microbatch, over each sequence, over the step so far, several at once; or
+    """Means of an even load: losses over a microbatch, over each sequence, over the step so far, several at once; or
     Sinkhorn's choice."""
     moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""

@@ -83,9 +83,7 @@ def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) 
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-@region("norm(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor")
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    return _plain_norm(x, weight, bias, epsilon)
+_norm = region("norm(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor")(_plain_norm)
 
 
 @region("add_norm(Tensor x, Tensor delta, Tensor weight, Tensor? bias, float epsilon) -> (Tensor, Tensor)")

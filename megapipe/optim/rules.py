@@ -136,7 +136,8 @@ class Muon:
             "unit_rms_norm": (rows / columns) ** 0.5,
         }
         scale = by_mode[t.muon_scale_mode] * t.muon_extra_scale_factor
-        # A GPU multiplies bfloat16 twenty times as fast as float32, and the steps forgive its rounding (Jordan 2024).
+        # A GPU multiplies bfloat16 many times as fast (an H100's data sheet: 989 TFLOP/s beside 67 in float32), and the
+        # steps forgive its rounding (Jordan 2024).
         products = torch.bfloat16 if x.is_cuda else x.dtype
         return newton_schulz(x, t.muon_num_ns_steps, NEWTON_SCHULZ[t.muon_coefficient_type], products) * scale
 

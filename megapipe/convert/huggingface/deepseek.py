@@ -22,7 +22,7 @@ NAMES = {
     "self_attention.kv_layernorm": ("self_attn.kv_a_layernorm",),
     "self_attention.linear_kv_up_proj": ("self_attn.kv_b_proj",),
 }
-"""Of attention, beside those of a Llama."""
+"""Names of attention's tensors, beside those of a Llama."""
 
 
 def deepseek(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
