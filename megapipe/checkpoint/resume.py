@@ -192,6 +192,7 @@ def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
         return {name: x for name, x in fields.items() if not name.startswith("moe_")} | {"num_experts": 0}
     layers = [model.has_experts_in(layer) for layer in range(model.layers)]
     fields |= {"moe_ffn_hidden_size": model.expert_ffn, "moe_layer_freq": [int(sparse) for sparse in layers]}
+    fields["moe_router_group_score_topk"] = model.group_scores
     if all(layers):
         del fields["ffn_hidden_size"]
     return fields

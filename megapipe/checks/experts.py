@@ -88,6 +88,11 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
             f"--moe-router-group-topk {chosen}: at most --moe-router-num-groups {groups} and --moe-router-topk {k}, "
             f"and together the groups must have {k} experts, each has {experts // groups}."
         )
+    elif model.group_scores > experts // groups:
+        yield (
+            f"--moe-router-group-score-topk {model.group_scores}: a group has {experts // groups} experts. "
+            f"Use {experts // groups}, or fewer."
+        )
 
 
 def _balance(model: ModelConfig) -> Iterator[str]:

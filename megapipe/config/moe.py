@@ -48,6 +48,11 @@ class MoEConfig:
     """Groups of experts of which a token may use --moe-router-group-topk."""
     moe_router_group_topk: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
     """Groups for each token, those with the best sum of their best scores."""
+    moe_router_group_score_topk: Annotated[
+        int | None, at_least(1), MUST, EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
+    ] = None
+    """Best scores of a group that its sum is of: 1 in DeepSeek-V2. Default: --moe-router-topk / --moe-router-group-topk
+    rounded down, as in Megatron-LM."""
     moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, MUST, EXPERTS] = None
     """Factor on the weights of a token's experts."""
     moe_router_enable_expert_bias: Annotated[bool, MUST, EXPERTS] = False
@@ -98,6 +103,13 @@ class MoEConfig:
             return False
         frequency = layer_frequency(self.moe_layer_freq)
         return layer % frequency == 0 if isinstance(frequency, int) else frequency[layer] == 1
+
+    @property
+    def group_scores(self) -> int:
+        """Scores that a group is chosen by; 0 where there are no groups."""
+        if not self.moe_router_group_topk:
+            return 0
+        return self.moe_router_group_score_topk or self.moe_router_topk // self.moe_router_group_topk
 
     @property
     def balancing(self) -> dict[str, float]:

@@ -56,6 +56,10 @@ EXPERTS = "--num-experts 8"
         ),
         ("--moe-aux-loss-coeff nan", "--moe-aux-loss-coeff nan must be at least 0 and finite"),
         (
+            "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3",
+            "--moe-router-group-score-topk 3: a group has 2 experts. Use 2, or fewer.",
+        ),
+        (
             "--moe-router-num-groups 3 --moe-router-group-topk 2",
             "--num-experts 8 does not divide into --moe-router-num-groups 3: 8 = 3 x 2 + 2. Use --num-experts 6 or 9.",
         ),

@@ -45,10 +45,13 @@ def another(value: object) -> object:
 def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     """embd_pdrop was dropped: a GPT-2 with 0.3 came in with the rate of resid_pdrop."""
     config = transformers.AutoConfig.for_model(family)
-    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
+    given = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
     if family == "qwen2_moe":  # by its own rule no layer would have one
-        windows["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
-    content = type(config)(**windows).to_dict()
+        given["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
+    if family == "deepseek_v2":  # whose default names no number of experts
+        groups = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
+        given = groups | {"topk_method": "group_limited_greedy"}
+    content = type(config)(**given).to_dict()
     want, silent = from_huggingface(content), []
     for key in content.keys() - DECIDES_NOTHING:
         try:
@@ -73,6 +76,23 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
 def test_a_value_that_is_none_is_named(change, line):
     content = transformers.AutoConfig.for_model("llama").to_dict() | change
     assert refused(lambda: from_huggingface(content)) == (f"config.json: {line}",)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_an_epsilon_that_norms_of_latents_do_not_have_is_refused(family):
+    content = transformers.AutoConfig.for_model(family, num_experts_per_tok=6, rms_norm_eps=1e-5).to_dict()
+    assert refused(lambda: from_huggingface(content)) == (
+        "config.json: rms_norm_eps is 1e-05; only 1e-06 can be converted",
+    )
+
+
+def test_the_groups_of_deepseek_v2_count_by_their_best_expert():
+    """6 experts of 3 groups: Megatron-LM's rule would have them count by 6 / 3."""
+    groups = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
+    content = transformers.AutoConfig.for_model("deepseek_v2", **groups, topk_method="group_limited_greedy").to_dict()
+    model = from_huggingface(content)
+    assert (model.moe_router_group_score_topk, model.moe_router_num_groups, model.moe_router_group_topk) == (1, 8, 3)
+    assert from_huggingface(content | {"topk_method": "greedy"}).moe_router_group_topk is None
 
 
 def test_no_config_json_and_no_index_of_weights_is_a_traceback(tmp_path):

@@ -184,6 +184,16 @@ def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_pat
     assert all(torch.equal(empty[key], x) for key, x in asked.items())
 
 
+def test_groups_that_count_otherwise_there_are_not_exported(tmp_path):
+    groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score_topk": 1}
+    folder = written(tmp_path / "ours", replace(CONFIG, model=replace(MODEL, **groups)))
+    text = (
+        "iter_0000005: --moe-router-group-score-topk 1 has no like in Megatron-LM, whose groups count by 2 // 1 = 2 "
+        "experts"
+    )
+    assert refused(lambda: export_megatron(folder, tmp_path / "theirs")) == (text,)
+
+
 def test_a_missing_rank_of_experts_is_named(tmp_path):
     theirs = megatrons(tmp_path / "theirs", 2, False)
     folder = theirs / "iter_0000005" / "mp_rank_01_001"

@@ -156,6 +156,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--post-validation-after",
         "--pipeline-schedule",
         "--per-layer-overrides",
+        "--moe-router-group-score-topk",
         "--model-provider",
         "--memory-limit-gib",
         "--num-microbatches-with-partial-activation-checkpoints",

@@ -84,6 +84,7 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (MOE, {"moe_router_pre_softmax": True}),
     (replace(MOE, moe_router_num_groups=3), {"moe_router_group_topk": 1}),
     (replace(MOE, moe_router_group_topk=1), {"moe_router_num_groups": 2}),
+    (replace(MOE, moe_router_num_groups=3, moe_router_group_topk=1), {"moe_router_group_score_topk": 1}),
     (MOE, {"moe_router_topk_scaling_factor": 2.5}),
     (MOE, {"moe_router_force_load_balancing": True}),
     (MOE, {"moe_input_jitter_eps": 0.5}),

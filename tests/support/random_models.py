@@ -28,6 +28,8 @@ class _Transformers:
 transformers: Any = _Transformers()
 
 TOKENS = torch.randint(0, 101, (2, 10), generator=torch.Generator().manual_seed(3))
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"mscale": 1.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -111,29 +113,42 @@ def qwen3_moe(draw: random.Random) -> Any:
     return transformers.Qwen3MoeConfig(**rotary(draw), **sparse(draw), head_dim=draw.choice([6, 12]))
 
 
-def deepseek_v3(draw: random.Random) -> Any:
+def latent(draw: random.Random) -> dict[str, Any]:
+    """What both DeepSeeks say; the norms of latents have an epsilon of 1e-6 whatever is said."""
     rope = {"rope_type": "default"}
     if draw.random() < 0.5:
-        rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
-        rope |= {"beta_fast": 32, "beta_slow": 1, "mscale_all_dim": draw.choice([0.5, 1.0])}
+        rope = YARN | {"mscale_all_dim": draw.choice([0.5, 1.0])}
     base = {key: value for key, value in rotary(draw).items() if key != "num_key_value_heads"}
-    return transformers.DeepseekV3Config(
-        **base | {"rope_parameters": rope | {"rope_theta": 1e4}},
-        num_key_value_heads=base["num_attention_heads"],
-        q_lora_rank=draw.choice([None, 12]),
-        kv_lora_rank=10,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=draw.choice([6, 16]),
-        n_routed_experts=8,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        n_shared_experts=1,
-        moe_intermediate_size=12,
-        first_k_dense_replace=draw.choice([0, 1]),
-        routed_scaling_factor=2.5,
-    )
+    return base | {
+        "rope_parameters": rope | {"rope_theta": 1e4},
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": base["num_attention_heads"],
+        "q_lora_rank": draw.choice([None, 12]),
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": draw.choice([6, 16]),
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": draw.choice([2, 3]),
+        "n_shared_experts": draw.choice([1, 2]),
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": draw.choice([0, 1]),
+        "routed_scaling_factor": 2.5,
+    }
+
+
+def deepseek_v2(draw: random.Random) -> Any:
+    """Without a latent of queries the choice is not limited, as in V2-Lite; both are stretched."""
+    said = latent(draw)
+    rope = YARN | {"rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707}
+    method = "group_limited_greedy" if said["q_lora_rank"] else "greedy"
+    return transformers.DeepseekV2Config(**said | {"rope_parameters": rope}, topk_method=method)
+
+
+def deepseek_v3(draw: random.Random) -> Any:
+    return transformers.DeepseekV3Config(**latent(draw))
 
 
 FAMILIES = {
@@ -145,6 +160,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
 }
 

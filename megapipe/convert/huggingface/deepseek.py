@@ -1,4 +1,5 @@
-"""DeepSeek-V3 in Hugging Face's words: latent attention, and experts chosen by a sigmoid, a bias and groups."""
+"""DeepSeek-V2 and V3 in Hugging Face's words: latent attention, and experts chosen in groups, by a softmax in V2, by a
+sigmoid and a bias in V3."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from megapipe.models.rope import YARN_FAST, YARN_ORIGINAL, YARN_SLOW
 
 Json = Mapping[str, Any]
 Reader = Callable[[Json, list[str]], dict[str, Any]]
-FAMILY = "deepseek_v3"
+_V2, _V3 = FAMILIES = "deepseek_v2", "deepseek_v3"
+_SAID: dict[str, dict[str, Any]] = {
+    _V2: {"norm_topk_prob": False, "scoring_func": "softmax"},
+    _V3: {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+}
+_GROUPED = "group_limited_greedy"
+_METHODS = ("greedy", _GROUPED)
+_GROUP_SCORES = {_V2: 1, _V3: 2}
+"""Experts whose scores are a group's."""
+_LATENT_EPSILON = 1e-6
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 NAMES = {
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
@@ -26,13 +36,15 @@ NAMES = {
 
 
 def deepseek(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """The family: (reader, writer), by what it shares with Llama."""
-    return {
-        FAMILY: (
-            lambda content, problems: _read(content, problems, read),
-            lambda model: _write(model, write) if model.multi_latent_attention and model.has_experts else {},
+    """The families: (reader, writer) of each, by what they share with Llama."""
+
+    def of(family: str) -> tuple[Any, Any]:
+        return (
+            lambda content, problems: _read(family, content, problems, read),
+            lambda model: _write(family, model, write) if model.multi_latent_attention and model.has_experts else {},
         )
-    }
+
+    return {family: of(family) for family in FAMILIES}
 
 
 def predicts_further(name: str, model: ModelConfig) -> bool:
@@ -41,17 +53,16 @@ def predicts_further(name: str, model: ModelConfig) -> bool:
     return model.multi_latent_attention and match is not None and int(match[1]) >= model.layers
 
 
-def _read(content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
+def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
     turned = content["qk_rope_head_dim"]
-    expect = {
+    expect = _SAID[family] | {
         "attention_bias": False,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_interleave": True,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
         "num_key_value_heads": content["num_attention_heads"],
         "head_dim": turned,
         "qk_head_dim": content["qk_nope_head_dim"] + turned,
+        "rms_norm_eps": _LATENT_EPSILON,  # transformers has this in the norms of latents, whatever is said
     }
     problems += _others(content, expect)
     plain = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling", "head_dim")}
@@ -59,9 +70,6 @@ def _read(content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
     base = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     fields = read({**plain, "rope_theta": base, "head_dim": content["qk_nope_head_dim"]}, problems)
     experts, layers, dense = content["n_routed_experts"], content["num_hidden_layers"], content["first_k_dense_replace"]
-    groups, chosen, k = content.get("n_group") or 1, content.get("topk_group") or 1, content["num_experts_per_tok"]
-    if groups > 1 and k // chosen != 2:
-        problems.append(f"num_experts_per_tok {k} of topk_group {chosen}: its groups count by two experts each")
     sparse = [int(layer >= dense) for layer in range(layers)]
     return {
         **fields,
@@ -77,16 +85,30 @@ def _read(content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
         "v_head_dim": content["v_head_dim"],
         "num_experts": experts if any(sparse) else None,
         "moe_layer_freq": "1" if all(sparse) else str(sparse),
-        "moe_router_topk": k,
+        "moe_router_topk": content["num_experts_per_tok"],
         "moe_ffn_hidden_size": content["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": content["n_shared_experts"] * content["moe_intermediate_size"] or None,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_shared_expert_intermediate_size": (content.get("n_shared_experts") or 0) * content["moe_intermediate_size"]
+        or None,
+        "moe_router_score_function": _SAID[family]["scoring_func"],
+        "moe_router_pre_softmax": family == _V2,
+        "moe_router_enable_expert_bias": family == _V3,
         "moe_router_topk_scaling_factor": content.get("routed_scaling_factor") or None,
+        **_groups(family, content, problems),
         **_rope(rope, problems),
     }
+
+
+def _groups(family: str, content: Json, problems: list[str]) -> dict[str, int]:
+    """Fields of the choice among groups of experts, where there are several."""
+    method = content.get("topk_method", _METHODS[0])
+    if family == _V2 and method not in _METHODS:
+        problems.append(f"topk_method is {method}; only {' and '.join(_METHODS)} can be converted")
+    groups, k = content.get("n_group") or 1, content["num_experts_per_tok"]
+    if groups == 1 or (family == _V2 and method != _GROUPED):
+        return {}
+    chosen, counted = content.get("topk_group") or 1, _GROUP_SCORES[family]
+    found = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return found if k // chosen == counted else found | {"moe_router_group_score_topk": counted}
 
 
 def _rope(rope: Json, problems: list[str]) -> dict[str, Any]:
@@ -130,7 +152,7 @@ def _yarn(rope: Json, mscale: float, all_dim: float) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, Any]:
+def _write(family: str, model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any]]) -> dict[str, Any]:
     dense = next(layer for layer in range(model.layers) if model.has_experts_in(layer))
     rope: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_type": "default"}
     if model.rope_type != "rope":
@@ -143,8 +165,9 @@ def _write(model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any
         }
         if model.mscale_all_dim:
             rope |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-    shared = model.moe_shared_expert_intermediate_size or 0
-    return write("DeepseekV3ForCausalLM", model) | {
+    shared, groups = model.moe_shared_expert_intermediate_size or 0, model.moe_router_num_groups
+    by = {"topk_method": _GROUPED if groups else "greedy"} if family == _V2 else {"num_nextn_predict_layers": 0}
+    return write("DeepseekV2ForCausalLM" if family == _V2 else "DeepseekV3ForCausalLM", model) | {
         "attention_bias": False,
         "head_dim": model.qk_pos_emb_head_dim,
         "num_key_value_heads": model.heads,
@@ -154,7 +177,6 @@ def _write(model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any
         "qk_rope_head_dim": model.qk_pos_emb_head_dim,
         "qk_head_dim": model.qk_dim,
         "v_head_dim": model.v_head_dim,
-        "rope_interleave": True,
         "rope_parameters": rope,
         "rope_scaling": rope if model.rope_type != "rope" else None,
         "first_k_dense_replace": dense,
@@ -162,11 +184,10 @@ def _write(model: ModelConfig, write: Callable[[str, ModelConfig], dict[str, Any
         "n_shared_experts": shared // model.expert_ffn,
         "num_experts_per_tok": model.moe_router_topk,
         "moe_intermediate_size": model.expert_ffn,
-        "n_group": model.moe_router_num_groups or 1,
+        "n_group": groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        **_SAID[family],
+        **by,
     }

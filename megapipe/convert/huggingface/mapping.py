@@ -57,7 +57,7 @@ _LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.linear_fc2": ("mlp.down_proj",),
     },
 }
-_LAYERS[deepseek.FAMILY] = _LAYERS[""] | deepseek.NAMES
+_LAYERS |= dict.fromkeys(deepseek.FAMILIES, _LAYERS[""] | deepseek.NAMES)
 _ENDS = {
     "gpt2": ("wte", "wpe", "ln_f", "h.{}."),
     "": ("embed_tokens", "", "norm", "layers.{}."),

@@ -119,6 +119,12 @@ def export_megatron(
     model, saved = config.model, SavedTensors(folder)
     if model.per_layer_overrides is not None:
         raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
+    k, groups = model.moe_router_topk, model.moe_router_group_topk
+    if groups and model.group_scores != k // groups:
+        raise CheckpointError(
+            f"{folder.name}: --moe-router-group-score-topk {model.group_scores} has no like in Megatron-LM, whose "
+            f"groups count by {k} // {groups} = {k // groups} experts"
+        )
     check_ours(saved, model, folder.name)
     content = json.loads((folder / STATE).read_text())
     steps: int | None = content["optimizer_steps"] if optimizer else None

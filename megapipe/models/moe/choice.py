@@ -37,11 +37,11 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k].clone()
 
 
-def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int) -> Tensor:
-    """The best k within the `chosen` groups of experts whose k // chosen best scores have the largest sums
-    (DeepSeek-V3, section 2.1.2)."""
+def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: int) -> Tensor:
+    """The best k within the `chosen` groups of experts whose `counted` best scores have the largest sums
+    (DeepSeek-V2, section 2.2.2, has one of each; DeepSeek-V3, section 2.1.2, k / chosen)."""
     grouped = scores.view(*scores.shape[:-1], groups, -1)
-    places = best(grouped, k // chosen)
+    places = best(grouped, counted)
     of_group = best(grouped.gather(-1, places).sum(-1), chosen)
     out = torch.ones((*of_group.shape[:-1], groups), dtype=torch.bool, device=scores.device).scatter_(-1, of_group, 0)
     return best(scores.masked_fill(out.repeat_interleave(grouped.shape[-1], -1), -math.inf), k)
@@ -73,7 +73,7 @@ def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: tor
     if bias is not None:
         scores = scores + bias
     if groups and chosen:
-        return best_of_groups(scores, k, groups, chosen)
+        return best_of_groups(scores, k, groups, chosen, model.group_scores)
     return best(scores, k)
 
 

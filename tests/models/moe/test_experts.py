@@ -39,6 +39,15 @@ CASES = {
     "sqrtsoftplus": replace(SIGMOID, moe_router_score_function="sqrtsoftplus", **LOSSES),
     "groups": replace(SIGMOID, moe_router_num_groups=3, moe_router_group_topk=2, moe_router_topk=4, **LOSSES),
     "groups after": replace(SWIGLU, moe_router_num_groups=2, moe_router_group_topk=1, moe_router_topk=2),
+    "groups by their best": replace(
+        SWIGLU,
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=3,
+        moe_router_group_topk=2,
+        moe_router_group_score_topk=1,
+        moe_router_topk=4,
+        moe_router_topk_scaling_factor=16.0,
+    ),
     "per sequence": replace(SWIGLU, moe_router_load_balancing_type=("seq_aux_loss",), **LOSSES),
     "several": replace(
         SWIGLU,
@@ -81,11 +90,8 @@ def chosen(l: Tensor, bias: Tensor | None, model: ModelConfig) -> list[int]:
     if groups and keep:
         after = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
         of = [float(x) for x in l] if after else by
-        size = E // groups
-        sums = [
-            sum(sorted(of[g * size : (g + 1) * size], reverse=True)[: model.moe_router_topk // keep])
-            for g in range(groups)
-        ]
+        size, counted = E // groups, model.moe_router_group_score_topk or model.moe_router_topk // keep
+        sums = [sum(sorted(of[g * size : (g + 1) * size], reverse=True)[:counted]) for g in range(groups)]
         kept = sorted(range(groups), key=lambda g: (-sums[g], g))[:keep]
         among = [e for e in range(E) if e // size in kept]  # type: ignore[assignment]
     return sorted(among, key=lambda e: (-by[e], e))[: model.moe_router_topk]
