@@ -232,6 +232,12 @@ def test_nothing_that_a_file_names_is_called(tmp_path):
     assert not trap.path.exists()
 
 
+def test_a_damaged_pickle_gets_no_more_memory_than_its_bytes_can_need(tmp_path):
+    (tmp_path / "pickle").write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
+    said = refused(lambda: read_pickle(tmp_path / "pickle"))[0]
+    assert said == f"{tmp_path}/pickle is damaged or no pickle: it asks for 2147483647 places at byte 3"
+
+
 @pytest.mark.parametrize(
     "other, text",
     [
