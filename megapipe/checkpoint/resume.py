@@ -171,7 +171,8 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if model.hidden_size:
         fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
         del fields["group_query_attention"]
-    fields = _of_attention(model, fields)
+    if model.per_layer_overrides is None:
+        fields = _of_attention(model, fields)
     return _of_experts(model, fields) if model.num_layers and model.hidden_size else fields
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config import ModelConfig
+from megapipe.config.mla import MLAConfig
 from megapipe.config.typed import unfit
 from megapipe.errors import ConfigError
 
@@ -25,7 +26,7 @@ _NAMES = (
     "use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon apply_layernorm_1p "
     "disable_bias_linear add_qkv_bias attention_dropout hidden_dropout no_attention no_mlp"
 )
-FIELDS = _NAMES.split()
+FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]
 """Fields that one layer may decide for itself: the residual stream between layers keeps its width."""
 _LAYERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, MUST, Idle, at_least, needs
+from megapipe.config.notes import ABOVE_0, MUST, Idle, at_least
 
-LATENT = needs("multi_latent_attention", "heads are --kv-channels wide")
+LATENT = Idle(
+    lambda c: not c.model.multi_latent_attention and c.model.per_layer_overrides is None,
+    "heads are --kv-channels wide, without --multi-latent-attention",
+)
 ROPE = Idle(
     lambda c: (
         c.model.position_embedding_type != "rope"
@@ -16,12 +19,18 @@ ROPE = Idle(
     ),
     "nothing is rotated, without --position-embedding-type rope",
 )
-HEADS = Idle(lambda c: c.model.multi_latent_attention, "heads come from latents, with --multi-latent-attention")
+HEADS = Idle(
+    lambda c: c.model.multi_latent_attention and c.model.per_layer_overrides is None,
+    "heads come from latents, with --multi-latent-attention",
+)
 STRETCHED = Idle(
-    lambda c: c.model.multi_latent_attention and c.model.rope_type != "rope",
+    lambda c: c.model.multi_latent_attention and c.model.rope_type != "rope" and c.model.per_layer_overrides is None,
     "all channels of --qk-pos-emb-head-dim are rotated, without --rope-type rope",
 )
-YARN = Idle(lambda c: c.model.rope_type == "rope", "positions are not stretched, with --rope-type rope")
+YARN = Idle(
+    lambda c: c.model.rope_type == "rope" and c.model.per_layer_overrides is None,
+    "positions are not stretched, with --rope-type rope",
+)
 
 
 @dataclass(frozen=True)

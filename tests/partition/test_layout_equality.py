@@ -16,7 +16,9 @@ from megapipe.schedule import build
 
 MICROBATCHES = 8
 OVERRIDES = (
-    '{"0": {"ffn_hidden_size": 24}, "1": {"no_attention": true}, "3": {"no_mlp": true, "num_attention_heads": 2}}'
+    '{"0": {"ffn_hidden_size": 24}, "1": {"no_attention": true}, "3": {"no_mlp": true, "num_attention_heads": 2}, '
+    '"2": {"multi_latent_attention": true, "group_query_attention": false, "kv_lora_rank": 10, "qk_head_dim": 8, '
+    '"qk_pos_emb_head_dim": 4, "v_head_dim": 6}}'
 )
 MODELS = STYLES | {"mixed": replace(STYLES["llama"], per_layer_overrides=OVERRIDES)}
 SCHEDULES = [

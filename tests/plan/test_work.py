@@ -21,7 +21,10 @@ WHOLE = LayerSpan(0, LAYERS, True, True)
 MIXED = '{"0": {"no_mlp": true}, "1": {"ffn_hidden_size": 24, "qk_layernorm": true}, "3": {"no_attention": true}}'
 
 
-@pytest.mark.parametrize("overrides", [None, MIXED])
+LATENT = '{"2": {"multi_latent_attention": true, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 6}}'
+
+
+@pytest.mark.parametrize("overrides", [None, MIXED, LATENT])
 @pytest.mark.parametrize("style", STYLES)
 def test_parameters_by_formula_are_those_of_the_built_model(style, overrides):
     model = replace(STYLES[style], per_layer_overrides=overrides)
