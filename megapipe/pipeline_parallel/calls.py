@@ -18,6 +18,7 @@ class Call(NamedTuple):
     """A pass as the engine needs it.
 
     Attributes:
+        number: of its microbatch or step; where these are cut, of its slice among all.
         takes: the passes whose results it uses, each with the rank that it is made on; none at an end of the model, and
             for W.
         gives: how often its result is used here, by passes and by messages.
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     """
 
     item: Pass
+    number: int
     takes: tuple[tuple[Pass, int], ...]
     gives: int
     ends: bool
@@ -43,9 +45,9 @@ def looked_up(
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
     # Received tensors stand in the program as messages alone: the passes that made them are on other ranks.
-    made = {(p.kind.traits.makes[0], p.stage, p.microbatch): p for p in [*passes, *(m.made_by for m in messages)]}
+    made = {(p.kind.traits.makes[0], *p[1:]): p for p in [*passes, *(m.made_by for m in messages)]}
     table = _table(passes, placement)
-    takes = {p: [made[what, s, p.microbatch] for what, s in table.links[p[:2]].takes] for p in passes}
+    takes = {p: [made[what, s, *p[2:]] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
     last = {p.stage: p for p in passes if not p.kind.traits.per_stage}
@@ -60,7 +62,7 @@ def looked_up(
 
     def call(p: Pass) -> Call:
         taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        return Call(p, taken, uses[p], last.get(p.stage) == p, p in beside, tuple(awaited(p)))
+        return Call(p, table.number(p), taken, uses[p], last.get(p.stage) == p, p in beside, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
@@ -68,4 +70,5 @@ def looked_up(
 def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:
     """The passes of one rank in one step, as a table."""
     numbers = [p.microbatch for p in passes if not p.kind.traits.per_stage]
-    return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),))
+    slices = 1 + max((p.slice for p in passes if p.slice is not None), default=-1)
+    return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),), cuts=(1.0,) * slices)

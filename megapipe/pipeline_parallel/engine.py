@@ -204,6 +204,11 @@ class ForwardBackward:
                 f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
                 "Build the table for these, or give get_forward_backward_func the schedule's name."
             )
+        if table.cuts:
+            raise ConfigError(
+                f"the schedule {table.name} cuts microbatches in slices of a sequence, which stages do not run. Take "
+                "a table of whole microbatches."
+            )
         return table
 
 

@@ -184,10 +184,10 @@ def _run(
         return False
     call = item[0]
     # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
-    kind, stage, number = call.item
+    kind, stage, *_ = call.item
     given = [hand.take(taken) for taken, _ in call.takes]
     begin = watch.mark()
-    made = PASSES[kind](stages[stage], number, given)
+    made = PASSES[kind](stages[stage], call.number, given)
     if not call.beside:
         made = made.wait() if isinstance(made, Begun) else made
         watch.note(begin)
@@ -204,7 +204,7 @@ def _run_pair(pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand, 
     begin = watch.mark()
     # The stage decides how the two overlap: layer by layer, while one of them waits for a collective.
     made = forward.overlapped_forward_backward(
-        f.item.microbatch, x, stages[b.item.stage], b.item.microbatch, grad, weights=not b.item.kind.is_split
+        f.number, x, stages[b.item.stage], b.number, grad, weights=not b.item.kind.is_split
     )
     watch.note(begin, passes=2)
     for call, tensor in zip(pair, made, strict=True):

@@ -3,6 +3,7 @@
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.recorder import Recorder
 from megapipe.schedule.lower import forward_only, lower
@@ -17,7 +18,6 @@ from megapipe.schedule.passes import (
     Step,
     loop,
     mirror,
-    share_of_window,
     unpaired,
     vee,
     wave,

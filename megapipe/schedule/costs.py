@@ -10,8 +10,9 @@ two lanes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
@@ -19,10 +20,17 @@ from megapipe.schedule.passes import Placement, Step
 
 PerStage = float | tuple[float, ...]
 MOST = 1e100
-_OF_LAYERS, _OF_RANKS = {"f", "b", "w"}, {"s", "t", "e", "mem_s"}
+_OF_LAYERS = {"f", "b", "w"}
 SHARES = ("link_f", "link_b", "link_w")
+ATTENTION = ("attention_f", "attention_b", "attention_w")
 """Fields that are a share of another."""
+_AS_THEY_ARE = {"s", "t", "e", "mem_s", *ATTENTION}
+"""Fields whose plain number is no device share."""
 _TURNS = 256  # of finer pieces the sums alone count
+
+
+Held = dict[tuple[Kind, int | None], list[float]]
+"""Changes of what a rank holds, by kind and slice, of each stage."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,13 @@ class Costs:
             passes only the sums count, of arithmetic and of communication, the longer of which binds.
         fb: a forward and a fused backward run as one overlapped pair, per device share, in place of what follows from
             their pieces. A pair whose backward is split takes w less. No two passes take less than one of them alone.
-        comm: time of a message between two ranks, latency and transfer, of all links or of each: link r joins ranks r
+        comm: time of a message between two ranks, latency and transfer, of a slice where microbatches are cut, of all
+            links or of each: link r joins ranks r
             and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
+        attention_f, attention_b, attention_w: the share of f, b and w that is causal attention, which grows with the
+            place in the sequence where a slice lies; all else grows with its length.
+        mem_k: keys and values of a microbatch, which mem_b counts. Cut in slices their gradients take as much again,
+            from the backward of the last slice to that of their own.
         s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
             gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
             many stages it has.
@@ -70,13 +83,17 @@ class Costs:
     link_b: float = 0.0
     link_w: float = 0.0
     piece: float = 0.0
+    attention_f: PerStage = 0.0
+    attention_b: PerStage = 0.0
+    attention_w: PerStage = 0.0
+    mem_k: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not 0 <= number <= MOST:
                     raise ScheduleError(f"Costs.{name} must be a number from 0 to {MOST:g}, got {number}.")
-                if number is not None and name in SHARES and number > 1:
+                if number is not None and name in (*SHARES, *ATTENTION) and number > 1:
                     raise ScheduleError(f"Costs.{name} is a share of the pass, from 0 to 1, got {number}.")
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
@@ -105,23 +122,70 @@ class Costs:
             return self.comm[near]
         return self.comm[-1] if (near, far) == (0, ranks - 1) and len(self.comm) == ranks else max(self.comm)
 
+    def of_slice(self, cuts: Sequence[float], number: int | None) -> Costs:
+        """The costs of one slice of microbatches that are cut so; of whole ones these."""
+        if number is None:
+            return self
+        begin, end = (sum(cuts[:n]) / sum(cuts) for n in (number, number + 1))
+
+        def part(time: PerStage, share: PerStage) -> PerStage:
+            if isinstance(time, tuple):
+                shares = share if isinstance(share, tuple) else (share,) * len(time)
+                return tuple(_of_slice(*one, begin, end) for one in zip(time, shares, strict=True))
+            if isinstance(share, tuple):
+                raise ScheduleError("Costs name attention's share of each stage and not the times: name both, or one.")
+            return _of_slice(time, share, begin, end)
+
+        parts: dict[str, Any] = {name: part(getattr(self, name), 0.0) for name in _BY_LENGTH}
+        parts |= {name: part(getattr(self, name), getattr(self, f"attention_{name}")) for name in _OF_LAYERS}
+        # A pair of a forward and a backward is as much shorter as the forward is.
+        fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end)
+        return replace(self, **parts, fb=fb)
+
     def memory(self, placement: Placement) -> tuple[list[float], list[float], list[float]]:
         """(mem_b, mem_w, mem_s) by stage."""
         mem_b, mem_w, mem_s = (self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s"))
         return mem_b, mem_w, mem_s
 
-    def of_step(self, step: Step, placement: Placement) -> float:
-        """Duration of a step: of one pass, or of two run together."""
-        table = self.durations(placement)
-        alone = [table[x.kind][x.stage] for x in step]
+    def changes(self, placement: Placement, kinds: Iterable[Kind], cuts: Sequence[float] = ()) -> tuple[Held, Held]:
+        """Changes of what is held: what a pass takes when it starts, and what it gives back when it ends."""
+        takes: Held = {}
+        gives: Held = {}
+        last = len(cuts) - 1
+        for n in range(len(cuts)) if cuts else (None,):
+            part = self.of_slice(cuts, n)
+            by_stage, keys = list(zip(*part.memory(placement), strict=True)), part._by_stage("mem_k", placement)
+            for kind in kinds:
+                counts = kind.traits.memory
+                change = [sum(n * size for n, size in zip(counts, sizes, strict=True)) for sizes in by_stage]
+                if kind.is_backward and n is not None and n < last:
+                    change = [x - y for x, y in zip(change, keys, strict=True)]
+                    before = takes.setdefault((kind, last), [0.0] * len(keys))
+                    takes[kind, last] = [x + y for x, y in zip(before, keys, strict=True)]
+                if max(counts) > 0 <= min(counts):
+                    takes[kind, n] = change
+                elif min(counts) < 0:
+                    gives[kind, n] = change
+        return takes, gives
+
+    def of_step(self, step: Step, placement: Placement, cuts: Sequence[float] = ()) -> float:
+        """Duration of a step: of one pass, or of two run together. cuts: of the table's slices."""
+        parts = [self.of_slice(cuts, x.slice) for x in step]
+        tables = [part.durations(placement) for part in parts]
+        alone = [table[x.kind][x.stage] for x, table in zip(step, tables, strict=True)]
         if len(step) == 1:
             return alone[0]
         if self.fb is not None and step[0].kind.is_forward and step[1].kind.is_backward:
-            split = sum(table[Kind.W][x.stage] - self.overhead for x in step if x.kind.is_split)
-            return max(self.fb * placement.num_ranks / placement.chain - split + self.overhead, *alone)
+            whole = sum(part.fb or 0.0 for part in parts) / 2 * placement.num_ranks / placement.chain
+            split = sum(
+                table[Kind.W][x.stage] - self.overhead for x, table in zip(step, tables, strict=True) if x.kind.is_split
+            )
+            return max(whole - split + self.overhead, *alone)
         if not any(getattr(self, name) for name in SHARES):
             return sum(alone)
-        chains = [chain for x in step for chain in self._chains(x.kind, x.stage, placement)]
+        chains = [
+            chain for x, part in zip(step, parts, strict=True) for chain in part._chains(x.kind, x.stage, placement)
+        ]
         return max(_together(chains) + self.overhead, *alone)
 
     def _chains(self, kind: Kind, stage: int, placement: Placement) -> list[_Chain]:
@@ -145,8 +209,20 @@ class Costs:
                     f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}."
                 )
             return [value[placement.position(s)] for s in range(placement.num_stages)]
-        share = 1 if name in _OF_RANKS else placement.num_ranks / placement.chain
+        share = 1 if name in _AS_THEY_ARE else placement.num_ranks / placement.chain
         return [value * share] * placement.num_stages
+
+
+_BY_LENGTH = ("s", "t", "e", "mem_b", "mem_w", "mem_s", "mem_k")
+
+
+def _of_slice(whole: float, attention: float, begin: float, end: float) -> float:
+    """The part of `whole` from `begin` to `end` of the sequence; a token attends to all before it."""
+    return whole * ((1 - attention) * (end - begin) + attention * (end**2 - begin**2))
+
+
+def _mean(value: PerStage) -> float:
+    return sum(value) / len(value) if isinstance(value, tuple) else value
 
 
 class _Chain(NamedTuple):

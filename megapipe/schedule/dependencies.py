@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megapipe.schedule.kinds import Kind, Made, Need, Where
+from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
 }
-_OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT}
+_OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
 class Dependencies:
@@ -38,15 +38,25 @@ class Dependencies:
         return {item: makers for item in self._there if (makers := self.of(item, beyond=True))}
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
-        schedule, number = self._schedule, item.microbatch - need.back
-        step = number // schedule.num_microbatches if need.where is Where.STEP else number
-        for stage in schedule.placement.needed(item.stage, need):
-            for n in _carried(stage, number, schedule) if need.where is Where.MICROBATCHES else [step]:
-                makers = [Pass(kind, stage, n) for kind in _MAKERS[need.made]]
+        for stage in self._schedule.placement.needed(item.stage, need):
+            for number in self._numbers(item, need, stage):
+                makers = [Pass(kind, stage, *number) for kind in _MAKERS[need.made]]
                 # A result may come of one of several kinds: a gradient of B, or of BW.
                 there = next((maker for maker in makers if maker in self._there), None)
                 if there is not None or not need.optional:
                     yield there or makers[0]
+
+    def _numbers(self, item: Pass, need: Need, stage: int) -> list[tuple[int, int | None]]:
+        """The microbatches, or steps, and slices that are meant."""
+        schedule, number, piece = self._schedule, item.microbatch - need.back, item.slice
+        if need.where is Where.STEP:
+            return [(number // schedule.num_microbatches, None)]
+        if need.where is Where.MICROBATCHES:
+            return [(i, j) for i in _carried(stage, number, schedule) for j in schedule.slices]
+        if need.where in OF_SLICES:
+            piece = (piece or 0) + (1 if need.where is Where.LATER else -1)
+            return [(number, piece)] if piece in schedule.slices else []
+        return [(number, piece)]
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
@@ -72,6 +82,24 @@ def closed_prefix(schedule: Schedule) -> list[int]:
         if open_at == cuts:
             return cuts
         cuts = open_at
+
+
+def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
+    """The microbatches of each stage that are n of those it has between F and B, whenever it has the most.
+
+    Megatron-LM's choice among outstanding microbatches (max_outstanding_backprops): the first n of every window.
+    """
+    begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
+    most, done = [0] * len(begun), [0] * len(begun)
+    for item in (item for row in schedule.ranks for step in row for item in step):
+        kind, stage = item[:2]
+        if kind.is_forward:
+            begun[stage].append(schedule.number(item))
+            most[stage] = max(most[stage], len(begun[stage]) - done[stage])
+        done[stage] += kind.is_backward
+    return tuple(
+        frozenset(m for i, m in enumerate(order) if i % window < n) for order, window in zip(begun, most, strict=True)
+    )
 
 
 def can_repeat(kind: Kind) -> bool:

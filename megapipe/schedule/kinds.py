@@ -23,6 +23,8 @@ class Made(StrEnum):
     """Results that a pass leaves for others."""
 
     OUTPUT = "output"
+    KEYS = "keys and values"
+    KEYS_GRADIENT = "gradient of keys and values"
     GRADIENT = "gradient of the input"
     WEIGHT_GRADIENT = "gradient of the weights"
     REDUCED = "reduced gradient"
@@ -50,8 +52,12 @@ class Where(StrEnum):
     FIRST = "of the stage with the embedding, of the same number"
     LAST = "of the stage with the loss, of the same number"
     SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
+    EARLIER = "the stage's own, of the slice before; nothing at the first"
+    LATER = "the stage's own, of the slice behind; nothing at the last"
 
 
+OF_SLICES = {Where.EARLIER, Where.LATER}
+"""Needs of tables alone that cut microbatches in slices."""
 HANDED = {Where.PREV, Where.NEXT, Where.FIRST, Where.LAST, Where.SHARES}
 """Needs that are met by a tensor which another stage hands over."""
 
@@ -106,10 +112,13 @@ class Traits:
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
 _VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
 _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
-_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED
+# A slice attends to the keys and values of those before it: F makes them, F and B of later slices read them, the B of
+# their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
+_PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
+_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
-_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID
-_BOTH = Made.GRADIENT, Made.WEIGHT_GRADIENT
+_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX
+_OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
 _WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
 _REDUCE = (
     Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
@@ -152,10 +161,10 @@ class Kind(StrEnum):
         kind.traits = traits
         return kind
 
-    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, (Made.OUTPUT,), (1, 0, 0), evaluates=True, reads=True)
-    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, (Made.GRADIENT,), (-1, 1, 0))
+    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, (1, 0, 0), evaluates=True, reads=True)
+    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, (-1, 1, 0))
     W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
-    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, (-1, 0, 0))
+    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), (-1, 0, 0))
     G = "G", Traits("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
     U = "U", Traits("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
     A = "A", Traits("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)

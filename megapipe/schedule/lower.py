@@ -76,14 +76,12 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     steps = [
         (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
     ]
-    taken = {
-        (made, stage, p.microbatch, rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]].takes
-    }
+    taken = {(made, stage, *p[2:], rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]].takes}
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
     for rank, p, _, end in steps:
         for dst in links[p[:2]].sends:
             # Negative, so that of two at one time the one that is made counts before the one that is taken.
-            changes[rank] += (end, -1), (taken[p.kind.traits.makes[0], p.stage, p.microbatch, dst], 1)
+            changes[rank] += (end, -1), (taken[p.kind.traits.makes[0], *p[1:], dst], 1)
     return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
 
 

@@ -58,7 +58,7 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
     if problems:
         raise ScheduleError(f"{source} is not a schedule:" + "".join(f"\n  {problem}" for problem in problems))
     placement = Placement(tuple(made.placement.rank_of), made.placement.chain, made.placement.vocabulary)
-    return Schedule(made.name, placement, microbatches, rows)
+    return Schedule(made.name, placement, microbatches, rows, cuts=tuple(made.cuts))
 
 
 def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[str]:
@@ -80,7 +80,10 @@ def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]
     for i, step in enumerate(row):
         passes = [step] if isinstance(step, Pass) else step
         try:
-            yield tuple(Pass(Kind(kind), int(stage), int(microbatch)) for kind, stage, microbatch in passes)
+            yield tuple(
+                Pass(Kind(kind), int(stage), int(microbatch), *map(int, (x for x in piece if x is not None)))
+                for kind, stage, microbatch, *piece in passes
+            )
         except (TypeError, ValueError):
             problems.append(
                 f"rank {rank}, step {i}, {step!r}: a step is a tuple of passes, such as (Pass(Kind.F, 0, 3),)"

@@ -6,17 +6,17 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.schedule.kinds import HANDED, Made, Need, Where
+from megapipe.schedule.kinds import HANDED, OF_SLICES, Made, Need, Where
 from megapipe.schedule.kinds import Kind as Kind
 
 
 class Pass(NamedTuple):
-    """One microbatch through one stage. Prints as stage, kind, microbatch: `2F0`, `1BW3`.
+    """One microbatch through one stage, or a slice of it. Prints as stage, kind, microbatch: `2F0`, `1BW3`, `2F0.1`.
 
     A pass of a stage as a whole (`kind.traits.per_stage`) has the number of its step in place of a microbatch's.
     """
@@ -24,9 +24,15 @@ class Pass(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
+    slice: int | None = None
+
+    @property
+    def of(self) -> str:
+        """The microbatch and the slice, in pictures."""
+        return f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.of}"
 
 
 Step = tuple[Pass, ...]
@@ -161,8 +167,8 @@ class Link(NamedTuple):
 
 
 class Last(NamedTuple):
-    """The last microbatches in the row of a stage: of its backwards, and of the passes that add into the
-    gradients of its weights."""
+    """The last microbatches, or slices of all, in the row of a stage: of its backwards, and of the passes that add into
+    the gradients of its weights."""
 
     backward: int
     weights: int
@@ -175,6 +181,7 @@ class Schedule:
     Attributes:
         num_microbatches: of one training step.
         training_steps: how many of them follow each other in the table; microbatches are numbered on.
+        cuts: lengths of the slices of a microbatch along the sequence, in tokens or any other unit; () leaves it whole.
     """
 
     name: str
@@ -182,6 +189,16 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
     training_steps: int = 1
+    cuts: tuple[float, ...] = ()
+
+    @property
+    def slices(self) -> Sequence[int | None]:
+        """The slices of a microbatch; of one that is whole, None alone."""
+        return range(len(self.cuts)) if self.cuts else (None,)
+
+    def number(self, item: Pass) -> int:
+        """The place of its slice among all slices of all microbatches; the number of a microbatch that is whole."""
+        return item.microbatch if item.slice is None else item.microbatch * len(self.cuts) + item.slice
 
     @property
     def all_microbatches(self) -> int:
@@ -201,7 +218,8 @@ class Schedule:
     def _applies(self, need: Need) -> bool:
         there = not need.optional or any(need.made in kind.traits.makes for kind in self.kinds)
         shared = need.where is not Where.SHARES or self.placement.vocabulary
-        return there and shared and need.unless not in self.kinds
+        cut = need.where not in OF_SLICES or bool(self.cuts)
+        return there and shared and cut and need.unless not in self.kinds
 
     @cached_property
     def links(self) -> dict[tuple[Kind, int], Link]:
@@ -224,8 +242,8 @@ class Schedule:
     def last(self) -> dict[int, Last]:
         """The last microbatches by stage, of stages that have one. Rows may have their microbatches in any order."""
         passes = [item for row in self.ranks for step in row for item in step]
-        backward = {stage: microbatch for kind, stage, microbatch in passes if kind.is_backward}
-        weights = {stage: mb for kind, stage, mb in passes if Made.WEIGHT_GRADIENT in kind.traits.makes}
+        backward = {x.stage: self.number(x) for x in passes if x.kind.is_backward}
+        weights = {x.stage: self.number(x) for x in passes if Made.WEIGHT_GRADIENT in x.kind.traits.makes}
         return {stage: Last(backward[stage], weights[stage]) for stage in backward}
 
     def chain_of(self, microbatch: int) -> int:
@@ -245,23 +263,6 @@ def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: Fal
 def overlaps(step: Step) -> bool:
     """Is it a forward and a backward, the pair that the executor can run as one?"""
     return len(step) == 2 and step[0].kind.is_forward and step[1].kind.is_backward
-
-
-def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """The microbatches of each stage that are n of those it has between F and B, whenever it has the most.
-
-    Megatron-LM's choice among outstanding microbatches (max_outstanding_backprops): the first n of every window.
-    """
-    begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
-    most, done = [0] * len(begun), [0] * len(begun)
-    for kind, stage, microbatch in (item for row in schedule.ranks for step in row for item in step):
-        if kind.is_forward:
-            begun[stage].append(microbatch)
-            most[stage] = max(most[stage], len(begun[stage]) - done[stage])
-        done[stage] += kind.is_backward
-    return tuple(
-        frozenset(m for i, m in enumerate(order) if i % window < n) for order, window in zip(begun, most, strict=True)
-    )
 
 
 class Message(NamedTuple):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
-from megapipe.schedule.kinds import Kind, Lane, Made
-from megapipe.schedule.passes import Pass, Placement, Schedule, Step
+from megapipe.schedule.kinds import Kind, Lane, Made, Where
+from megapipe.schedule.passes import Pass, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
 
 def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Clock:
     """Start and end of every step, in time linear in the number of passes. took: as in `simulate`."""
-    rows, m = schedule.ranks, schedule.all_microbatches
+    rows, slots = schedule.ranks, _slots(schedule)
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
-    by_kind = _lengths(costs, schedule.placement)
+    m = schedule.all_microbatches * slots
+    by_kind = _lengths(costs, schedule)
     length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
     rank_of = schedule.placement.rank_of
     done: dict[Pass, float] = {}
@@ -149,8 +150,8 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
             # Inlined, with local names: this loop runs once for each pass of each table that a search tries.
             now = lanes[lane]
             for item in step:
-                kind, stage, microbatch = item
-                key = stage * m + microbatch
+                kind, stage, microbatch, piece = item
+                key = stage * m + (microbatch if piece is None else microbatch * slots + piece)
                 for made, shift, lag in needs[kind][stage]:
                     there = made.get(key + shift, inf) + lag
                     if there > now:
@@ -165,9 +166,10 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
             lanes[lane] = now = now + length(step)
             ends.append(now)
             for item in step:
-                kind, stage, microbatch = item
+                kind, stage, microbatch, piece = item
+                key = stage * m + (microbatch if piece is None else microbatch * slots + piece)
                 for made, waiting in makes[kind][stage]:
-                    made[stage * m + microbatch] = now
+                    made[key] = now
                     ready[waiting] = None
                 if others:
                     done[item] = now
@@ -184,6 +186,11 @@ _Arrival = tuple[dict[int, float], int, float]
 """The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 
 
+def _slots(schedule: Schedule) -> int:
+    """Places of a microbatch among those times: one for each slice, and one that stands before the first."""
+    return len(schedule.cuts) + 1 if schedule.cuts else 1
+
+
 class _Wires(NamedTuple):
     """The kinds of a table for the clock. `needs` and `makes` by kind and stage, within one microbatch; `others`, of
     each pass, what it needs beyond, and `waiters`, of each of those, the ranks that may wait for it."""
@@ -196,7 +203,8 @@ class _Wires(NamedTuple):
 
 
 def _wire(schedule: Schedule, costs: Costs) -> _Wires:
-    place, m = schedule.placement, schedule.all_microbatches
+    place, slots = schedule.placement, _slots(schedule)
+    m = schedule.all_microbatches * slots
     tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
     needs: dict[Kind, list[list[_Arrival]]] = {}
     waits: dict[tuple[Made, int], int] = {}  # the rank that may wait for it, its own if no other does
@@ -207,13 +215,17 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
         beyond = beyond or len(within) < len(rows)
         # Results are found by one number, so that a need of another stage is a shift: no tuple is made for a lookup.
         for need, (stage, rank) in product(within, enumerate(place.rank_of)):
+            aside = _ASIDE.get(need.where, 0)
             for other in place.needed(stage, need):  # neighbours lie m apart
                 src = place.rank_of[other]
                 needs[kind][stage].append(
-                    (tables[need.made], (other - stage) * m, costs.lag(src, rank, place.num_ranks))
+                    (tables[need.made], (other - stage) * m + aside, costs.lag(src, rank, place.num_ranks))
                 )
                 if rank != src or (need.made, other) not in waits:
                     waits[need.made, other] = rank
+    # Nothing is before the first slice and behind the last: it was always there.
+    for made in {need.made for rows in schedule.needs.values() for need in rows if need.where in _ASIDE}:
+        tables[made].update(dict.fromkeys(range(-1, place.num_stages * m, slots), 0.0))
     makes = {
         kind: [
             [(tables[made], waits[made, s]) for made in kind.traits.makes if (made, s) in waits]
@@ -229,17 +241,22 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
     return _Wires({kind: _LANES.index(kind.traits.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
 
 
-def _lengths(costs: Costs, place: Placement) -> Callable[[Step], float]:
-    duration = costs.durations(place)
-    pairs: dict[tuple[Kind | int, ...], float] = {}
+_ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
+
+
+def _lengths(costs: Costs, schedule: Schedule) -> Callable[[Step], float]:
+    place, cuts = schedule.placement, schedule.cuts
+    duration = {n: costs.of_slice(cuts, n).durations(place) for n in (None, *schedule.slices)}
+    whole = duration[None]
+    pairs: dict[tuple[Kind | int | None, ...], float] = {}
 
     def length(step: Step) -> float:
-        kind, stage, _ = step[0]
+        kind, stage, _, piece = step[0]
         if len(step) == 1:
-            return duration[kind][stage]
-        key = (kind, stage, step[1].kind, step[1].stage)
+            return whole[kind][stage] if piece is None else duration[piece][kind][stage]
+        key = (kind, stage, piece, step[1].kind, step[1].stage, step[1].slice)
         if key not in pairs:
-            pairs[key] = costs.of_step(step, place)
+            pairs[key] = costs.of_step(step, place, cuts)
         return pairs[key]
 
     return length
@@ -258,25 +275,16 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
 
 def memory_steps(schedule: Schedule, costs: Costs, clock: Clock) -> list[list[tuple[float, float, int]]]:
     """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
-    by_stage = list(zip(*costs.memory(schedule.placement), strict=True))
-    change = {
-        kind: [sum(n * size for n, size in zip(kind.traits.memory, sizes, strict=True)) for sizes in by_stage]
-        for kind in schedule.kinds
-    }
     # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
-    takes = {kind for kind in schedule.kinds if max(kind.traits.memory) > 0 <= min(kind.traits.memory)}
-    gives = {kind for kind in schedule.kinds if min(kind.traits.memory) < 0}
+    takes, gives = costs.changes(schedule.placement, schedule.kinds, schedule.cuts)
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         held, curve = 0.0, list[tuple[float, float, int]]()
         for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
-            for kind, stage, _ in step:
-                if kind in takes:
-                    held += change[kind][stage]
-                    curve.append((start, held, i))
-            for kind, stage, _ in step:
-                if kind in gives:
-                    held += change[kind][stage]
-                    curve.append((end, held, i))
+            for moment, change in ((start, takes), (end, gives)):
+                for kind, stage, _, piece in step:
+                    if (kind, piece) in change:
+                        held += change[kind, piece][stage]
+                        curve.append((moment, held, i))
         curves.append(curve)
     return curves

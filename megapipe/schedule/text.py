@@ -24,7 +24,7 @@ from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}
 _TORCH = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
-_PASS = re.compile(r"(\d{1,9})([A-Z]+)(\d{1,9})", re.ASCII)
+_PASS = re.compile(r"(\d{1,9})([A-Z]+)(\d{1,9})(?:\.(\d{1,4}))?", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 # What torch's runtime adds to its own tables; lowering and the optimizer decide these here.
 _NOT_A_PASS = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
@@ -57,6 +57,7 @@ def to_json(schedule: Schedule) -> str:
         "rank_of": list(place.rank_of),
         "chain": place.chain,
         **({"vocabulary": True} if place.vocabulary else {}),
+        **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
     }
     rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
     return json.dumps(head)[:-1] + f', "ranks": [\n  {rows}\n]}}\n'
@@ -81,7 +82,8 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
     )
     rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
     placement = Placement(tuple(data["rank_of"]), data["chain"], data.get("vocabulary", False) is True)
-    return _verified(Schedule(data["name"], placement, data["microbatches"], rows), source)
+    cuts = tuple(data.get("cuts", ()))
+    return _verified(Schedule(data["name"], placement, data["microbatches"], rows, cuts=cuts), source)
 
 
 def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
@@ -89,6 +91,11 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 
     Raises: ScheduleError for a table that those letters cannot say.
     """
+    if torch and schedule.cuts:
+        raise ScheduleError(
+            f"{schedule.name} cuts microbatches in slices, and torch.distributed.pipelining has none. Write our own "
+            "letters."
+        )
     if torch and schedule.placement.vocabulary:
         raise ScheduleError(
             f"{schedule.name} shares the vocabulary, and torch.distributed.pipelining has no passes for that. Write "
@@ -100,7 +107,7 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
     writer = csv.writer(out, lineterminator="\n")
     for row in schedule.ranks:
         # Torch's runtime has no passes of a stage as a whole.
-        texts = [[f"{x.stage}{letters[x.kind]}{x.microbatch}" for x in s] for s in row if s[0].kind in letters]
+        texts = [[f"{x.stage}{letters[x.kind]}{x.of}" for x in s] for s in row if s[0].kind in letters]
         cells = [cell[0] if len(cell) == 1 else f"({';'.join(cell)})OVERLAP_F_B" for cell in texts]
         writer.writerow(cells + [""] * (width - len(row)))
     return out.getvalue()
@@ -138,7 +145,11 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
             problems.append(f"rank {r} (line {r + 1}) is empty; each line is one rank")
     _refuse(source, problems)
     placement, microbatches = _infer(steps, source)
-    schedule = Schedule(Path(source).name, placement, microbatches, tuple(tuple(row) for row in steps))
+    slices = 1 + max((x.slice for row in steps for step in row for x in step if x.slice is not None), default=-1)
+    # Lengths are not said in a row of passes: equal ones.
+    schedule = Schedule(
+        Path(source).name, placement, microbatches, tuple(tuple(row) for row in steps), cuts=(1.0,) * slices
+    )
     try:
         return _verified(schedule, source)
     except ScheduleError as error:
@@ -181,10 +192,10 @@ def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
         if match is None and all(_PASS.fullmatch(part.strip()) for part in text.split(";") if part):
             return "separate passes by commas, not semicolons"
         if match is None:
-            return "not a pass; a pass is stage, kind, microbatch, such as 2F0"
+            return "not a pass; a pass is stage, kind, microbatch, such as 2F0, or 2F0.1 of its slice 1"
         if match[2] not in letters:
             return f"unknown letter {match[2]}; there are {', '.join(letters)}"
-        step.append(Pass(letters[match[2]], int(match[1]), int(match[3])))
+        step.append(Pass(letters[match[2]], int(match[1]), int(match[3]), None if match[4] is None else int(match[4])))
     return tuple(step)
 
 
@@ -247,6 +258,9 @@ def _shape_problems(data: Any) -> Iterator[str]:
     ranks = data["pp"]
     if len(data["ranks"]) != ranks:
         yield f"ranks has {len(data['ranks'])} lists, pp is {ranks}"
+    cuts = data.get("cuts", [])
+    if not (isinstance(cuts, list) and all(type(x) in (int, float) and 0 < x < 1e9 for x in cuts)):
+        yield "cuts must be the lengths of a microbatch's slices, each above 0"
     yield from placement_problems(data["rank_of"], data["chain"], ranks)
 
 

@@ -7,7 +7,7 @@ waits for whom, then memory, and last the programs themselves, played through wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise, product, takewhile
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
@@ -58,9 +58,10 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
         yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
         return
     passes = sum(len(step) for row in schedule.ranks for step in row)
-    if not 1 <= m <= passes:
+    if not 1 <= m * len(schedule.slices) <= passes:
         # Here already: a file may say a number for which the loops below would run for ever.
-        yield f"there are {m} microbatches, but only {passes} passes"
+        slices = f" of {len(schedule.cuts)} slices" if schedule.cuts else ""
+        yield f"there are {m} microbatches{slices}, but only {passes} passes"
         return
     seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):
@@ -85,9 +86,12 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
     """The reason why a pass cannot stand on this rank."""
     place, m = schedule.placement, schedule.all_microbatches
-    kind, stage, microbatch = item
+    kind, stage, microbatch, piece = item
     if not 0 <= stage < place.num_stages:
         return f"there is no stage {stage}, only 0 to {place.num_stages - 1}"
+    if piece not in (schedule.slices if not kind.traits.per_stage else (None,)):
+        there = f"slices 0 to {len(schedule.cuts) - 1}, such as {item._replace(slice=0)}"
+        return f"microbatches have {there if schedule.cuts else 'no slices here'}"
     if kind.traits.per_stage:
         # The weights of the step behind the last are gathered at the end of this table or at the start of the next.
         steps = schedule.training_steps + (Made.GATHERED in kind.traits.makes)
@@ -109,11 +113,11 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Each stage needs F, then B, then W (or BW) of each of its microbatches; `seen` has their steps."""
     place = schedule.placement
-    for microbatch in range(schedule.all_microbatches):
+    for microbatch, piece in product(range(schedule.all_microbatches), schedule.slices):
         first = schedule.chain_of(microbatch) * place.chain
         for stage in range(first, first + place.chain):
             rank = place.rank_of[stage]
-            f, b, w, bw = (Pass(kind, stage, microbatch) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+            f, b, w, bw = (Pass(kind, stage, microbatch, piece) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
             whole = bw in seen
             if whole:
                 for item in (b, w):
@@ -133,10 +137,10 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Every share of the vocabulary is used for each microbatch, and combined where the loss is."""
     place = schedule.placement
-    for microbatch in range(schedule.all_microbatches if place.vocabulary else 0):
+    for microbatch, piece in product(range(schedule.all_microbatches if place.vocabulary else 0), schedule.slices):
         first = schedule.chain_of(microbatch) * place.chain
         at = [(s, kind, kind.traits.at) for s in range(first, first + place.chain) for kind in Kind]
-        for item in (Pass(kind, s, microbatch) for s, kind, where in at if where and s in place.meant(s, where)):
+        for item in (Pass(kind, s, microbatch, piece) for s, kind, where in at if where and s in place.meant(s, where)):
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
 
@@ -144,23 +148,24 @@ def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Readers of a chain's microbatches that are not in one order: inputs and labels come from iterators, each of
     which gives the next microbatch to whoever asks."""
-    place, orders = schedule.placement, dict[tuple[Kind, int], list[int]]()
-    for kind, stage, microbatch in seen:
-        orders.setdefault((kind, stage), []).append(microbatch)
+    place, orders = schedule.placement, dict[tuple[Kind, int], list[Pass]]()
+    for item in seen:
+        orders.setdefault(item[:2], []).append(item)
     for first in range(0, place.num_stages, place.chain):
         ends = first, first + place.chain - 1
         readers = [
             (k, s) for k in Kind if k.traits.reads for s in (place.meant(first, k.traits.at) if k.traits.at else ends)
         ]
-        order = orders.get(readers[0], [])
-        for kind, stage in readers:
-            other = orders.get((kind, stage), [])
+        order = [schedule.number(x) for x in orders.get(readers[0], [])]
+        for reader in readers:
+            passes = orders.get(reader, [])
+            other = [schedule.number(x) for x in passes]
             if other != order and sorted(other) == sorted(order):  # else one is missing, which is said
                 at = next(i for i, numbers in enumerate(zip(order, other, strict=True)) if numbers[0] != numbers[1])
+                instead = orders[readers[0]][at].of
                 yield (
-                    f"rank {place.rank_of[stage]}, step {seen[Pass(kind, stage, other[at])]}, "
-                    f"{Pass(kind, stage, other[at])}: stage {first} reads microbatch {order[at]} at this place, and "
-                    "both ends of a chain read their microbatches in one order"
+                    f"rank {place.rank_of[reader[1]]}, step {seen[passes[at]]}, {passes[at]}: stage {first} reads "
+                    f"microbatch {instead} at this place, and both ends of a chain read their microbatches in one order"
                 )
 
 
@@ -240,7 +245,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
     at, waits = [0] * len(programs), [0] * len(programs)
     posted: set[Message] = set()
-    here: set[tuple[int, Made, int, int]] = set()  # rank; what, of which stage and microbatch
+    here: set[tuple[int, Made, int, int, int | None]] = set()  # rank; what, of which pass
     ready = list(range(len(programs)))
     while ready:
         rank = ready.pop()
@@ -265,7 +270,7 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
                     break
             else:
                 for x in item:
-                    if not here.issuperset([(rank, *source, x.microbatch) for source in schedule.links[x[:2]].takes]):
+                    if not here.issuperset([(rank, *source, *x[2:]) for source in schedule.links[x[:2]].takes]):
                         yield f"rank {rank}, item {at[rank]}, {x}: its input has not arrived"
                 here.update((rank, *_result(x)) for x in item)
             at[rank] += 1
@@ -274,8 +279,8 @@ def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
             yield f"rank {rank} waits at item {at[rank]}, {_text(program[at[rank]])}"
 
 
-def _result(item: Pass) -> tuple[Made, int, int]:
-    return item.kind.traits.makes[0], item.stage, item.microbatch
+def _result(item: Pass) -> tuple[Made, int, int, int | None]:
+    return item.kind.traits.makes[0], *item[1:]
 
 
 def _text(item: tuple[Pass, ...] | Exchange) -> str:

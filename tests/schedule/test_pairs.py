@@ -32,7 +32,7 @@ def other_clock(schedule: Schedule, together: float) -> float:
     parts = place.num_stages // place.num_chains / place.num_ranks
 
     def there(x: Pass) -> float:
-        kind, stage, i = x
+        kind, stage, i, _ = x
         if kind is Kind.W:
             return done.get(Pass(Kind.B, stage, i), -1)
         if kind is Kind.F:

@@ -189,8 +189,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _tag(made_by: Pass) -> int:
-    """A number for each message of a step."""
-    return made_by.microbatch << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.traits.makes[0])
+    """A number for each message of a step; of slices, those of 512 microbatches."""
+    number = made_by.microbatch if made_by.slice is None else (made_by.microbatch << 6 | made_by.slice) & 0x7FFF
+    return number << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.traits.makes[0])
 
 
 _MADE = tuple(Made)

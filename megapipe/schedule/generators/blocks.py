@@ -78,7 +78,7 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
                 continue
             row.append((item,))
             left -= 1
-            kind, stage, i = item
+            kind, stage, i, _ = item
             if kind is Kind.F:
                 ready[(Kind.F, stage + 1, i) if stage + 1 < stages else (Kind.B, stage, i)] = now + 1
             elif kind is Kind.B:

@@ -16,7 +16,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     at = {item: slot for row in rows for slot, item in row.passes.items()}
     limit = max(held for row in rows for held, _ in row.states)
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
-        kind, stage, i = item
+        kind, stage, i, _ = item
         row = rows[min(stage, stages - 1 - stage)]
         if kind is Kind.F:
             inputs = at.get(Pass(kind, stage - 1, i), -1), at.get(Pass(kind, stage, i - 1), -1)

@@ -70,7 +70,7 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
         if slot in steady or (slot < steady.start and not weights):
             continue
-        kind, stage, i = item
+        kind, stage, i, _ = item
         before = Pass(kind, stage - 1 if kind is Kind.F else stage + 1, i)
         if kind is Kind.W or (kind is Kind.B and stage == last):
             before = Pass(Kind.B if kind is Kind.W else Kind.F, stage, i)

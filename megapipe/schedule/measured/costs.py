@@ -128,7 +128,7 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
     if source is None or item.kind not in _KINDS or item.kind is Kind.W:
         return None
     kinds = (Kind.F,) if item.kind.is_forward else (Kind.B, Kind.BW)
-    return next((ran[x] for kind in kinds if (x := Pass(kind, source, item.microbatch)) in ran), None)
+    return next((ran[x] for kind in kinds if (x := Pass(kind, source, *item[2:])) in ran), None)
 
 
 def _links(ranks: int) -> list[tuple[int, int]]:

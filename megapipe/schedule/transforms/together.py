@@ -204,7 +204,7 @@ class _Play:
         row.out.append(step)
         heappush(self.events, (end, rank))
         for item in step:
-            kind, stage, microbatch = item
+            kind, stage, microbatch, _ = item
             if kind is Kind.W:
                 row.owed.remove(item)
                 row.room += self.owes[stage]

@@ -169,7 +169,7 @@ def _box(step: Step, x: float, width: float, names: list[str]) -> Iterator[str]:
     """One step; a pair is split across its height, the forward above. A number that does not fit becomes a tooltip."""
     height = _ROW // len(step)
     for i, (item, name) in enumerate(zip(step, names, strict=True)):
-        y, label = i * height, str(item.microbatch)
+        y, label = i * height, item.of
         top = f' y="{y}"' if y else ""
         box = f'<rect class="{name}" x="{_px(x)}"{top} width="{_px(width)}" height="{height}"'
         if width >= 6.2 * len(label) + 1:

@@ -116,7 +116,7 @@ def _rows(schedule: Schedule) -> Iterator[str]:
         text = ""
         for step in row:
             text += "&" * (len(step) > 1)
-            for kind, stage, microbatch in step:
+            for kind, stage, microbatch, _ in step:
                 assert due["B" if kind is Kind.BW else kind.value, stage].popleft() == microbatch
                 if kind is Kind.B:
                     due["W", stage].append(microbatch)

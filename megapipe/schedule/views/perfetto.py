@@ -52,12 +52,13 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
                 **_at(_thread(schedule, rank, item.kind.traits.lane), time.start[item]),
                 "ph": "X",
                 "dur": (time.end[item] - time.start[item]) * _MICROSECONDS,
-                "name": f"{item.kind.value}{item.microbatch}",
+                "name": f"{item.kind.value}{item.of}",
                 "cat": item.kind.value,
                 "args": {
                     "pass": str(item),
                     "stage": item.stage,
                     "microbatch": item.microbatch,
+                    **({} if item.slice is None else {"slice": item.slice}),
                     "chunk": chunk[item.stage],
                 },
             }
@@ -66,10 +67,10 @@ def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """Arrows from each pass whose result another rank takes to the pass that takes it."""
     rank_of, links = schedule.placement.rank_of, schedule.links
-    takes = {(*s, x.microbatch, rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
+    takes = {(*s, *x[2:], rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
     sent = [(item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends]
     for number, (item, src, dst) in enumerate(sent):
-        taker = takes[item.kind.traits.makes[0], item.stage, item.microbatch, dst]
+        taker = takes[item.kind.traits.makes[0], *item[1:], dst]
         # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
         leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
         common = {"name": "message", "cat": "message", "id": number}

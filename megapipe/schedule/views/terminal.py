@@ -92,7 +92,7 @@ class _Pen:
 
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
         kind = item.kind.value.lower() if self.chunk[item.stage] else item.kind.value
-        names = [f"{kind}{item.microbatch}", *([str(item.microbatch)] if self.fill else [kind, kind[0]]), ""]
+        names = [f"{kind}{item.of}", *([item.of] if self.fill else [kind, kind[0]]), ""]
         room = columns - len(link)
         return self.tint(next(name for name in names if len(name) <= room).ljust(room) + link, item)
 

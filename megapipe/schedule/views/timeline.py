@@ -107,7 +107,7 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
             n, parts = box.part
             where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.label.kind, box.label.stage])
             of[where].append((box.start, box.end - box.start))
-            letters = str(box.label.microbatch)
+            letters = box.label.of
             if parts == 1 and (box.end - box.start) / ends * (width - 0.7) > 0.052 * len(letters):  # inches
                 ink = "white" if is_dark(where[2]) else "#222"
                 middle = (box.start + box.end) / 2

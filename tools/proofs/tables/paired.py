@@ -87,7 +87,7 @@ def check(table: Schedule, costs: Costs, memory: float | None, tries: int) -> st
 def orders(table: Schedule) -> dict[tuple[bool, int], list[int]]:
     """The microbatches of each stage's forwards and backwards, in order."""
     found: dict[tuple[bool, int], list[int]] = {}
-    for kind, stage, microbatch in (x for row in table.ranks for step in row for x in step):
+    for kind, stage, microbatch, _ in (x for row in table.ranks for step in row for x in step):
         if kind is not Kind.W:
             found.setdefault((kind.is_forward, stage), []).append(microbatch)
     return found
