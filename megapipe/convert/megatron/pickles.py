@@ -44,8 +44,8 @@ def read_pickle(path: Path) -> Any:
     try:
         content = path.read_bytes()
         # The loader allocates as many places for its memo, at 8 bytes each, as a damaged file says.
-        for _, index, place in pickletools.genops(content):
-            if isinstance(index, int) and content[place : place + 1] == pickle.LONG_BINPUT and index > len(content):
+        for code, index, place in pickletools.genops(content):
+            if code.name == "LONG_BINPUT" and (index or 0) > len(content):
                 raise pickle.UnpicklingError(f"it asks for {index} places at byte {place}")
         return _Unpickler(io.BytesIO(content)).load()
     except OSError as error:
