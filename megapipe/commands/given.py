@@ -10,6 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, entry_of, is_file
 from megapipe.schedule.costs import MOST
 from megapipe.schedule.costs_file import load_costs
+from megapipe.schedule.transforms.cuts import CUTS
 
 
 def count(text: str) -> int:
@@ -48,6 +49,15 @@ def share(text: str) -> float:
     if len(numbers := _numbers(text)) != 1 or numbers[0] >= 1:
         raise argparse.ArgumentTypeError(f"a number from 0 to below 1 is needed, got {text!r}")
     return numbers[0]
+
+
+def slices(one: argparse.ArgumentParser) -> None:
+    """Flags of a table whose microbatches are cut along the sequence."""
+    one.add_argument("--slices", type=count, metavar="N", help="cut each microbatch in N slices of its sequence")
+    cuts = "equal lengths, or equal work of forward and backward together, for which later slices are shorter (default)"
+    one.add_argument("--cuts", choices=CUTS, help=f"with --slices: {cuts}")
+    part = "part of each pass that is causal attention, which grows towards the end of the sequence (default: 0)"
+    one.add_argument("--attention-share", type=share, metavar="A", help=f"with --slices: {part}")
 
 
 def costs(text: str) -> Costs:

@@ -22,18 +22,15 @@ from megapipe.flags.stop import program
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
-    Entry,
     Schedule,
     ScheduleError,
     build,
     entry_of,
     is_file,
-    loop,
-    mirror,
-    vee,
     verify,
 )
-from megapipe.schedule.costs import SHARES
+from megapipe.schedule.catalogue import own_entry
+from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.search.auto import search
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
@@ -45,6 +42,7 @@ from megapipe.schedule.views.figure import COLUMN, PAGE, Files
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
+from megapipe.schedule.views.sliced import told_slices
 from megapipe.schedule.views.study import draw as draw_study
 from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
@@ -94,6 +92,7 @@ def parser() -> Parser:
     show.add_argument(
         "--chunks", type=given.count, metavar="V", help="stages per rank, where the schedule leaves a choice"
     )
+    given.slices(show)
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
@@ -157,30 +156,10 @@ def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
-    for name, entry in {**SCHEDULES, **{name: _own_entry(name) for name in args.files}}.items():
+    for name, entry in {**SCHEDULES, **{name: own_entry(name) for name in args.files}}.items():
         stages = f"{entry.placement} x {entry.chunks or 'v'}"
         print(f"{name:<17} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
     return 0
-
-
-def _own_entry(name: str) -> Entry:
-    """The list's row of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
-    if is_file(name):
-        made = load(name)
-        about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
-        entry = Entry(lambda *_: made, "", None, about)
-    else:
-        entry = entry_of(name)
-        made = build(name, 4, 8)
-    place = made.placement
-    shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
-    chunks = place.num_stages // place.num_ranks
-    placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
-    split = any(kind.is_split for kind in made.kinds)
-    takes_chunks = not is_file(name) and entry.chunks is None
-    return replace(
-        entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
-    )
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -190,7 +169,9 @@ def run_show(args: argparse.Namespace) -> int:
         raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
     figure.check()
     args.costs = _priced(args.costs, args.comm_share)
-    schedule, found = _schedule(args)
+    if not args.slices and (args.cuts or args.attention_share):
+        raise ScheduleError("--cuts and --attention-share are of slices: add --slices 4, or leave them out")
+    schedule, found = _sliced(args) if args.slices else _schedule(args)
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
     if args.pairs:
@@ -267,6 +248,16 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
     """Refuse before the work. Raises: ScheduleError for each that is to be written where no file can be."""
     if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
         raise ScheduleError(found)
+
+
+def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """The schedule that the arguments name, in slices; attention's share is in the costs then."""
+    others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
+    if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
+        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
+    args.costs = replace(args.costs, **dict.fromkeys(ATTENTION, args.attention_share) if args.attention_share else {})
+    choice = {"count": args.slices, "how": args.cuts or "work", "chunks": args.chunks, "memory": args.memory}
+    return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.own import own_generator
-from megapipe.schedule.passes import Schedule
+from megapipe.schedule.passes import Schedule, loop, mirror, vee
 from megapipe.schedule.patterns import OWN, PATTERNS, Entry, make
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
@@ -72,6 +72,26 @@ def entry_of(name: str) -> Entry:
         else f"there are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
     )
     raise ScheduleError(f"unknown schedule {name or repr(name)}; {hint}")
+
+
+def own_entry(name: str) -> Entry:
+    """The list's row of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
+    if is_file(name):
+        made = load(name)
+        about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
+        entry = Entry(lambda *_: made, "", None, about)
+    else:
+        entry = entry_of(name)
+        made = build(name, 4, 8)
+    place = made.placement
+    shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
+    chunks = place.num_stages // place.num_ranks
+    placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
+    split = any(kind.is_split for kind in made.kinds)
+    takes_chunks = not is_file(name) and entry.chunks is None
+    return replace(
+        entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
+    )
 
 
 def is_file(name: str) -> bool:

@@ -1,0 +1,126 @@
+"""Slices of a sequence for any table: passes of microbatches become passes of their slices.
+
+Forwards of a microbatch run from its first slice to its last, backwards from the last to the first (Li et al. 2021,
+TeraPipe; Sun et al. 2024, Seq1F1B). Read a table for m n microbatches as one of m in n slices each: its ramps are n
+times shorter. Its forwards must come n - 1 sooner, as the first backward waits for all slices of its microbatch, and
+that is all that a rank holds more: (k + n - 1) / n microbatches where it held k.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.verify import verify
+
+_SMALL = 1e-9  # rounding
+
+
+def slices(
+    made_for: Callable[[int], Schedule],
+    microbatches: int,
+    cuts: tuple[float, ...],
+    costs: Costs = UNIT,
+    *,
+    memory: float | None = None,
+) -> Schedule:
+    """A schedule with every microbatch cut in slices of these lengths; pairs become two passes.
+
+    Args:
+        made_for: makes the table for a number of microbatches.
+        memory: most activation of a rank; None: what the rule above asks for.
+    Returns: a table that `verify` has passed.
+    Raises: ScheduleError if no such table keeps to the memory, or the table has other passes than of layers.
+    """
+    n = len(cuts)
+    pattern = unpaired(made_for(n * microbatches))
+    refuse_uncuttable(pattern)
+    best: tuple[float, Schedule] | None = None
+    least = 0.0
+    for sooner in range(n - 1, n * pattern.placement.num_stages // pattern.placement.num_ranks + 1):
+        found = of_microbatches(_with_forwards_sooner(pattern, sooner), cuts)
+        try:
+            time = simulate(found, costs)
+        except ScheduleError:  # chunks of a rank share its forwards: more of them must come sooner
+            continue
+        least = least or max(time.peak)
+        if memory is not None and max(time.peak) > memory * (1 + _SMALL):
+            break
+        if best is None or time.makespan < best[0] * (1 - _SMALL):
+            best = time.makespan, found
+        if memory is None:
+            break
+    if best is None:
+        raise ScheduleError(_refusal(pattern, n, memory, least))
+    verify(best[1], memory=memory, costs=costs)
+    return best[1]
+
+
+def in_place(schedule: Schedule, cuts: tuple[float, ...]) -> Schedule:
+    """A table with each pass replaced by those of its slices: ramps are shorter, memory stays. Of a table in a file,
+    which is made for its microbatches alone."""
+    refuse_uncuttable(schedule)
+    n = len(cuts)
+    rows = (
+        tuple((x._replace(slice=j if x.kind.is_forward else n - 1 - j),) for (x,) in row for j in range(n))
+        for row in unpaired(schedule).ranks
+    )
+    table = replace(schedule, ranks=tuple(rows), cuts=cuts)
+    verify(table)
+    return table
+
+
+def of_microbatches(pattern: Schedule, cuts: tuple[float, ...]) -> Schedule:
+    """A table whose microbatches are read as slices, n after n of one microbatch; the order of its passes stays."""
+    n = len(cuts)
+
+    def slice_of(x: Pass) -> Pass:
+        microbatch, piece = divmod(x.microbatch, n)
+        return x._replace(microbatch=microbatch, slice=piece if x.kind.is_forward else n - 1 - piece)
+
+    rows = (tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks)
+    return replace(pattern, ranks=tuple(rows), num_microbatches=pattern.num_microbatches // n, cuts=cuts)
+
+
+def refuse_uncuttable(schedule: Schedule) -> None:
+    """Raises: ScheduleError for a table that is cut already or has passes of other kinds."""
+    more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
+    if more:
+        raise ScheduleError(
+            f"{schedule.name} has {', '.join(more)}: slices are cut in a table of F, B, W and BW alone, before these."
+        )
+    if schedule.cuts:
+        raise ScheduleError(f"{schedule.name} is cut in {len(schedule.cuts)} slices already.")
+
+
+def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
+    """The forwards of each rank in their order, each in the place of the one that was so many before it."""
+
+    def sooner(row: tuple[Step, ...]) -> Iterator[Step]:
+        forwards = deque(step for step in row if step[0].kind.is_forward)
+        yield from (forwards.popleft() for _ in range(min(by, len(forwards))))
+        for step in row:
+            if not step[0].kind.is_forward:
+                yield step
+            elif forwards:
+                yield forwards.popleft()
+
+    return replace(schedule, ranks=tuple(tuple(sooner(row)) for row in schedule.ranks))
+
+
+def _refusal(pattern: Schedule, n: int, memory: float | None, least: float) -> str:
+    if memory is None or not least:
+        return (
+            f"{pattern.name} cannot be cut in {n} slices for {pattern.num_microbatches // n} microbatches: its "
+            "backwards wait for slices that come behind them. Take another number of slices or another schedule."
+        )
+    return (
+        f"{pattern.name} in {n} slices holds {least:g}, over the memory limit of {memory:g}. Raise --memory, or take "
+        "more slices or another schedule."
+    )

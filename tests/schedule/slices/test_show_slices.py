@@ -1,0 +1,51 @@
+"""`show --slices`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from megapipe.commands import schedules
+from megapipe.errors import ScheduleError
+
+ASKED = ["show", "1f1b", "--pp", "4", "--microbatches", "4", "--slices", "2", "--attention-share", "0.6"]
+
+
+def test_show_writes_slices_and_their_lengths(tmp_path, capsys):
+    assert schedules.main([*ASKED, "--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg")]) == 0
+    said = capsys.readouterr().out
+    assert "makespan 16.5" in said  # 4 microbatches of 3, and ramps of 3 x 3 / 2
+    assert "slices, work: 63.8% 36.2% of the sequence" in said
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["ranks"][2][0] == ["2F0.0"]
+    assert sum(written["cuts"]) == pytest.approx(1)
+    assert ">0.1<" in (tmp_path / "a.svg").read_text()
+    # And back, of a file that is cut already.
+    assert schedules.main(["show", str(tmp_path / "a.json")]) == 0
+    assert "rank 3" in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match="is cut in 2 slices already"):
+        schedules.main(["show", str(tmp_path / "a.json"), "--slices", "2"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--pairs", "--comm-share", "0.2"], "--slices cuts a table of F, B and W: leave out --pairs"),
+        (["--post-validation"], "leave out --post-validation"),
+        (["--memory", "1"], "1f1b in 2 slices holds 2.63849, over the memory limit of 1"),
+    ],
+)
+def test_what_slices_do_not_go_with_is_refused(more, said):
+    with pytest.raises(ScheduleError) as error:
+        schedules.main([*ASKED, *more])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("flags", [["--cuts", "equal"], ["--attention-share", "0.3"]])
+def test_flags_of_slices_need_slices(flags):
+    with pytest.raises(ScheduleError, match="are of slices: add --slices 4, or leave them out"):
+        schedules.main([*ASKED[:6], *flags])
+
+
+def test_a_searched_schedule_is_not_cut():
+    with pytest.raises(ScheduleError, match=r"zb-auto is searched for whole microbatches\. Cut another, such as zb-h1"):
+        schedules.main(["show", "zb-auto", *ASKED[2:8]])
