@@ -25,6 +25,9 @@ from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
+MOST = 100_000
+"""Tokens: the text is printed whole, and each token reads the whole window again."""
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -145,8 +148,8 @@ def _nothing(x: None) -> None:
 def _problems(flags: Flags) -> Iterator[str]:
     if flags.load is None:
         yield "--load is missing: --load runs/quickstart/checkpoints"
-    if flags.num_tokens < 1:
-        yield f"--num-tokens {flags.num_tokens} must be at least 1"
+    if not 1 <= flags.num_tokens <= MOST:
+        yield f"--num-tokens {flags.num_tokens} must be at least 1 and at most {MOST}"
     if not 0 <= flags.temperature < math.inf:
         yield f"--temperature {flags.temperature} must be a number of at least 0"
     if flags.top_k < 0:

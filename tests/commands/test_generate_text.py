@@ -85,6 +85,12 @@ def test_logits_that_are_no_numbers_are_the_checkpoints_fault(load, temperature)
         generate.main([*load[:-1], temperature, "--model-provider", "broken"])
 
 
+@pytest.mark.parametrize("tokens", [0, 10**20])
+def test_a_text_has_an_end(load, tokens):
+    with pytest.raises(ConfigError, match=f"--num-tokens {tokens} must be at least 1 and at most 100000"):
+        generate.main([*load, "--num-tokens", str(tokens)])
+
+
 def test_a_model_that_gives_no_logits_is_named(load):
     with pytest.raises(ConfigError) as caught:
         generate.main([*load, "--model-provider", "losses"])
