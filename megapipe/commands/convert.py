@@ -4,6 +4,7 @@ megapipe convert --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
 megapipe convert --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
 megapipe convert --from-megatron /data/run --save checkpoints/run
 megapipe convert --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
+megapipe convert --load checkpoints/run --to-megatron /data/run-old --ckpt-format torch --target-tensor-parallel-size 2
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from megapipe.commands.progress import Progress
 from megapipe.config import CheckpointConfig
 from megapipe.convert import (
     Converted,
+    Sizes,
     compare_logits,
     export_checkpoint,
     export_megatron,
+    export_ranks,
     import_checkpoint,
     import_megatron,
 )
@@ -53,8 +56,17 @@ class Flags:
     """New folder to export to, for AutoModelForCausalLM.from_pretrained."""
     to_megatron: str | None = None
     """New folder to export to, for Megatron-LM's --load."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """Format of an export to Megatron-LM."""
+    ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
+    """Format of an export to Megatron-LM: torch has a file for each of its ranks, and its loader cuts none of them."""
+    target_tensor_parallel_size: int = 1
+    """Ranks of tensor parallelism of --ckpt-format torch."""
+    target_pipeline_parallel_size: int = 1
+    """Ranks of pipeline parallelism of --ckpt-format torch."""
+    target_expert_parallel_size: int = 1
+    """Ranks of expert parallelism of --ckpt-format torch."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """Whose layers read --ckpt-format torch there: with Transformer Engine's go grouped experts, with Megatron-LM's own
+    experts one by one."""
     megatron_adam: Literal["auto", "fused", "torch"] = "auto"
     """Whose Adam reads the state there: fused is Transformer Engine's or Apex's, torch stands in where neither is
     installed. auto: fused with 16-bit weights."""
@@ -94,7 +106,10 @@ def _convert(flags: Flags) -> None:
     elif flags.to_megatron:
         theirs = Path(flags.to_megatron)
         fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
-        done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=_bar())
+        if flags.ckpt_format == "torch":
+            done = export_ranks(_found(flags), theirs, _sizes(flags), optimizer=keep, fused=fused, progress=_bar())
+        else:
+            done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=_bar())
     else:
         assert flags.to_huggingface
         theirs = Path(flags.to_huggingface)
@@ -114,6 +129,16 @@ def _convert(flags: Flags) -> None:
         print(f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}")
     if not flags.no_check and (flags.from_huggingface or flags.to_huggingface):
         check(theirs, done.folder if flags.save else _found(flags), done)
+
+
+def _sizes(flags: Flags) -> Sizes:
+    """The run of Megatron-LM that is to read it."""
+    return Sizes(
+        flags.target_tensor_parallel_size,
+        flags.target_pipeline_parallel_size,
+        flags.target_expert_parallel_size,
+        flags.transformer_impl == "local",
+    )
 
 
 def _found(flags: Flags) -> Path:
@@ -167,5 +192,10 @@ def _problems(flags: Flags) -> Iterator[str]:
         f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
     )
     yield from folder_problems({"--save": flags.save, **outward})
+    if _sizes(flags) != Sizes() and not (flags.to_megatron and flags.ckpt_format == "torch"):
+        yield (
+            "--target-tensor-, --target-pipeline- and --target-expert-parallel-size and --transformer-impl are for "
+            "--to-megatron DIR --ckpt-format torch: any run loads torch_dist. Add it, or leave them out."
+        )
     if flags.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"

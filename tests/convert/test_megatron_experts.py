@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.config.moe import MoEConfig
-from megapipe.convert import SavedTensors, export_megatron, import_megatron
+from megapipe.convert import SavedTensors, Sizes, export_megatron, export_ranks, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.tensors import is_trained, whole_model
@@ -161,6 +161,54 @@ def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16, m
     assert got.keys() == want.keys()
     assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
     assert said(again.config) == said(config)
+
+
+@pytest.mark.parametrize(
+    "sizes, bf16, last",
+    [
+        (Sizes(1, 1, 1), True, "mp_rank_00"),
+        (Sizes(2, 2, 2), False, "mp_rank_01_001_001"),
+        (Sizes(2, 1, 4, local=True), True, "mp_rank_01_003"),
+    ],
+)
+def test_what_goes_out_as_a_file_for_each_rank_comes_in_again_to_the_bit(tmp_path, sizes, bf16, last):
+    folder = written(tmp_path / "ours", replace(CONFIG, train=replace(CONFIG.train, bf16=bf16)))
+    theirs = export_ranks(folder, tmp_path / "theirs", sizes).folder
+    assert sorted(path.name for path in theirs.iterdir())[-1] == last
+    again = import_megatron(tmp_path / "theirs", tmp_path / "again")
+    got, want = read_all(again.folder), read_all(folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
+    assert (said(again.config), again.steps) == (said(CONFIG), 4)
+
+
+def test_a_ranks_file_has_its_slices_under_megatrons_own_names(tmp_path):
+    """By hand: rank (1, 1, 1) of 2 x 2 x 2 has layer 1 as its layer 0, and of experts 2 and 3 the second half."""
+    theirs = export_ranks(written(tmp_path / "ours"), tmp_path / "theirs", Sizes(2, 2, 2, local=True)).folder
+    content = torch.load(theirs / "mp_rank_01_001_001" / "model_optim_rng.pt", weights_only=False)
+    want, model, (dense, experts) = whole(), content["model"], content["optimizer"]
+    fc1 = cut("linear_fc1.weight", want[f"{EXPERTS}linear_fc1.weight"][2], 1, 2)
+    assert torch.equal(model["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"], fc1)
+    assert torch.equal(model["output_layer.weight"], want["output_layer.weight"][8:])
+    assert "embedding.word_embeddings.weight" not in model
+    assert model["decoder.layers.0.self_attention.linear_proj._extra_state"] is None
+    assert [group["is_expert_parallel"] for group in dense["param_groups"] + experts["param_groups"]] == [False] * 2 + [
+        True
+    ]
+    # Experts one by one: fc1 and fc2 of the first, then of the second.
+    moment = want[f"optimizer.exp_avg.{EXPERTS}linear_fc2.weight"][2].chunk(2, 1)[1]
+    assert torch.equal(experts["state"][1]["exp_avg"], moment)
+    assert (experts["state"][1]["step"], content["opt_param_scheduler"]["num_steps"]) == (4, 10)
+
+
+def test_sizes_that_do_not_divide_the_model_are_named_all_at_once(tmp_path):
+    folder = written(tmp_path / "ours")
+    assert refused(lambda: export_ranks(folder, tmp_path / "theirs", Sizes(4, 3, 3))) == (
+        "--target-tensor-parallel-size 4 does not divide the model's 6 --moe-ffn-hidden-size",
+        "--target-tensor-parallel-size 4 does not divide the model's 10 --moe-shared-expert-intermediate-size",
+        "--target-pipeline-parallel-size 3 does not divide the model's 2 layers",
+        "--target-expert-parallel-size 3 does not divide the model's 4 experts",
+    )
 
 
 def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_path):

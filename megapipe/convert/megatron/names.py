@@ -18,14 +18,19 @@ _FUSED = {
 }
 """Transformer Engine keeps a norm in the linear layer that follows it."""
 
-# The order in which a layer's modules were made: Megatron-LM's own, Transformer Engine's, and with its norms last.
+# The order in which a layer's modules were made: Megatron-LM's own, Transformer Engine's, and with its norms last. Of
+# latents both keep the first.
+_LATENT = " ".join(f"self_attention.linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_NORMS = "self_attention.q_layernorm self_attention.kv_layernorm self_attention.k_layernorm"
+_EXPERTS = "mlp.experts.linear_fc1 mlp.experts.linear_fc2 mlp.shared_experts"
+_MLP = f"mlp.linear_fc2 {_EXPERTS} mlp.shared_experts.linear_fc1 mlp.shared_experts.linear_fc2"
 _ORDERS = (
-    "input_layernorm self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
-    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2",
-    "self_attention.linear_proj input_layernorm self_attention.linear_qkv self_attention.q_layernorm "
-    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2",
-    "self_attention.linear_proj self_attention.linear_qkv input_layernorm self_attention.q_layernorm "
-    "self_attention.k_layernorm mlp.linear_fc1 pre_mlp_layernorm mlp.linear_fc2",
+    f"input_layernorm self_attention.linear_proj self_attention.linear_qkv {_LATENT} {_NORMS} pre_mlp_layernorm "
+    f"mlp.router mlp.linear_fc1 {_MLP}",
+    f"self_attention.linear_proj input_layernorm self_attention.linear_qkv {_NORMS} pre_mlp_layernorm mlp.router "
+    f"mlp.linear_fc1 {_MLP}",
+    f"self_attention.linear_proj self_attention.linear_qkv input_layernorm {_NORMS} mlp.router mlp.linear_fc1 "
+    f"pre_mlp_layernorm {_MLP}",
 )
 
 
@@ -50,6 +55,14 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
     return [fused, name] if both and fused != name else [fused]
 
 
+def fused_name(name: str, sparse: bool, latent: bool) -> str:
+    """The name under Transformer Engine's layers, of a name in a layer; see `stored_names`."""
+    apart = {"input_layernorm.": latent, "pre_mlp_layernorm.": sparse}
+    apart |= {f"self_attention.{norm}_layernorm.": not latent for norm in ("q", "kv")}
+    its = {ours: fused for fused, ours in _FUSED.items() if not apart[ours]}
+    return next((name.replace(ours, fused) for ours, fused in its.items() if name.startswith(ours)), name)
+
+
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """A tensor in the shape in which we save it, of what all tensor-parallel ranks have of it."""
     shaped = [part.reshape(layout.local(Axis(size=len(parts)))) for part in parts]
@@ -58,7 +71,9 @@ def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
     """The ways in which these parameters of one model chunk may follow each other in its modules."""
-    for order in _ORDERS:
+    names = list(names)
+    latent = any("linear_kv_down_proj" in name for name in names)
+    for order in _ORDERS[:1] if latent else _ORDERS:
         places = {module: n for n, module in enumerate(order.split())}
 
         def place(name: str, places: dict[str, int] = places) -> tuple[int, int, int, str]:

@@ -6,7 +6,6 @@ The optimizer's state has the names that each of its optimizers asks for: FP32, 
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import pickle
@@ -29,16 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megapipe.checkpoint import commit
-from megapipe.checkpoint.save_load import STATE
-from megapipe.config import Config, ModelConfig
-from megapipe.convert.checkpoints import Converted, exportable, fresh_folder
-from megapipe.convert.huggingface.checks import check_ours
+from megapipe.config import ModelConfig
+from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import alike, is_experts
+from megapipe.convert.megatron.export import Export, opened
 from megapipe.convert.megatron.names import stored_names
-from megapipe.convert.tensors import Progress, SavedTensors, counted, is_trained
-from megapipe.errors import CheckpointError
-from megapipe.optim.lr import LRSchedule, WeightDecay
+from megapipe.convert.tensors import Progress, counted, is_trained
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
@@ -52,7 +48,12 @@ _EXTRA_LATENT = tuple(
 _EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXTRA_SPARSE = ("pre_mlp_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _FILE_BYTES = 1 << 32
-_ADAM = {True: "Transformer Engine's or Apex's", False: "torch's"}
+_FORM = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
 
 
 class Writer:
@@ -111,27 +112,12 @@ def export_megatron(
     Args:
         folder: iter_NNNNNNN.
         optimizer: with its state, if the checkpoint has it.
-        fused: is that for Transformer Engine's or Apex's Adam? They have the number of steps in their groups and refuse
-            it by parameter, where torch's must have it. Default: with 16-bit weights.
+        fused: is that for Transformer Engine's or Apex's Adam? Default: with 16-bit weights.
     Raises: CheckpointError for damage, or a model whose layers differ.
     """
-    config = exportable(folder, target)
-    model, saved = config.model, SavedTensors(folder)
-    if model.per_layer_overrides is not None:
-        raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
-    k, groups = model.moe_router_topk, model.moe_router_group_topk
-    if groups and model.group_scores != k // groups:
-        raise CheckpointError(
-            f"{folder.name}: --moe-router-group-score-topk {model.group_scores} has no like in Megatron-LM, whose "
-            f"groups count by {k} // {groups} = {k // groups} experts"
-        )
-    check_ours(saved, model, folder.name)
-    content = json.loads((folder / STATE).read_text())
-    steps: int | None = content["optimizer_steps"] if optimizer else None
-    if steps is not None and (config.train.optimizer != "adam" or config.train.decoupled_lr is not None):
-        what = f"--optimizer {config.train.optimizer}" if config.train.optimizer != "adam" else "--decoupled-lr"
-        raise CheckpointError(f"{folder.name}: the state under {what} cannot be exported; add --no-load-optim")
-    iteration = int(content["iteration"])
+    export = opened(folder, target, optimizer, fused)
+    config, model, saved, steps = export.config, export.config.model, export.saved, export.steps
+    iteration = export.iteration
     with fresh_folder(target) as made:
         out = made / f"iter_{iteration:07d}"
         out.mkdir()
@@ -141,8 +127,7 @@ def export_megatron(
             _add(writer, name, saved.read(name), model, steps is not None)
         for key in _extras(model):
             writer.add_object(key, None)
-        fused = config.train.half if fused is None else fused
-        common = _common(config, content, steps, fused)
+        common = export.common(args_of(config)) | {"content_metadata": _FORM} | _state(export)
         writer.add_object("common_state/shard_0_1", common)
         torch.save(common, out / "common.pt")  # up to core_v0.18
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -150,10 +135,7 @@ def export_megatron(
         (out / "metadata.json").write_text(json.dumps(backends | versions))
         writer.close()
         commit.write_durably(made / commit.POINTER, str(iteration))
-    other = "torch" if fused else "fused"
-    note = f"the state of {_ADAM[fused]} Adam; {_ADAM[not fused]} needs --megatron-adam {other}"
-    notes = () if steps is None else (note,)
-    return Converted(target / f"iter_{iteration:07d}", config, notes, model.padded_vocab_size or 0)
+    return Converted(target / f"iter_{iteration:07d}", config, export.notes(), model.padded_vocab_size or 0)
 
 
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
@@ -192,68 +174,15 @@ def _extras(model: ModelConfig) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def _common(config: Config, content: dict[str, Any], steps: int | None, fused: bool) -> dict[str, Any]:
-    """All that is no tensor of the model or of the optimizer."""
-    where = content["state"]
-    args = args_of(config) | {
-        "iteration": content["iteration"],
-        "consumed_train_samples": where["consumed_train_samples"],
-        "consumed_valid_samples": where["consumed_valid_samples"],
-        "skipped_train_samples": 0,
-        "no_save_optim": None if steps is not None else True,
-    }
-    found: dict[str, Any] = {
-        "args": argparse.Namespace(**args),
-        "checkpoint_version": 3.0,
-        "iteration": content["iteration"],
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-        },
-    }
-    return found if steps is None else found | _state(config, content, steps, fused)
-
-
-def _state(config: Config, content: dict[str, Any], steps: int, fused: bool) -> dict[str, Any]:
-    """The state of optimizer and learning rate beside tensors."""
-    train, where = config.train, content["state"]
-    saved = content["opt_param_scheduler"]
-    curve = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
-    decay = curve.weight_decay
-    group = {
-        "is_expert_parallel": False,
-        "default_config": True,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "max_lr": curve.lr,
-        "min_lr": curve.min_lr,
-        "lr": curve.lr,
-        "bias_correction": True,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "eps": train.adam_eps,
-        "step": steps,
-    }
-    groups = [group | {"wd_mult": wd, "weight_decay": wd * decay.end} for wd in (1.0, 0.0)]
-    state = {} if fused else {"common_step": torch.tensor(float(steps))}
+def _state(export: Export) -> dict[str, Any]:
+    """The state of optimizer and learning rate beside tensors, where it goes out."""
+    if export.steps is None:
+        return {}
+    state = {} if export.fused else {"common_step": torch.tensor(float(export.steps))}
     optimizer = {
         "state": state,
-        "param_groups": groups,
-        "optimizer": {"state": dict(state), "param_groups": [dict(group) for group in groups]},
-        "param_state_sharding_type": "fully_reshardable",
+        "param_groups": export.groups(),
+        "optimizer": {"state": dict(state), "param_groups": export.groups()},
+        "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
     }
-    scheduler = {
-        "max_lr": curve.lr,
-        "lr_warmup_steps": curve.warmup,
-        "num_steps": where["consumed_train_samples"] - where.get("skipped_samples", 0),
-        "lr_decay_style": curve.style,
-        "lr_decay_steps": curve.decay,
-        "min_lr": curve.min_lr,
-        "start_wd": decay.start,
-        "end_wd": decay.end,
-        "wd_incr_style": decay.style,
-        "wd_incr_steps": train.train_samples or config.train_iters * config.global_batch_size,
-    }
-    return {"optimizer": optimizer, "opt_param_scheduler": scheduler}
+    return {"optimizer": optimizer, "opt_param_scheduler": export.scheduler()}
