@@ -60,6 +60,9 @@ class Costs:
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
         g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
+        o, l: copying what a microbatch left to the host, and back.
+        mem_o: the part of mem_b that is copied; None: all of it.
+        mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input.
     Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 
@@ -87,6 +90,10 @@ class Costs:
     attention_b: PerStage = 0.0
     attention_w: PerStage = 0.0
     mem_k: PerStage = 0.0
+    o: PerStage = 0.0
+    l: PerStage = 0.0
+    mem_o: PerStage | None = None
+    mem_r: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -142,10 +149,10 @@ class Costs:
         fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end)
         return replace(self, **parts, fb=fb)
 
-    def memory(self, placement: Placement) -> tuple[list[float], list[float], list[float]]:
-        """(mem_b, mem_w, mem_s) by stage."""
-        mem_b, mem_w, mem_s = (self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s"))
-        return mem_b, mem_w, mem_s
+    def memory(self, placement: Placement) -> list[list[float]]:
+        """mem_b, mem_w, mem_s, mem_o and mem_r by stage."""
+        copied = "mem_b" if self.mem_o is None else "mem_o"
+        return [self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s", copied, "mem_r")]
 
     def changes(self, placement: Placement, kinds: Iterable[Kind], cuts: Sequence[float] = ()) -> tuple[Held, Held]:
         """Changes of what is held: what a pass takes when it starts, and what it gives back when it ends."""
@@ -157,15 +164,13 @@ class Costs:
             by_stage, keys = list(zip(*part.memory(placement), strict=True)), part._by_stage("mem_k", placement)
             for kind in kinds:
                 counts = kind.traits.memory
-                change = [sum(n * size for n, size in zip(counts, sizes, strict=True)) for sizes in by_stage]
+                change = [sum(n * size for n, size in zip(counts, sizes, strict=False)) for sizes in by_stage]
                 if kind.is_backward and n is not None and n < last:
                     change = [x - y for x, y in zip(change, keys, strict=True)]
                     before = takes.setdefault((kind, last), [0.0] * len(keys))
                     takes[kind, last] = [x + y for x, y in zip(before, keys, strict=True)]
-                if max(counts) > 0 <= min(counts):
-                    takes[kind, n] = change
-                elif min(counts) < 0:
-                    gives[kind, n] = change
+                if counts:
+                    (takes if next(filter(None, counts)) > 0 else gives)[kind, n] = change
         return takes, gives
 
     def of_step(self, step: Step, placement: Placement, cuts: Sequence[float] = ()) -> float:

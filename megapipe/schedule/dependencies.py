@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
@@ -10,6 +11,7 @@ from megapipe.schedule.passes import Pass, Schedule
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
 }
+_REPEATED = {Made.GATHERED, Made.ON_HOST, Made.BACK}
 _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
@@ -23,6 +25,7 @@ class Dependencies:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._there = {item for row in schedule.ranks for step in row for item in step}
+        self._before = {item: before for lane in schedule.shared for before, item in pairwise(lane.order)}
 
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
         """The passes that must be done before `item`; those that the table lacks are among them, as B, W, ...
@@ -31,7 +34,8 @@ class Dependencies:
         """
         needs = self._schedule.needs[item.kind]
         wanted = [need for need in needs if is_beyond(item.kind, need)] if beyond else needs
-        return [maker for need in wanted for maker in self._makers(item, need)]
+        makers = [maker for need in wanted for maker in self._makers(item, need)]
+        return [*makers, self._before[item]] if item in self._before else makers
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
         """The needs of each pass that are not of its own microbatch."""
@@ -104,7 +108,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
 
 def can_repeat(kind: Kind) -> bool:
     """Does a second run of such a pass leave what the first did?"""
-    return kind.traits.evaluates or Made.GATHERED in kind.traits.makes
+    return kind.traits.evaluates or not _REPEATED.isdisjoint(kind.traits.makes)
 
 
 def is_beyond(kind: Kind, need: Need) -> bool:

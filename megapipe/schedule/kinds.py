@@ -16,7 +16,13 @@ class Lane(StrEnum):
 
     COMPUTE = "compute"
     DP = "dp"
-    COPY = "copy"
+    D2H = "d2h"
+    H2D = "h2d"
+
+
+COPIES = {Lane.D2H, Lane.H2D}
+"""Lanes to the host and back. A copy begins where it stands in the row, when what stands before it there is over; ranks
+behind one switch may share such a lane, see `passes.Shared`."""
 
 
 class Made(StrEnum):
@@ -36,6 +42,8 @@ class Made(StrEnum):
     LOSS = "loss"
     HEAD_GRADIENT = "gradient of the head's share"
     ROWS_GRADIENT = "gradient of the embedding's share"
+    ON_HOST = "activations on the host"
+    BACK = "activations in place again"
 
 
 class Where(StrEnum):
@@ -88,12 +96,13 @@ class Traits:
         meaning: in words, for legends.
         colour: #rrggbb in pictures.
         costs: fields of `Costs` that its duration is the sum of, a letter each.
-        memory: how often (mem_b, mem_w, mem_s) of its stage are taken: when it starts if the first that counts is
-            positive, when it ends if negative.
+        memory: how often (mem_b, mem_w, mem_s, mem_o, mem_r) of its stage are taken: when it starts if the first that
+            counts is positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
         at: the only stages that have such a pass, where ranks share the vocabulary; None: every stage of any table.
         reads: takes the next microbatch of the data, the shares' own or that of both ends of the model.
         evaluates: part of an evaluation too, which updates nothing.
+        again: runs the forward of its microbatch again, which therefore left mem_r alone.
     """
 
     meaning: str
@@ -101,12 +110,13 @@ class Traits:
     costs: str
     needs: tuple[Need, ...]
     makes: tuple[Made, ...]
-    memory: tuple[int, int, int] = (0, 0, 0)
+    memory: tuple[int, ...] = ()
     lane: Lane = Lane.COMPUTE
     per_stage: bool = False
     at: Where | None = None
     reads: bool = False
     evaluates: bool = False
+    again: bool = False
 
 
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
@@ -117,7 +127,8 @@ _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
 _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
 _FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
-_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX
+_BACK = Need(Made.BACK, Where.OWN, optional=True)
+_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK
 _OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
 _WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
 _REDUCE = (
@@ -135,6 +146,8 @@ _VALIDATE = (
 )
 _SHARE = Need(Made.OUTPUT, Where.LAST), _GATHERED
 _COMBINE = (Need(Made.SHARE, Where.SHARES),)
+_OWN = (Need(Made.OUTPUT, Where.OWN),)
+_ON_HOST = (Need(Made.ON_HOST, Where.OWN),)
 _HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID
 _ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID
 
@@ -148,7 +161,8 @@ class Kind(StrEnum):
     once a step: G reduce its gradients over data parallel, U update the owned share, A gather the updated weights for
     step n, V validate the update of the step before. Of a microbatch where ranks share the vocabulary: E look up the
     rank's rows of the embedding, S its rows of the head with their part of softmax and input gradient, C combine all
-    into loss and gradient at the end of the model, T and EW the gradients of the rows of head and embedding.
+    into loss and gradient at the end of the model, T and EW the gradients of the rows of head and embedding. Of a
+    microbatch whose activations are in the way: O copies them to the host, L brings them back, R computes them again.
     """
 
     _value_: str
@@ -161,23 +175,27 @@ class Kind(StrEnum):
         kind.traits = traits
         return kind
 
-    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, (1, 0, 0), evaluates=True, reads=True)
-    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, (-1, 1, 0))
-    W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1, 0))
-    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), (-1, 0, 0))
+    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, (1,), evaluates=True, reads=True)
+    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, (-1, 1))
+    W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1))
+    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), (-1,))
     G = "G", Traits("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
     U = "U", Traits("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
-    A = "A", Traits("gather weights", "#7fe0a0", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
-    V = "V", Traits("validate", "#552211", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
+    A = "A", Traits("gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
+    V = "V", Traits("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
 
     E = (
         "E",
         Traits("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True),
     )
     S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
-    C = "C", Traits("combine shares", "#904878", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
-    T = "T", Traits("weight gradient of the share", "#c090c0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
-    EW = "EW", Traits("gradient of rows", "#300090", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
+    C = "C", Traits("combine shares", "#60006c", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
+    T = "T", Traits("weight gradient of the share", "#e4a8f0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
+    EW = "EW", Traits("gradient of rows", "#1824a8", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
+
+    O = "O", Traits("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), (0, 0, 0, -1), lane=Lane.D2H)
+    L = "L", Traits("load again", "#a8a860", "l", _ON_HOST, (Made.BACK,), (0, 0, 0, 1), lane=Lane.H2D)
+    R = "R", Traits("forward again", "#606084", "f", _OWN, (Made.BACK,), (1, 0, 0, 0, -1), again=True)
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__

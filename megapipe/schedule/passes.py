@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.schedule.kinds import HANDED, OF_SLICES, Made, Need, Where
+from megapipe.schedule.kinds import HANDED, OF_SLICES, Lane, Made, Need, Where
 from megapipe.schedule.kinds import Kind as Kind
 
 
@@ -174,6 +174,15 @@ class Last(NamedTuple):
     weights: int
 
 
+class Shared(NamedTuple):
+    """A lane that several ranks share, such as that of the switch before their devices: all its passes, in the one
+    order in which they run."""
+
+    lane: Lane
+    ranks: tuple[int, ...]
+    order: tuple[Pass, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
@@ -182,6 +191,7 @@ class Schedule:
         num_microbatches: of one training step.
         training_steps: how many of them follow each other in the table; microbatches are numbered on.
         cuts: lengths of the slices of a microbatch along the sequence, in tokens or any other unit; () leaves it whole.
+        shared: lanes that several ranks have together.
     """
 
     name: str
@@ -190,6 +200,7 @@ class Schedule:
     ranks: tuple[tuple[Step, ...], ...]
     training_steps: int = 1
     cuts: tuple[float, ...] = ()
+    shared: tuple[Shared, ...] = ()
 
     @property
     def slices(self) -> Sequence[int | None]:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
-from megapipe.schedule.kinds import Kind, Lane, Made, Where
-from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
+from megapipe.schedule.memory.held import memory_steps as memory_steps
+from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,10 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
     m = schedule.all_microbatches * slots
     by_kind = _lengths(costs, schedule)
     length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
-    rank_of = schedule.placement.rank_of
     done: dict[Pass, float] = {}
 
-    def after_others(item: Pass, rank: int) -> float:
-        return max([done.get(x, inf) + costs.lag(rank_of[x.stage], rank, len(rows)) for x in others[item]])
+    def after_others(item: Pass) -> float:
+        return max([done.get(x, inf) + lag for x, lag in others[item]])
 
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
@@ -149,6 +149,8 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
             lane = lane_of[step[0][0]]
             # Inlined, with local names: this loop runs once for each pass of each table that a search tries.
             now = lanes[lane]
+            if lane in _COPIES:  # it begins where it stands in the row
+                now = max(now, lanes[_COMPUTE])
             for item in step:
                 kind, stage, microbatch, piece = item
                 key = stage * m + (microbatch if piece is None else microbatch * slots + piece)
@@ -157,7 +159,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
                     if there > now:
                         now = there
                 if others and item in others:
-                    now = max(now, after_others(item, rank))
+                    now = max(now, after_others(item))
             # Not made yet: the rank leaves the loop, and whoever makes it wakes the rank.
             if now == inf:
                 break
@@ -182,6 +184,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
 
 _LANES = tuple(Lane)
+_COMPUTE, _COPIES = _LANES.index(Lane.COMPUTE), {_LANES.index(lane) for lane in COPIES}
 _Arrival = tuple[dict[int, float], int, float]
 """The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 
@@ -198,7 +201,7 @@ class _Wires(NamedTuple):
     lane_of: dict[Kind, int]
     needs: dict[Kind, list[list[_Arrival]]]
     makes: dict[Kind, list[list[tuple[dict[int, float], int]]]]
-    others: dict[Pass, list[Pass]]
+    others: dict[Pass, list[tuple[Pass, float]]]
     waiters: dict[Pass, set[int]]
 
 
@@ -208,7 +211,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
     tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
     needs: dict[Kind, list[list[_Arrival]]] = {}
     waits: dict[tuple[Made, int], int] = {}  # the rank that may wait for it, its own if no other does
-    beyond = False
+    beyond = bool(schedule.shared)
     for kind, rows in schedule.needs.items():
         needs[kind] = [[] for _ in place.rank_of]
         within = [need for need in rows if not is_beyond(kind, need)]
@@ -233,12 +236,19 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
         ]
         for kind in schedule.kinds
     }
-    others = Dependencies(schedule).beyond_microbatch() if beyond else {}
+    beyond_own = Dependencies(schedule).beyond_microbatch() if beyond else {}
+    others = {item: [(x, _travels(x, item, place, costs)) for x in wanted] for item, wanted in beyond_own.items()}
     waiters: dict[Pass, set[int]] = {}
     for item, wanted in others.items():
-        for maker in wanted:
+        for maker, _ in wanted:
             waiters.setdefault(maker, set()).add(place.rank_of[item.stage])
     return _Wires({kind: _LANES.index(kind.traits.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
+
+
+def _travels(maker: Pass, item: Pass, place: Placement, costs: Costs) -> float:
+    if maker.kind.traits.lane is item.kind.traits.lane in COPIES:  # before it on a lane that ranks share
+        return 0.0
+    return costs.lag(place.rank_of[maker.stage], place.rank_of[item.stage], place.num_ranks)
 
 
 _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
@@ -271,20 +281,3 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
         missing = [(item, need) for item in schedule.ranks[rank][i] for need in needs.of(item) if need not in done]
         lines += [f"\n  rank {rank} waits at step {i}, {item}, for {need}" for item, need in missing]
     return lines
-
-
-def memory_steps(schedule: Schedule, costs: Costs, clock: Clock) -> list[list[tuple[float, float, int]]]:
-    """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
-    # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
-    takes, gives = costs.changes(schedule.placement, schedule.kinds, schedule.cuts)
-    curves = []
-    for rank, steps in enumerate(schedule.ranks):
-        held, curve = 0.0, list[tuple[float, float, int]]()
-        for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
-            for moment, change in ((start, takes), (end, gives)):
-                for kind, stage, _, piece in step:
-                    if (kind, piece) in change:
-                        held += change[kind, piece][stage]
-                        curve.append((moment, held, i))
-        curves.append(curve)
-    return curves

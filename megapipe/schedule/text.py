@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step, placement_problems
+from megapipe.schedule.kinds import COPIES, Lane
+from megapipe.schedule.memory.lanes import is_lane, lane_to_json
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step, placement_problems
 from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}
@@ -58,6 +60,7 @@ def to_json(schedule: Schedule) -> str:
         "chain": place.chain,
         **({"vocabulary": True} if place.vocabulary else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
+        **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
     rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
     return json.dumps(head)[:-1] + f', "ranks": [\n  {rows}\n]}}\n'
@@ -82,8 +85,17 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
     )
     rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
     placement = Placement(tuple(data["rank_of"]), data["chain"], data.get("vocabulary", False) is True)
-    cuts = tuple(data.get("cuts", ()))
-    return _verified(Schedule(data["name"], placement, data["microbatches"], rows, cuts=cuts), source)
+    cuts, lanes = tuple(data.get("cuts", ())), [_shared(lane) for lane in data.get("shared", ())]
+    _refuse(source, (lane for lane in lanes if isinstance(lane, str)))
+    shared = tuple(lane for lane in lanes if not isinstance(lane, str))
+    return _verified(Schedule(data["name"], placement, data["microbatches"], rows, cuts=cuts, shared=shared), source)
+
+
+def _shared(lane: dict[str, Any]) -> Shared | str:
+    order = _step(lane["order"], _OURS)
+    if isinstance(order, str):
+        return f"the lane {lane['lane']} that ranks {', '.join(map(str, lane['ranks']))} share: {order}"
+    return Shared(Lane(lane["lane"]), tuple(lane["ranks"]), order)
 
 
 def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
@@ -101,6 +113,8 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
             f"{schedule.name} shares the vocabulary, and torch.distributed.pipelining has no passes for that. Write "
             "our own letters, or the table without the shares."
         )
+    if schedule.shared:
+        raise ScheduleError(f"{schedule.name} says in which order ranks share a lane, which CSV cannot. Write JSON.")
     letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
     width = max(len(row) for row in schedule.ranks)
     out = io.StringIO()
@@ -240,7 +254,12 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a list for each rank of steps, each a list of passes",
         lambda x: isinstance(x, list) and all(isinstance(row, list) and all(map(_is_cell, row)) for row in x),
     ),
+    "shared": (
+        f"a list of objects with lane ({' or '.join(sorted(COPIES))}), ranks and order, a list of passes",
+        lambda x: isinstance(x, list) and all(map(is_lane, x)),
+    ),
 }
+_OPTIONAL = {"shared"}
 
 
 def _is_cell(step: object) -> bool:
@@ -249,9 +268,10 @@ def _is_cell(step: object) -> bool:
 
 def _shape_problems(data: Any) -> Iterator[str]:
     if not isinstance(data, dict):
-        yield f"an object with {', '.join(_FIELDS)} is needed"
+        yield f"an object with {', '.join(key for key in _FIELDS if key not in _OPTIONAL)} is needed"
         return
-    bad = [f"{key} must be {rule}" for key, (rule, fits) in _FIELDS.items() if key not in data or not fits(data[key])]
+    there = {key: row for key, row in _FIELDS.items() if key in data or key not in _OPTIONAL}
+    bad = [f"{key} must be {rule}" for key, (rule, fits) in there.items() if key not in data or not fits(data[key])]
     yield from bad
     if bad:
         return

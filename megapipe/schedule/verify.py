@@ -14,8 +14,10 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, can_repeat
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import lower_timed
+from megapipe.schedule.memory.held import memory_steps
+from megapipe.schedule.memory.rules import memory_problems
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
-from megapipe.schedule.simulate import Clock, memory_steps, run_clock, uncollected
+from megapipe.schedule.simulate import Clock, run_clock, uncollected
 
 _PAIRED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
@@ -80,6 +82,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     yield from _missing_of_shares(schedule, seen)
     yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
+    yield from memory_problems(schedule, seen)
     yield from _never_again(schedule)
 
 

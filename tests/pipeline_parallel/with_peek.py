@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROWS = [
-    ('    COPY = "copy"\n', '    COPY = "copy"\n    SIDE = "side"\n'),
+    ('    DP = "dp"\n', '    DP = "dp"\n    SIDE = "side"\n'),
     ('    REDUCED = "reduced gradient"\n', '    REDUCED = "reduced gradient"\n    PEEKED = "what was seen"\n'),
     ("Need(Made.GRADIENT, Where.NEXT), _LOSS,", "Need(Made.GRADIENT, Where.NEXT), _PEEK, _LOSS,"),
     ("_LOSS = ", "_PEEK = Need(Made.PEEKED, Where.OWN, optional=True)\n_LOSS = "),

@@ -59,7 +59,7 @@ def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple
     # A pass is one integer, (3 stage + kind) m + microbatch, and all is in lists: a search plays this at every move.
     n = 3 * stages * m
     time = costs.durations(placement)
-    mem_b, mem_w, _ = costs.memory(placement)
+    mem_b, mem_w, *_ = costs.memory(placement)
     duration, lag, holds = [0.0] * (n + 1), [0.0] * (n + 1), [0.0] * (n + 1)
     source, target, rank = [n] * (n + 1), [n] * (n + 1), [-1] * (n + 1)
     for s in range(stages):

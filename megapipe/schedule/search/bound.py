@@ -29,7 +29,7 @@ def lower_bound(
     limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     time = costs.durations(placement)
     f, b, w = (time[kind] for kind in (Kind.F, Kind.B, Kind.W))
-    mem_b, mem_w, _ = costs.memory(placement)
+    mem_b, mem_w, *_ = costs.memory(placement)
     lag = [costs.lag(one, two, ranks) for one, two in pairwise(rank_of)] + [0.0]
     # When F of stage s can start, and how long after the start of B at the last stage B of stage s can start.
     down = [0.0, *accumulate(x + y for x, y in zip(f, lag, strict=True))]

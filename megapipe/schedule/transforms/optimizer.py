@@ -56,15 +56,14 @@ def with_whole_step(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = 
 def repeated(schedule: Schedule, training_steps: int) -> Schedule:
     """The table of one step, so many times in a row: what follows in the next does not wait for other ranks' ends."""
     m = schedule.num_microbatches
-    rows = (
-        tuple(
-            tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.traits.per_stage else m)) for x in step)
-            for n in range(training_steps)
-            for step in row
-        )
-        for row in schedule.ranks
-    )
-    return replace(schedule, ranks=tuple(rows), training_steps=training_steps)
+
+    def later(step: Step, n: int) -> Step:
+        return tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.traits.per_stage else m)) for x in step)
+
+    rows = tuple(tuple(later(step, n) for n in range(training_steps) for step in row) for row in schedule.ranks)
+    lanes = [(lane, [x for n in range(training_steps) for x in later(lane.order, n)]) for lane in schedule.shared]
+    shared = tuple(lane._replace(order=tuple(order)) for lane, order in lanes)
+    return replace(schedule, ranks=rows, training_steps=training_steps, shared=shared)
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:

@@ -110,7 +110,7 @@ class _Play:
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], any_two: bool, split: bool) -> None:
         self.costs, self.limits, self.any_two, self.place = costs, limits, any_two, schedule.placement
         self.split = split or any(kind.is_split for kind in schedule.kinds)
-        self.held, self.owes, _ = costs.memory(self.place)
+        self.held, self.owes, *_ = costs.memory(self.place)
         durations = costs.durations(self.place)
         self.forward = max(durations[Kind.F])
         self.length: dict[tuple[tuple[Kind, int], ...], float] = {}

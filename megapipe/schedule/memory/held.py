@@ -1,0 +1,49 @@
+"""The activation that ranks hold while a table runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import Schedule
+
+
+class _Clock(Protocol):
+    @property
+    def start(self) -> list[list[float]]: ...
+    @property
+    def end(self) -> list[list[float]]: ...
+
+
+def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[tuple[float, float, int]]]:
+    """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
+    # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
+    takes, gives = costs.changes(schedule.placement, schedule.kinds, schedule.cuts)
+    beside = any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
+    again, inputs = computed_again(schedule), costs.memory(schedule.placement)[-1]
+    curves = []
+    for rank, steps in enumerate(schedule.ranks):
+        moments: list[tuple[float, float, int]] = []
+        for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
+            for moment, change in ((start, takes), (end, gives)):
+                for kind, stage, microbatch, piece in step:
+                    if (kind, piece) in change:
+                        less = again and kind.is_forward and (stage, microbatch) in again
+                        moments.append((moment, inputs[stage] if less else change[kind, piece][stage], i))
+        if beside:  # copies end while passes run
+            moments.sort(key=lambda moment: moment[0])
+        held, curve = 0.0, list[tuple[float, float, int]]()
+        for at, size, i in moments:
+            held += size
+            curve.append((at, held, i))
+        curves.append(curve)
+    return curves
+
+
+def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Stages and microbatches whose forward runs twice."""
+    again = {kind for kind in schedule.kinds if kind.traits.again}
+    if not again:
+        return frozenset()
+    return frozenset((x.stage, x.microbatch) for row in schedule.ranks for step in row for x in step if x.kind in again)

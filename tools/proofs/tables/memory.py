@@ -1,0 +1,212 @@
+"""Tables with O, L and R: drawn, verified, timed by another count of what ranks hold; and misordered, each refused.
+
+    python tools/proofs/tables/memory.py --tables 300 --misorders 300 --seed 1
+
+Tables are the catalogue's at p 2 to 8 and m p to 4p and such that no catalogue has, with drawn costs, shares of
+microbatches and switches. Every one is verified and holds what a count by hand says. A misordered one (a copy back
+before its copy out, a use before it is back, a free after the use, a copy without its other end, a second forward
+before the first or behind its use, two ranks that disagree on a lane they share) is refused in a line that names the
+pass. Ends with how many of each there were.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
+from megapipe.schedule.transforms.memory import with_offload, with_recompute
+from tools.proofs.tables.drawn import drawn_table
+
+Rows = list[list[tuple[Pass, ...]]]
+
+
+def main() -> None:
+    """Draw as many of both as are asked for."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=int, default=300)
+    parser.add_argument("--misorders", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    dice, held, refused = Random(args.seed), 0, Counter[str]()
+    while held < args.tables:
+        if (drawn := draw(dice)) is not None:
+            check(*drawn)
+            held += 1
+    while refused.total() < args.misorders:
+        if (drawn := draw(dice)) is not None:
+            refused.update(misorder(dice, drawn[0]))
+    print(f"{held} tables verified, held as counted by hand")
+    print(f"{refused.total()} misorders, all refused by the line: " + ", ".join(f"{n} {x}" for x, n in refused.items()))
+
+
+def draw(dice: Random) -> tuple[Schedule, Costs] | None:
+    """A table with passes of memory, and its costs; None where there is no such table."""
+    p = dice.randint(2, 8)
+    costs = Costs(
+        dice.uniform(0.5, 2),
+        dice.uniform(0.5, 2),
+        dice.uniform(0.5, 2),
+        comm=dice.choice((0.0, 0.1)),
+        mem_w=dice.choice((0.0, 0.5, 1.0)),
+        o=dice.uniform(0, 2),
+        l=dice.uniform(0, 2),
+        mem_o=dice.choice((None, 0.75)),
+        mem_r=dice.choice((0.0, 0.125)),
+    )
+    try:
+        if dice.random() < 0.2:
+            table = drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
+        else:
+            name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
+            table = build(name, p, dice.randint(p, 4 * p), chunks=2 if SCHEDULES[name].chunks is None else None)
+    except ScheduleError:
+        return None
+    ranks = len(table.ranks)
+    switches = [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)] if dice.random() < 0.5 else []
+    if dice.random() < 0.5:
+        return with_offload(table, costs, share=dice.random(), switches=switches), costs
+    every = sorted({x[1:3] for row in table.ranks for step in row for x in step})
+    again = set(dice.sample(every, dice.randint(0, len(every))))
+    out = {x for x in every if x not in again and dice.random() < 0.7}
+    return with_offload(with_recompute(table, costs, chosen=again), costs, chosen=out, switches=switches), costs
+
+
+def check(table: Schedule, costs: Costs) -> None:
+    """Raises: ScheduleError or AssertionError for a table that is refused or holds something else."""
+    verify(table, costs=costs)
+    time = simulate(table, costs)
+    for rank in range(len(table.ranks)):
+        mine, clock = held_by_hand(table, costs, time, rank), time.peak[rank]
+        assert abs(mine - clock) < 1e-6 * max(1, clock), (table.name, rank, mine, clock)
+
+
+def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> float:
+    """The most that a rank holds: intervals of each microbatch, summed where one begins."""
+    place = table.placement
+    share = place.num_ranks / place.chain
+    sizes = [costs.mem_b, costs.mem_w, costs.mem_b if costs.mem_o is None else costs.mem_o, costs.mem_r]
+    b_size, w_size, o_size, r_size = (float(x) * share for x in sizes)  # type: ignore[arg-type]
+    intervals: list[tuple[float, float, float]] = []
+    for f in (x for step in table.ranks[rank] for x in step if x.kind is Kind.F):
+        out, back, again, b, w = (f._replace(kind=k) for k in (Kind.O, Kind.L, Kind.R, Kind.B, Kind.W))
+        used = b if b in time.start else f._replace(kind=Kind.BW)
+        begin = time.start[f]
+        if again in time.start:
+            intervals.append((begin, time.start[again], r_size))
+            begin = time.start[again]
+        intervals.append((begin, time.end[used], b_size))
+        if out in time.start:
+            intervals.append((time.end[out], time.start[back], -o_size))
+        if w in time.start:
+            intervals.append((time.end[used], time.end[w], w_size))
+    # What is taken at an instant counts beside what is freed there: freed first, as a pass starts when another ends.
+    moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
+    moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
+    held = most = 0.0
+    for _, _, size in sorted(moments):
+        held += size
+        most = max(most, held)
+    return most
+
+
+def misorder(dice: Random, table: Schedule) -> list[str]:
+    """The name of a mistake that was made in the table and refused; none where the table has no place for it."""
+    rows = [list(row) for row in table.ranks]
+    there = [x for row in rows for step in row for x in step if x.kind in (Kind.O, Kind.L, Kind.R)]
+    if not there:
+        return []
+    name = dice.choice(list(MISTAKES))
+    item = dice.choice(there)
+    made = MISTAKES[name](rows, table, item)
+    if made is None:
+        return []
+    wrong, blamed = made
+    try:
+        verify(wrong)
+        told: list[str] = []
+    except ScheduleError as error:
+        told = str(error).split("\n")[1:]
+    if not any(str(blamed) in line and "rank" in line for line in told):
+        raise AssertionError(f"{name} of {item} in {table.name}: {told or 'not refused'}")
+    return [name]
+
+
+def _at(rows: Rows, item: Pass) -> tuple[int, int] | None:
+    return next(((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step), None)
+
+
+def _moved(item: Pass, other: Pass, *, behind: bool) -> Callable[[Rows, Schedule], Schedule | None]:
+    """The table with one pass right before or behind another."""
+
+    def move(rows: Rows, table: Schedule) -> Schedule | None:
+        if (there := _at(rows, item)) is None:
+            return None
+        rows[there[0]].pop(there[1])
+        to = _at(rows, other)
+        assert to is not None
+        rows[to[0]].insert(to[1] + behind, (item,))
+        return replace(table, ranks=tuple(map(tuple, rows)))
+
+    return move
+
+
+def _user(rows: Rows, item: Pass) -> Pass:
+    b = item._replace(kind=Kind.B)
+    return b if _at(rows, b) else item._replace(kind=Kind.BW)
+
+
+Mistake = Callable[[Rows, Schedule, Pass], tuple[Schedule, Pass] | None]
+
+
+def _mistake(kind: Kind, other: Kind | None, *, behind: bool) -> Mistake:
+    def make(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+        if item.kind is not kind:
+            return None
+        target = _user(rows, item) if other is None else item._replace(kind=other)
+        wrong = _moved(item, target, behind=behind)(rows, table)
+        return None if wrong is None else (wrong, item)
+
+    return make
+
+
+def _lost(kind: Kind, told: Kind) -> Mistake:
+    def make(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+        there = _at(rows, item)
+        if item.kind is not kind or there is None:
+            return None
+        rows[there[0]].pop(there[1])
+        return replace(table, ranks=tuple(map(tuple, rows)), shared=()), item._replace(kind=told)
+
+    return make
+
+
+def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+    """One rank's passes in another order on the lane than in its row."""
+    lane = next((x for x in table.shared if item in x.order), None)
+    rank_of = table.placement.rank_of
+    own = [x for x in lane.order if rank_of[x.stage] == rank_of[item.stage]] if lane else []
+    if lane is None or len(own) < 2:
+        return None
+    a, b = own[0], own[1]
+    order = tuple({a: b, b: a}.get(x, x) for x in lane.order)
+    return replace(table, shared=tuple(x._replace(order=order) if x is lane else x for x in table.shared)), a
+
+
+MISTAKES: dict[str, Mistake] = {
+    "copies back before out": _mistake(Kind.L, Kind.O, behind=False),
+    "uses before back": _mistake(Kind.L, None, behind=True),
+    "copies out after the use": _mistake(Kind.O, None, behind=True),
+    "copies out before the forward": _mistake(Kind.O, Kind.F, behind=False),
+    "never brought back": _lost(Kind.L, Kind.O),
+    "never copied": _lost(Kind.O, Kind.L),
+    "repeats before the first": _mistake(Kind.R, Kind.F, behind=False),
+    "repeats after the use": _mistake(Kind.R, None, behind=True),
+    "ranks that disagree on a lane": _crossed,
+}
+
+if __name__ == "__main__":
+    main()
