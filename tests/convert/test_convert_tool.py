@@ -60,6 +60,10 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
             {"attention_bias": True, "mlp_bias": False},
             "config.json: attention_bias True with mlp_bias False: there is one switch, --disable-bias-linear",
         ),
+        (
+            {"rope_parameters": None, "rope_theta": None},
+            "config.json: rope_theta is null; it has to be the base of the rotation, as 10000",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_type yarn is not default or llama3"),
         ({"model_type": "bloom"}, f'config.json: model_type "bloom" is none of {", ".join(FAMILIES)}'),
     ],

@@ -6,34 +6,19 @@ A family can express a model if config.json read back means the same; so nothing
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megapipe.checkpoint.resume import resume_problems
 from megapipe.config import Config, ModelConfig
-from megapipe.config.typed import fits, shown, words
+from megapipe.config.typed import shown
 from megapipe.convert.huggingface.deepseek import deepseek
 from megapipe.convert.huggingface.experts import sparse
+from megapipe.convert.huggingface.values import unfit
 from megapipe.errors import CheckpointError
 from megapipe.models.rope import HIGH, LOW, ORIGINAL
 
 Json = Mapping[str, Any]
-_KINDS: dict[Any, str] = {
-    int: "vocab_size n_layer n_embd n_head n_positions num_hidden_layers hidden_size num_attention_heads "
-    "intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
-    "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    int | None: "q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window max_window_layers",
-    float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor "
-    "router_jitter_noise routed_scaling_factor",
-    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias",
-    float | None: "rope_theta",
-    dict | None: "rope_parameters rope_scaling",
-    list | None: "layer_types mlp_only_layers",
-}
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-_LENGTHS = ("vocab_size", "n_positions", "max_position_embeddings", "sliding_window", "max_window_layers")
-_LONGEST, _WIDEST = 2**31 - 1, 2**19
 
 
 def from_huggingface(content: Json) -> ModelConfig:
@@ -45,7 +30,7 @@ def from_huggingface(content: Json) -> ModelConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(f"config.json: model_type {shown(family)} is none of {', '.join(FAMILIES)}")
     read, _ = FAMILIES[family]
-    if problems := list(_unfit(content)):
+    if problems := list(unfit(content)):
         raise CheckpointError([f"config.json: {problem}" for problem in problems])
     try:
         fields, _ = read(content, problems), content["vocab_size"]
@@ -159,6 +144,9 @@ def _rope(content: Json, problems: list[str]) -> dict[str, Any]:
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     _check(rope, {"partial_rotary_factor": (1.0, None)}, problems)
     base: Any = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    if base is None:
+        problems.append("rope_theta is null; it has to be the base of the rotation, as 10000")
+        return {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rotary_base": float(base)}
@@ -269,21 +257,6 @@ def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:
             problems.append(f"{key} is {content[key]}; only {allowed[0]} can be converted")
-
-
-def _unfit(content: Json) -> Iterator[str]:
-    """A text for each value of another type, or of a size that no tensor has."""
-    nested = ((key, content[key]) for key in ("rope_parameters", "rope_scaling") if key in content)
-    inside = {f"{key}.{name}": x for key, held in nested if isinstance(held, dict) for name, x in held.items()}
-    for key, value in {**content, **inside}.items():
-        name = key.rpartition(".")[2]
-        kind = _KIND_OF.get(name)
-        unused = name == "sliding_window" and content.get("use_sliding_window") is False  # Qwen2-MoE writes 0 then
-        least, most = int(name != "max_window_layers" and not unused), _LONGEST if name in _LENGTHS else _WIDEST
-        if kind is not None and not fits(value, kind):
-            yield f"{key} is {words(kind)}, got {shown(value)}"
-        elif kind in (int, int | None) and value is not None and not least <= value <= most:
-            yield f"{key} is an integer from {least} to {most}, got {shown(value)}"
 
 
 Reader = Callable[[Json, list[str]], dict[str, Any]]
