@@ -70,6 +70,19 @@ def test_gpt2_files_give_the_ids_of_transformers(made, original, kind):
     assert (ours.vocab_size, ours.eod) == (len(original), original.eos_token_id)
 
 
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31])
+def test_ids_need_not_follow_each_other_but_fit_a_token_file(made, tmp_path, last):
+    vocab = json.loads(Path(made.vocab).read_text())
+    token = max(vocab, key=vocab.__getitem__)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {token: last}))
+    data = DataConfig(vocab_file=str(tmp_path / "vocab.json"), merge_file=made.merges)
+    if last < 2**31:
+        assert build_tokenizer(data).vocab_size == last + 1  # rows of the embedding, those of no token too
+        return
+    with pytest.raises(DataError, match=r"--vocab-file .* has the id 2147483648; ids are at most 2147483647"):
+        build_tokenizer(data)
+
+
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_hugging_face_folder_gives_the_ids_of_transformers(saved, kind):
     auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(saved / "begins", local_files_only=True)

@@ -19,6 +19,8 @@ from megapipe.config.typed import shown
 from megapipe.errors import DataError
 
 _GPT2_EOD = "<|endoftext|>"
+_LAST = 2**31 - 1
+"""The largest id of a .bin file."""
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -26,14 +28,19 @@ class BPETokenizer:
     """A tokenizer of the library.
 
     Attributes:
-        vocab_size: number of ids, added ones included.
+        vocab_size: number of ids, added ones and those of no token included.
         eod: id that ends every document.
+
+    Raises: DataError for an id that no token file can hold.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, eod: int, *, specials: bool = True) -> None:
+    def __init__(self, library: tokenizers.Tokenizer, eod: int, flag: str, *, specials: bool = True) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers are processes; no threads to fork
         self._library, self._specials, self.eod = library, specials, eod
-        self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
+        token, last = max(library.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        if last > _LAST:
+            raise DataError(f"{flag}: token {shown(token)} has the id {last}; ids are at most {_LAST}")
+        self.vocab_size: int = last + 1
 
     def library(self) -> tokenizers.Tokenizer:
         """A copy that encodes as this does when asked for special tokens."""
@@ -67,7 +74,7 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([_GPT2_EOD])
-    return BPETokenizer(library, vocab[_GPT2_EOD])
+    return BPETokenizer(library, vocab[_GPT2_EOD], f"--vocab-file {vocab_file}")
 
 
 def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETokenizer:
@@ -94,7 +101,7 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
             raise DataError(f"{flag}: {file} is not a tokenizer.json: {error}") from None
     else:
         library = _converted(folder, flag)
-    return BPETokenizer(library, _end_of_text(folder, library, flag), specials=specials)
+    return BPETokenizer(library, _end_of_text(folder, library, flag), flag, specials=specials)
 
 
 def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
