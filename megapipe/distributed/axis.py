@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,32 @@ _SHIFT_TAG = 1 << 20
 CPU = torch.device("cpu")
 
 
+class Watch(Protocol):
+    """A watch that takes the times at which a pass waits: of each (mark before, mark after)."""
+
+    mark: Callable[[], Any]
+    waits: list[tuple[Any, Any]]
+
+
+class AtWaits(threading.local):
+    """The thread's way to wait for a collective. give_turn: lets another pass go on first, see
+    `pipeline_parallel.together`."""
+
+    give_turn: Callable[[], None] | None = None
+    watch: Watch | None = None
+
+    @contextmanager
+    def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
+        before, self.give_turn, self.watch = (self.give_turn, self.watch), give_turn, watch
+        try:
+            yield
+        finally:
+            self.give_turn, self.watch = before
+
+
+at_waits = AtWaits()
+
+
 @dataclass(frozen=True)
 class Pending:
     """The result of a collective that may still be under way: read it after `wait` only."""
@@ -31,9 +59,15 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result, once it is here. To be called once."""
-        for work in self.work if isinstance(self.work, Sequence) else (self.work,):
-            if work is not None:
+        if self.work is not None:
+            if at_waits.give_turn is not None:
+                at_waits.give_turn()
+            watch = at_waits.watch
+            begin = None if watch is None else watch.mark()
+            for work in self.work if isinstance(self.work, Sequence) else (self.work,):
                 work.wait()
+            if watch is not None:
+                watch.waits.append((begin, watch.mark()))
         return self.what(self.tensor)
 
     def then(self, what: Callable[[Tensor], Tensor]) -> Pending:
@@ -143,8 +177,8 @@ class Axis:
     def all_to_all(self, x: Tensor) -> Tensor:
         """x [size, ...], its n-th row for rank n -> [size, ...], the n-th row from rank n."""
         out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=self.group)
-        return out
+        work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
+        return Pending(out, work).wait()
 
     def _exchange(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None

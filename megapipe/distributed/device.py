@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +101,13 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context that another thread enters, so that its work on the device follows this one's in one queue."""
+    if device.type != "cuda":
+        return nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream(device))
 
 
 class Clock:

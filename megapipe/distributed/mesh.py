@@ -89,6 +89,11 @@ class ProcessMesh:
     virtual_size: int | None = None
     is_guest: bool = False
 
+    @property
+    def hides(self) -> bool:
+        """Do passes have collectives of their own, behind which one that runs together with them can compute?"""
+        return max(self.tp.size, self.cp.size, self.ep.size) > 1
+
     @staticmethod
     def current() -> ProcessMesh | None:
         """The mesh that `create` made last in this process, or a thread was given as a rank, until its `close`."""

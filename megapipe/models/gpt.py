@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 
 import torch
@@ -30,6 +31,8 @@ from megapipe.tensor_parallel.vocabulary import VocabularyRows
 
 LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_between: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("between", default=None)
+"""Of the pass that runs, not of a module: two passes of one may run together."""
 
 
 class Embedding(nn.Module):
@@ -81,14 +84,14 @@ class Decoder(nn.Module):
         self.final_layernorm = norm(config, config.hidden, sum_over_tp=config.sequence_parallel) if span.loss else None
         layers = iter(self.layers.values())
         # A plain list: nothing is registered twice.
-        self.between: Callable[[Tensor], Tensor] | None = None
         self._runs = [(nn.Sequential(*islice(layers, size)), again) for size, again in units(config, span.count)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        between = _between.get()
         for run, again in self._runs:
-            if self.between is not None:
-                x = self.between(x)
+            if between is not None:
+                x = between(x)
             x = recompute(run, x) if again else run(x)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
@@ -139,13 +142,12 @@ class GPTModel(nn.Module):
 
     @contextmanager
     def between_layers(self, cut: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Forward calls `cut` before each layer; it takes the hidden states and gives those to go on with. The pipeline
-        cuts the graph there and runs a piece of another microbatch's backward (pipeline_parallel.overlap)."""
-        self.decoder.between = cut
+        """Forward calls `cut` before each layer; it takes the hidden states and gives those to go on with."""
+        token = _between.set(cut)
         try:
             yield
         finally:
-            self.decoder.between = None
+            _between.reset(token)
 
     def forward(
         self, tokens: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None

@@ -15,13 +15,14 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.messages.agreed import Messages, messages_of, size_of
+from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import (
     Costs,
     Placement,
@@ -35,7 +36,6 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.lower import lower_timed, most_in_flight
-from megapipe.schedule.passes import overlaps
 from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.rng import Stream
 
@@ -45,12 +45,12 @@ SLACK = 2
 
 @lru_cache(maxsize=16)
 def _programs(
-    schedule: Schedule, costs: Costs, evaluate: bool, overlap: bool
+    schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
     """The program of each rank, and how many of its messages are under way at most."""
     verify(schedule)
-    # A pair of F and B needs stages that can run two passes together; other pairs run one after the other.
-    schedule = unpaired(schedule, overlaps if overlap else lambda step: False)
+    # Where passes have nothing to hide, what the first of a pair makes leaves before the second.
+    schedule = schedule if hides else unpaired(schedule)
     schedule = forward_only(schedule) if evaluate else schedule
     clock = run_clock(schedule, costs)
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)
@@ -136,7 +136,8 @@ class ForwardBackward:
 
     def __post_init__(self) -> None:
         self.transport = Transport(self.mesh.pp, self.p2p_mode)
-        self._agreed: Messages | None = None
+        self._dtype: torch.dtype | None = None
+        self._together = Together(self.mesh.device)
         self._opened: set[Placement] = set()
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
@@ -151,11 +152,11 @@ class ForwardBackward:
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
         # Collective, and the same for every step of a run: asked once.
-        self._agreed = self._agreed or messages_of(modules, self.mesh.pp, dtype)
-        stages = _stages(step, table, chunks, config, self._agreed.overlap, self.mesh)
-        programs, in_flight = _programs(table, self.costs, step.forward_only, self._agreed.overlap)
+        self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
+        stages = _stages(step, table, chunks, config, self.mesh)
+        programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
-        comm = self._messenger(step, config, self._agreed.dtype, in_flight[rank] + SLACK)
+        comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK)
         # At the first step of each placement, before any pass: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
@@ -169,6 +170,7 @@ class ForwardBackward:
                 on_stage_done=step.on_stage_done,
                 position=self.mesh.position,
                 watch=step.stopwatch,
+                together=self._together,
             )
         return _reported(stages.values(), step.on_loss)
 
@@ -235,14 +237,11 @@ def _stages(
     table: Schedule,
     chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
     config: Any,
-    overlap: bool,
     mesh: ProcessMesh,
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done = step.around_last_backward, step.on_layer_done
-    # A stage cuts its forwards between layers only where the table has pairs: a cut costs a node of the graph.
-    paired = {p.stage for row in table.ranks for item in row if len(item) > 1 for p in item}
     shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
     return {
         number: PipelineStage(
@@ -255,7 +254,6 @@ def _stages(
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
             stream=partial(_drawn, step, mesh, kept[number]),
-            overlaps=overlap and number in paired,
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
             last=table.last.get(number),

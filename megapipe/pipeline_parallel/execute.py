@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from time import monotonic
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from megapipe.distributed.axis import at_waits
 from megapipe.distributed.meeting.position import Position
 from megapipe.pipeline_parallel.calls import Call, looked_up
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import InFlight
 from megapipe.pipeline_parallel.passes.begin import AGAIN, PASSES, Begun, Made, sum_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.together import Together, how
 from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
@@ -35,9 +39,12 @@ class Stage(Protocol):
     def forget(self) -> None:
         """The forwards so far, which come again from the first one on."""
 
+    def alike(self, microbatch: int, other: int) -> bool:
+        """Do backwards of these microbatches do the same, in the same order?"""
 
-class OverlappedStage(Protocol):
-    """A stage that can run its forward of one microbatch together with a backward, DualPipe's overlapped pair."""
+
+class PairedStage(Protocol):
+    """A stage that runs its forward of one microbatch together with a backward in a way of its own, DeepSeek's."""
 
     def overlapped_forward_backward(
         self,
@@ -104,6 +111,7 @@ def execute(
     on_stage_done: Callable[[int], None] | None = None,
     position: Position | None = None,
     watch: Stopwatch | None = None,
+    together: Together | None = None,
 ) -> None:
     """Run one rank's program from first to last item.
 
@@ -114,21 +122,34 @@ def execute(
 
     Args:
         program: this rank's part of `schedule.lower`.
-        stages: this rank's stages by number, with what `PASSES` calls; those with pairs in the program are
-            `OverlappedStage`s.
+        stages: this rank's stages by number, with what `PASSES` calls.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
         position: kept up to date, for `pipeline_parallel.watch`.
-        watch: takes the time of every pass.
+        watch: takes the time of every pass, and of every wait for a collective within one.
+        together: runs the pairs.
     Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
     """
-    hand = _Hand()
-    watch = watch or Stopwatch(comm.pp.device)
-    step = _run_labelled if profiler._is_profiler_enabled else _run
-    item: tuple[Call, ...] | Exchange = ()
+    hand, watch = _Hand(), watch or Stopwatch(comm.pp.device)
+    runs = _Runs(stages, hand, comm, watch, together or Together(comm.pp.device))
     position = position or Position()
     plan = looked_up(program, placement, comm.pp.rank, comm.receives_ahead)
     position.comm, position.hand, position.plan = comm, hand, plan  # in this order: `watch` reads them meanwhile
+    # In this thread on a GPU too, where autograd has one of its own for all: two backwards may run together.
+    with torch.autograd.set_multithreading_enabled(False), at_waits.do(None, None):
+        _walk(plan, runs, position, on_stage_done)
+    assert not hand, f"never used: {', '.join(map(str, hand))}"
+
+
+def _walk(
+    plan: Sequence[tuple[Call, ...] | Exchange],
+    runs: _Runs,
+    position: Position,
+    on_stage_done: Callable[[int], None] | None,
+) -> None:
+    stages, hand, comm, watch, _ = runs
+    step = runs.labelled if profiler._is_profiler_enabled else runs.item
+    item: tuple[Call, ...] | Exchange = ()
     at = 0
     try:
         # A counter in place of `for`: after a wrong guess V sends the program back to its first item.
@@ -136,7 +157,7 @@ def execute(
             item = plan[at]
             position.at = item, monotonic()
             watch.ask()
-            if step(item, stages, hand, comm, watch):
+            if step(item):
                 _forget(stages, hand)
                 watch.restart()
                 at = 0
@@ -154,7 +175,6 @@ def execute(
     except Exception as error:
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")
         raise
-    assert not hand, f"never used: {', '.join(map(str, hand))}"
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
@@ -169,46 +189,81 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
         stage.forget()
 
 
-def _run(
-    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, watch: Stopwatch
-) -> bool:
-    """Returns: is the program to begin again?"""
-    if isinstance(item, Exchange):
-        hand.update(comm.exchange(item.messages, hand.take))
-        return False
-    for call in item:
-        if call.awaits:
-            hand.end(call.awaits)
-    if len(item) == 2:
-        _run_pair(item, stages, hand, watch)
-        return False
-    call = item[0]
-    # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
-    kind, stage, *_ = call.item
-    given = [hand.take(taken) for taken, _ in call.takes]
-    begin = watch.mark()
-    made = PASSES[kind](stages[stage], call.number, given)
-    if not call.beside:
-        made = made.wait() if isinstance(made, Begun) else made
-        watch.note(begin)
-        if made is AGAIN:
-            return True
-    _give(call, made, hand)
-    return False
+class _Runs(NamedTuple):
+    """The rank that runs the items of a program."""
 
+    stages: Mapping[int, Stage]
+    hand: _Hand
+    comm: Messenger
+    watch: Stopwatch
+    together: Together
 
-def _run_pair(pair: tuple[Call, ...], stages: Mapping[int, Stage], hand: _Hand, watch: Stopwatch) -> None:
-    f, b = pair
-    forward = cast(OverlappedStage, stages[f.item.stage])
-    x, grad = (sum_of([hand.take(taken) for taken, _ in call.takes]) for call in pair)
-    begin = watch.mark()
-    # The stage decides how the two overlap: layer by layer, while one of them waits for a collective.
-    made = forward.overlapped_forward_backward(
-        f.number, x, stages[b.item.stage], b.number, grad, weights=not b.item.kind.is_split
-    )
-    watch.note(begin, passes=2)
-    for call, tensor in zip(pair, made, strict=True):
-        _give(call, tensor, hand)
+    def item(self, item: tuple[Call, ...] | Exchange) -> bool:
+        """Returns: is the program to begin again?"""
+        hand, watch = self.hand, self.watch
+        if isinstance(item, Exchange):
+            hand.update(self.comm.exchange(item.messages, hand.take))
+            return False
+        for call in item:
+            if call.awaits:
+                hand.end(call.awaits)
+        if len(item) == 2:
+            self.pair(*item)
+            return False
+        call = item[0]
+        # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
+        kind, stage, *_ = call.item
+        given = [hand.take(taken) for taken, _ in call.takes]
+        begin = watch.mark()
+        at_waits.watch = None if kind.traits.per_stage else watch
+        made = PASSES[kind](self.stages[stage], call.number, given)
+        at_waits.watch = None
+        if not call.beside:
+            made = made.wait() if isinstance(made, Begun) else made
+            watch.note(begin)
+            if made is AGAIN:
+                return True
+        _give(call, made, hand)
+        return False
+
+    def pair(self, one: Call, other: Call) -> None:
+        """Two passes together: one computes while the other waits for a collective."""
+        given = [[self.hand.take(taken) for taken, _ in call.takes] for call in (one, other)]
+        begin, (f, b) = self.watch.mark(), (one.item, other.item)
+        stage, back = self.stages[f.stage], self.stages[b.stage]
+        if hasattr(stage, "overlapped_forward_backward") and f.kind.is_forward and b.kind.is_backward:
+            x, grad = map(sum_of, given)
+            own, weights = cast(PairedStage, stage), not b.kind.is_split
+            made: tuple[Made, Made] = own.overlapped_forward_backward(
+                one.number, x, back, other.number, grad, weights=weights
+            )
+        else:
+            run = partial(PASSES[f.kind], stage, one.number, given[0])
+            beside = partial(PASSES[b.kind], back, other.number, given[1])
+            way = how(f, b, lambda: back.alike(one.number, other.number))
+            made = self.together.run(run, beside, way, self.watch)
+        self.watch.note(begin, passes=2)
+        for call, tensor in zip((one, other), made, strict=True):
+            _give(call, tensor, self.hand)
+
+    def labelled(self, item: tuple[Call, ...] | Exchange) -> bool:
+        """`item` with labels for a profiler."""
+        if isinstance(item, Exchange):
+            names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == self.comm.pp.rank]
+        else:
+            for call in item:
+                self.hand.end(call.awaits)
+                for taken, source in call.takes:
+                    # Here, ahead of `item`: the wait for a message gets a label of its own in a trace, apart from the
+                    # pass's.
+                    if isinstance(held := self.hand[taken], InFlight):
+                        with record_function(f"recv {taken} <-{source}"):
+                            self.hand[taken] = held.wait()
+            names = [str(call.item) for call in item]
+        with ExitStack() as labels:
+            for name in names:
+                labels.enter_context(record_function(name))
+            return self.item(item)
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
@@ -218,27 +273,6 @@ def _give(call: Call, made: Made, hand: _Hand) -> None:
         hand.give(call.item, made, call.gives)
     elif isinstance(made, Begun):
         hand.beside[call.item] = made
-
-
-def _run_labelled(
-    item: tuple[Call, ...] | Exchange, stages: Mapping[int, Stage], hand: _Hand, comm: Messenger, watch: Stopwatch
-) -> bool:
-    if isinstance(item, Exchange):
-        names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == comm.pp.rank]
-    else:
-        for call in item:
-            hand.end(call.awaits)
-            for taken, source in call.takes:
-                # Here, ahead of `_run`: the wait for a message gets a label of its own in a trace, apart from the
-                # pass's.
-                if isinstance(held := hand[taken], InFlight):
-                    with record_function(f"recv {taken} <-{source}"):
-                        hand[taken] = held.wait()
-        names = [str(call.item) for call in item]
-    with ExitStack() as labels:
-        for name in names:
-            labels.enter_context(record_function(name))
-        return _run(item, stages, hand, comm, watch)
 
 
 def _text(item: tuple[Call, ...] | Exchange) -> str:

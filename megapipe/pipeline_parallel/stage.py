@@ -7,21 +7,19 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
-from megapipe.pipeline_parallel.overlap import Cuts, Layered
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
-from megapipe.tensor_parallel.meanwhile import meanwhile
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.vocabulary import combine, packed_loss
 from megapipe.tensor_parallel.weight_grad import WeightGrads
@@ -42,7 +40,15 @@ class _Saved(NamedTuple):
     x: Tensor | None
     output: GradientEdge | None
     grad: Tensor | None
-    cuts: Cuts
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A module that says where one of its layers ends."""
+
+    def between_layers(self, cut: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """While the context lasts, forward calls `cut` before each layer: it takes the hidden states and gives those to
+        go on with. The context is that of one pass: another one of the module may run in between."""
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
@@ -94,7 +100,6 @@ class PipelineStage:
         loss_divisor, per_token, loss_scale: number of microbatches and the rest of `Loss.share`. What is reported knows
             nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
-        overlaps: it takes part in pairs of a forward and a backward.
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
         last: the microbatches that the table has last, for the two that follow; None without a table.
@@ -117,7 +122,6 @@ class PipelineStage:
     per_token: bool
     collect_non_loss_data: bool
     stream: Callable[[int], Stream]
-    overlaps: bool = False
     share: VocabularyShare | None = None
     combines: bool = False
     last: Last | None = None
@@ -139,50 +143,39 @@ class PipelineStage:
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
         self._context.run(self.weight_grads.capture)
-        # Without layers a pair is still right: F runs whole, then B.
-        self._layered = module if self.overlaps and isinstance(module, Layered) else None
         self._saved: dict[int, _Saved] = {}
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
-        return self._context.run(self._forward, microbatch, x, Cuts())
+        return self._context.copy().run(self._forward, microbatch, x)  # two may run together
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
-        x = self._saved[microbatch].x
-        # In pieces that a pair would run between layers; alone they follow each other.
-        for _ in self._backward(microbatch, grad, weights):
-            pass
-        return _grad_of(x)
+        saved = self._saved.pop(microbatch)
+        grad = saved.grad if grad is None else grad
+        assert grad is not None, f"no gradient for microbatch {microbatch}"
+        is_last = self.last is not None and microbatch == self.last.backward
+        around = self.around_last_backward if is_last else None
+        # B without W: products for weights are noted, with the tensors they need, until this microbatch's W.
+        kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
+        with around() if around else nullcontext(), kept:
+            if saved.output is not None:
+                _differentiate(saved.output, grad)
+        return _grad_of(saved.x)
 
-    def overlapped_forward_backward(
-        self,
-        microbatch: int,
-        x: Tensor | None,
-        backward_stage: PipelineStage,
-        backward_microbatch: int,
-        grad: Tensor | None,
-        *,
-        weights: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The results of `forward` and `backward_stage.backward`, the same bits, computed a layer of each in turn."""
-        x_backward = backward_stage._saved[backward_microbatch].x
-        pieces = backward_stage._backward(backward_microbatch, grad, weights)
-        output = self._context.run(self._forward, microbatch, x, Cuts(pieces))
-        for _ in pieces:  # those that the forward had no layer for
-            pass
-        return output, _grad_of(x_backward)
+    def alike(self, microbatch: int, other: int) -> bool:
+        """Do backwards of these microbatches wait in the same places?"""
+        return self.stream(microbatch).recomputes == self.stream(other).recomputes
 
-    def _forward(self, microbatch: int, x: Tensor | None, cuts: Cuts) -> Tensor | None:
+    def _forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         if x is not None:
             # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         self._set_input(x)
         stream = self.stream(microbatch)
         stream.activate()
-        meanwhile(cuts.advance)
-        with self._between_layers(microbatch, cuts if self._layered else None):
+        with self._between_layers(microbatch):
             output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
         grad = None
         # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
@@ -193,21 +186,19 @@ class PipelineStage:
         if torch.is_grad_enabled():
             # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None
-            self._saved[microbatch] = _Saved(x, edge, grad, cuts)
+            self._saved[microbatch] = _Saved(x, edge, grad)
         return None if self.holds_loss and not self.combines else output.detach()
 
-    def _between_layers(self, microbatch: int, cut: Callable[[Tensor], Tensor] | None) -> AbstractContextManager[None]:
-        """A context for a forward: cuts it, and lets the gradients of the last microbatch report their layers."""
+    def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
+        """A context for a forward: lets the gradients of the last microbatch report their layers."""
         done, module = self.on_layer_done, self.module
         completes = self.last is not None and microbatch == self.last.weights
         if done is not None and completes and torch.is_grad_enabled() and isinstance(module, Layered):
-            return module.between_layers(self._reporting(done, cut or (lambda x: x)))
-        return self._layered.between_layers(cut) if self._layered and cut else nullcontext()
+            return module.between_layers(self._reporting(done))
+        return nullcontext()
 
-    def _reporting(
-        self, done: Callable[[int, int], None], cut: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        """`cut`, at which the gradient says that all layers behind have had their backward."""
+    def _reporting(self, done: Callable[[int, int], None]) -> Callable[[Tensor], Tensor]:
+        """A cut at which the gradient says that all layers behind have had their backward."""
         seen: list[None] = []
 
         def report(layer: int) -> None:
@@ -218,7 +209,7 @@ class PipelineStage:
                 job = partial(report, len(seen))  # products that wait for their W pass stand before it
                 x.register_hook(lambda _: self.weight_grads.submit(job))  # type: ignore[no-untyped-call]
             seen.append(None)
-            return cut(x)
+            return x
 
         return at
 
@@ -241,18 +232,6 @@ class PipelineStage:
             grad=opening(tp, shares_sequence).backward(grad_x).wait()
         )
         return packed_loss(of_loss.log_sum, scale, x.dtype)
-
-    def _backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Iterator[None]:
-        saved = self._saved.pop(microbatch)
-        grad = saved.grad if grad is None else grad
-        assert grad is not None, f"no gradient for microbatch {microbatch}"
-        is_last = self.last is not None and microbatch == self.last.backward
-        around = self.around_last_backward if is_last else None
-        # B without W: products for weights are noted, with the tensors they need, until this microbatch's W.
-        kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
-        with around() if around else nullcontext(), kept:
-            if saved.output is not None:
-                yield from saved.cuts.backward(saved.output, grad)
 
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
@@ -286,6 +265,11 @@ class PipelineStage:
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
         return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale(), cp=cp)
+
+
+def _differentiate(output: GradientEdge, grad: Tensor) -> None:
+    """torch.autograd.backward(output, grad) without what that asks in Python, a fifth of a small pass's CPU time."""
+    _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:

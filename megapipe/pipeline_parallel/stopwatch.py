@@ -23,11 +23,13 @@ class Stopwatch:
     Attributes:
         schedule: the table they are of; only needed to tell others.
         passes: marks when one asked for its input, had it and was over, and whether it was one or a pair.
+        waits: marks before and after each wait of a pass for a collective.
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
         self._clock, self._asked, self._schedule = Clock(device), None, schedule
         self.passes: list[tuple[Any, Any, Any, int]] = []
+        self.waits: list[tuple[Any, Any]] = []
         self.mark, self.seconds = self._clock.mark, self._clock.seconds
 
     @property
@@ -46,6 +48,12 @@ class Stopwatch:
     def restart(self) -> None:
         """The step begins again."""
         self.passes.clear()
+        self.waits.clear()
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds of the step in which a pass waited for a collective, and none ran beside it."""
+        return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
         """(asked, begin, end) of every pass, in seconds."""

@@ -16,7 +16,7 @@ SHARE = 0.2
 
 
 def with_pairs(config: Config, schedule: Schedule, costs: Costs, room: float | None) -> Schedule:
-    """The table with pairs of a forward and a backward, if flags ask for them; with none if there is nothing to hide.
+    """The table with passes run together, if flags ask for them; with none if there is nothing to hide.
 
     Args:
         costs: of its stages, memory in bytes.
@@ -31,11 +31,11 @@ def with_pairs(config: Config, schedule: Schedule, costs: Costs, room: float | N
     if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
         costs = replace(costs, link_f=SHARE, link_b=SHARE)
     try:
-        return pairs(schedule, costs, memory=room, any_two=False, split=par.delay_wgrad_compute)
+        return pairs(schedule, costs, memory=room, split=par.delay_wgrad_compute)
     except ScheduleError:
         within = "" if room is None else " within --memory-limit-gib, which may be raised"
         raise ConfigError(
-            f"--overlap-moe-expert-parallel-comm: no pair of a forward and a backward makes {schedule.name} with "
+            f"--overlap-moe-expert-parallel-comm: no two passes run together make {schedule.name} with "
             f"{schedule.num_microbatches} microbatches shorter{within}. Leave the flag out, or give a step more "
             "microbatches: a larger --global-batch-size or a smaller --micro-batch-size."
         ) from None

@@ -84,7 +84,8 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 def hides(config: Config) -> bool:
     """Do passes have collectives that a pass run with them can hide?"""
     par = config.parallel
-    return par.tensor_model_parallel_size > 1 or par.expert_model_parallel_size > 1
+    sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.expert_model_parallel_size
+    return max(sizes) > 1
 
 
 def forwards(config: Config, microbatches: int) -> int:

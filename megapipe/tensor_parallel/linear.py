@@ -19,7 +19,6 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.meanwhile import result_of
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
 
@@ -38,7 +37,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias, ctx.opens, ctx.closes = bias, opens, closes
         ctx.weight_grads = current_weight_grads()
         # A product adds a bias at no cost, which one of the summands then brings along.
-        return result_of(closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)))
+        return closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

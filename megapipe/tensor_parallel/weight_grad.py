@@ -6,6 +6,7 @@ hand it their products in backward; it adds them into the main gradient at once,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -14,9 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megapipe.distributed.axis import at_waits
 from megapipe.tensor_parallel.products import add_linear, linear
 
 _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
+
+
+class _Backward(threading.local):
+    """The B pass that this thread runs: two of one stage may run together."""
+
+    owes: list[Callable[[], None]] | None = None
 
 
 class WeightGrads:
@@ -24,7 +32,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self._owed: dict[int, list[Callable[[], None]]] = {}
-        self._deferring: list[Callable[[], None]] | None = None
+        self._backward = _Backward()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -43,15 +51,17 @@ class WeightGrads:
     def deferring(self, microbatch: int) -> Iterator[None]:
         """The B pass of a microbatch: products are kept until `run(microbatch)`."""
         # One list under two names: jobs go into the B that runs, and are found by their microbatch in W.
-        self._deferring = self._owed[microbatch] = []
+        self._backward.owes = self._owed[microbatch] = []
         try:
             yield
         finally:
-            self._deferring = None
+            self._backward.owes = None
 
     def run(self, microbatch: int) -> None:
         """The W pass of a microbatch."""
-        for job in self._owed.pop(microbatch):
+        for number, job in enumerate(self._owed.pop(microbatch)):
+            if number and at_waits.give_turn is not None:
+                at_waits.give_turn()  # a pass that only computes, cut where another one's transfer may be over
             job()
 
     @property
@@ -62,14 +72,15 @@ class WeightGrads:
     @property
     def is_deferring(self) -> bool:
         """Is the stage in a B pass, so that its products are owed?"""
-        return self._deferring is not None
+        return self._backward.owes is not None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Do a product now, or keep it if the stage is in a B pass."""
-        if self._deferring is None:
+        owes = self._backward.owes
+        if owes is None:
             job()
         else:
-            self._deferring.append(job)
+            owes.append(job)
 
 
 def current_weight_grads() -> WeightGrads | None:

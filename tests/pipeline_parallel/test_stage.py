@@ -17,6 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel import engine
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build
 from megapipe.schedule.passes import Last
@@ -394,24 +395,22 @@ def test_a_config_that_says_nothing_of_sequence_parallel_has_whole_sequences() -
     assert run_threads(body, pp=2, tp=2) == [0, 0, 2, 2]
 
 
-@pytest.mark.parametrize(("name", "overlaps"), [("1f1b", False), ("dualpipe", True)])
-def test_stages_that_have_pairs_are_cut(name: str, overlaps: bool, monkeypatch: Any) -> None:
-    made: list[bool] = []
-    real = engine.PipelineStage
-    monkeypatch.setattr(
-        engine, "PipelineStage", lambda *args, **given: made.append(given["overlaps"]) or real(*args, **given)
-    )
-    chunks = 2 if name == "dualpipe" else 1
-
-    def body(mesh: ProcessMesh) -> None:
-        get_forward_backward_func(mesh=mesh, schedule=name)(
+@pytest.mark.parametrize(("tp", "paired"), [(1, False), (2, True)])
+def test_pairs_stay_pairs_where_passes_have_something_to_hide(tp: int, paired: bool) -> None:
+    def body(mesh: ProcessMesh) -> bool:
+        watch, run = (
+            Stopwatch(mesh.device),
+            engine.ForwardBackward(mesh, "dualpipe", config=SimpleNamespace(hidden_size=1)),
+        )
+        run(
             forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
-            data_iterator=[None] * chunks,
-            model=[Layers() for _ in range(chunks)],
+            data_iterator=[None] * 2,
+            model=[Layers(), Layers()],
             num_microbatches=4,
             seq_length=1,
             micro_batch_size=1,
+            stopwatch=watch,
         )
+        return any(number == 2 for *_, number in watch.passes)
 
-    run_threads(body, pp=2)
-    assert made == [overlaps] * 2 * chunks
+    assert run_threads(body, pp=2, tp=tp) == [paired] * 2 * tp

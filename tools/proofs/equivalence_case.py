@@ -17,7 +17,7 @@ from megapipe.schedule import Costs, Schedule, ScheduleError, build, from_csv, f
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.pairs import pairs
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from tools.proofs.tables.drawn import drawn_table
+from tools.proofs.tables.drawn import drawn_table, joined
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -109,7 +109,7 @@ class Case:
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
             with each step.
         vocabulary: the ranks of the pipeline share it.
-        paired: passes of the schedule run together, wherever that would pay if three tenths of them were communication.
+        paired: passes run together, wherever that would pay if three tenths were communication. joined: or by a seed.
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
@@ -149,6 +149,7 @@ class Case:
     compile: bool = False
     vocabulary: bool = False
     paired: bool = False
+    joined: int | None = None
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
@@ -278,6 +279,7 @@ class Case:
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
     made = _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.vocabulary, case.paired)
+    made = made if case.joined is None else joined(made, case.joined)
     if case.file is None:
         return made
     return from_json(to_json(made)) if case.file == "json" else from_csv(to_csv(made))

@@ -102,6 +102,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
         case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
         case = replace(case, paired=not shares and rng.random() < 0.3)
+        case = replace(case, joined=rng.randrange(10**6) if not shares and rng.random() < 0.3 else None)
         routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:
             parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each

@@ -28,7 +28,7 @@ from megapipe.distributed.grid import Grids
 from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.optim.census import take_census
-from megapipe.pipeline_parallel.messages.agreed import messages_of
+from megapipe.pipeline_parallel.messages.agreed import dtype_of
 from megapipe.pipeline_parallel.messages.transport import Op
 from megapipe.plan import Plan
 from megapipe.schedule import unpaired
@@ -146,7 +146,7 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
     return [
         _said(lambda: check_ownership(modules, config.model, provider, place, mesh)),
         _said(lambda: take_census(modules, mesh)),
-        _said(lambda: messages_of(modules, mesh.pp)),
+        _said(lambda: dtype_of(modules, mesh.pp)),
     ]
 
 

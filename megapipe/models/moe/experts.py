@@ -22,7 +22,6 @@ from megapipe.models.mlp import activate
 from megapipe.models.moe.dispatch import Exchanged, Gathered, Way
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
-from megapipe.tensor_parallel.meanwhile import result_of
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.weight_grad import WeightGrads, add_product, current_weight_grads
 
@@ -88,7 +87,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         way = how.way
         by_row = way.weights_there(weights)
-        rows = result_of(way.there(x))
+        rows = way.there(x).wait()
         first = products(rows, fc1, way.ends)
         if bias1 is not None:
             first += bias1[way.experts]
@@ -97,7 +96,7 @@ class _Experts(torch.autograd.Function):
             out += (bias2[way.experts] * by_row[:, None]).to(out.dtype)
         ctx.save_for_backward(rows if way.keeps_rows else x, first, by_row, fc1, fc2)
         ctx.how, ctx.biases, ctx.weight_grads = how, (bias1, bias2), current_weight_grads()
-        return result_of(way.back(out))
+        return way.back(out).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -164,6 +164,10 @@ class PairedStage:
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
+    def alike(self, microbatch: int, other: int) -> bool:
+        """Do backwards of these microbatches do the same, in the same order?"""
+        return True
+
     def forget(self) -> None:
         """The forwards so far."""
         self._saved.clear()

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.overlap import Layered
-
-
-class Messages(NamedTuple):
-    """Answers that the ranks of a pipeline give each other once, as their programs and messages must fit.
-
-    Attributes:
-        dtype: of the messages; a rank's stages may have no parameters to tell.
-        overlap: every stage can be cut between its layers.
-    """
-
-    dtype: torch.dtype
-    overlap: bool
 
 
 def size_of(seq_length: int | None, micro_batch_size: int | None, config: Any) -> tuple[int, int, int]:
@@ -37,25 +24,25 @@ def size_of(seq_length: int | None, micro_batch_size: int | None, config: Any) -
     return int(seq_length or 0), int(micro_batch_size or 0), int(hidden or 0)
 
 
-def messages_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None = None) -> Messages:
-    """The answers of all ranks together.
+def dtype_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The type of messages, as all ranks of a pipeline say: a rank's stages may have no parameters to tell.
 
     Args:
         modules: this rank's stages.
-        dtype: of the messages, where a configuration says it; else that of all parameters.
+        dtype: where a configuration says it; else that of all parameters.
     Raises: ConfigError if the ranks say several types and send messages.
     """
     found = {dtype} if dtype is not None else {p.dtype for module in modules for p in module.parameters()}
     dtypes = sorted(_name(dtype) for dtype in found)
-    everyone = pp.gather_json((dtypes, all(isinstance(module, Layered) for module in modules)))
-    found_by_all = sorted({dtype for dtypes, _ in everyone for dtype in dtypes})
+    everyone = pp.gather_json(dtypes)
+    found_by_all = sorted({dtype for dtypes in everyone for dtype in dtypes})
     if len(found_by_all) != 1 and pp.size > 1:
-        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, (dtypes, _) in enumerate(everyone))
+        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, dtypes in enumerate(everyone))
         raise ConfigError(
             f"parameters are of {len(found_by_all)} types ({of_ranks}), and messages between stages need one. "
             "Let the model provider make all of one type, or say the type of messages in config.pipeline_dtype."
         )
-    return Messages(getattr(torch, found_by_all[0]) if found_by_all else torch.float32, all(cut for _, cut in everyone))
+    return getattr(torch, found_by_all[0]) if found_by_all else torch.float32
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 
 from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, Step, verify
 
@@ -96,3 +98,21 @@ def _paired(dice: random.Random, row: Sequence[Step]) -> Iterator[Step]:
             yield (f, after[0])
         else:
             yield from (one for one in (step, after) if one is not None)
+
+
+@lru_cache(maxsize=256)
+def joined(schedule: Schedule, seed: int) -> Schedule:
+    """The table with neighbours in a row as pairs, wherever a die says so and no rank waits for ever then."""
+    rng = random.Random(seed)
+    for rank in range(len(schedule.ranks)):
+        at = 0
+        while at + 1 < len(schedule.ranks[rank]):
+            row = schedule.ranks[rank]
+            one, other = row[at : at + 2]
+            if len(one) == len(other) == 1 and rng.random() < 0.6:
+                rows = (*schedule.ranks[:rank], (*row[:at], one + other, *row[at + 2 :]), *schedule.ranks[rank + 1 :])
+                with suppress(ScheduleError):
+                    verify(tried := replace(schedule, ranks=rows))
+                    schedule = tried
+            at += 1
+    return schedule
