@@ -51,12 +51,12 @@ class ParallelConfig:
     overlap_moe_expert_parallel_comm: Annotated[
         bool,
         Idle(
-            lambda c: c.parallel.tensor_model_parallel_size == 1 and c.parallel.expert_model_parallel_size == 1,
-            "passes have no collective to hide, without --expert-model-parallel-size or --tensor-model-parallel-size "
-            "of at least 2",
+            lambda c: not c.parallel.hides,
+            "passes have no collective to hide, without --expert-model-parallel-size, --tensor-model-parallel-size "
+            "or --context-parallel-size of at least 2",
         ),
     ] = False
-    """Run a forward and a backward together wherever the schedule's ranks can, so that collectives of one hide."""
+    """Run two passes together wherever the schedule's ranks can, so that collectives of one hide behind the other."""
     delay_wgrad_compute: Annotated[
         bool, needs("overlap_moe_expert_parallel_comm", "schedules say where weight gradients stand")
     ] = False
@@ -116,6 +116,11 @@ class ParallelConfig:
     """How long a collective or message may take before the run is stopped."""
     distributed_timeout_seconds_after_init: Annotated[float | None, CLOCK] = None
     """The same from the second iteration on. Default: --distributed-timeout-minutes."""
+
+    @property
+    def hides(self) -> bool:
+        """Do passes have collectives that a pass run with them can hide?"""
+        return max(self.tensor_model_parallel_size, self.context_parallel_size, self.expert_model_parallel_size) > 1
 
     @property
     def etp(self) -> int:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan.split import hides
 from megapipe.schedule import Costs, Schedule, unpaired
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.transforms.pairs import pairs
@@ -24,7 +23,7 @@ def with_pairs(config: Config, schedule: Schedule, costs: Costs, room: float | N
     Raises: ConfigError where no pair makes the step shorter within --memory-limit-gib.
     """
     par = config.parallel
-    if not hides(config):
+    if not par.hides:
         return unpaired(schedule)
     if not par.overlap_moe_expert_parallel_comm:
         return schedule

@@ -67,7 +67,7 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
         schedule = _build(name, ranks, microbatches, chunks, group, costs)
-    if not hides(config):  # together they would only start later
+    if not config.parallel.hides:  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
         raise ConfigError(problem)
@@ -79,13 +79,6 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
     kept, place = share_of_window(schedule, some), schedule.placement
     copies = [[len(kept[s]) for s in range(place.num_stages) if place.position(s) == at] for at in range(place.chain)]
     return tuple(sum(numbers) / schedule.num_microbatches for numbers in copies)
-
-
-def hides(config: Config) -> bool:
-    """Do passes have collectives that a pass run with them can hide?"""
-    par = config.parallel
-    sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.expert_model_parallel_size
-    return max(sizes) > 1
 
 
 def forwards(config: Config, microbatches: int) -> int:

@@ -272,7 +272,7 @@ def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: Fal
 
 
 def overlaps(step: Step) -> bool:
-    """Is it a forward and a backward, the pair that the executor can run as one?"""
+    """Is it a forward and a backward run together?"""
     return len(step) == 2 and step[0].kind.is_forward and step[1].kind.is_backward
 
 

@@ -33,7 +33,6 @@ def pairs(
     costs: Costs,
     *,
     memory: float | None = None,
-    any_two: bool = True,
     split: bool = False,
     tries: int = 72,
 ) -> Schedule:
@@ -44,7 +43,6 @@ def pairs(
 
     Args:
         memory: most activation of a rank; None: what the rule asks, or what the table holds where that is more.
-        any_two: any two passes may run together; else a forward with a backward alone, which a run executes as one.
         split: backwards without a partner are split where the table has them whole too.
         tries: tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
@@ -58,7 +56,7 @@ def pairs(
     best, least = None, plain.makespan * (1 - _SMALL)
     if given.makespan < least and all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)):
         best, least = schedule, given.makespan
-    found = best_play(alone, costs, limits, tries, any_two=any_two, split=split)
+    found = best_play(alone, costs, limits, tries, split=split)
     if found is not None and found[0] < least * (1 - _SMALL):
         best = replace(found[1], name=schedule.name)
     if best is None:

@@ -47,10 +47,10 @@ GRID = [Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (F
 
 
 def best_play(
-    schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, any_two: bool = True, split: bool = False
+    schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
     """(makespan, table) of the best manner met: those of a grid, then small changes of one that is about as good."""
-    play, random = _Play(schedule, costs, limits, any_two, split), Random(0)
+    play, random = _Play(schedule, costs, limits, split), Random(0)
     ramp = tuple(range(len(limits)))  # the later the rank, the less it holds
     grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
     best: tuple[float, float, Schedule] | None = None
@@ -107,8 +107,8 @@ class _Row:
 class _Play:
     """A play of the table by the clock, in which each rank runs together what is ready."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], any_two: bool, split: bool) -> None:
-        self.costs, self.limits, self.any_two, self.place = costs, limits, any_two, schedule.placement
+    def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
+        self.costs, self.limits, self.place = costs, limits, schedule.placement
         self.split = split or any(kind.is_split for kind in schedule.kinds)
         self.held, self.owes, *_ = costs.memory(self.place)
         durations = costs.durations(self.place)
@@ -167,8 +167,6 @@ class _Play:
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
         alone = b if self.split else b._replace(kind=Kind.BW)
-        if not self.any_two:
-            return (alone,)
         if self.manner.backwards:
             comes, other = self._first(row.backwards, late, b)
             if other is not None and comes <= late:
@@ -176,8 +174,6 @@ class _Play:
         return (alone, row.owed[0]) if row.owed else (alone,)
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
-        if not self.any_two:
-            return (f,)
         if f.microbatch >= self.manner.forwards:
             comes, other = self._first(row.forwards, late, f)
             if other is not None and comes <= late and self.held[f.stage] + self.held[other.stage] <= row.room:

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it befo
 
 import torch
 
-from megapipe.pipeline_parallel import together
+from megapipe.pipeline_parallel import execute, together
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.pipeline_parallel.together import How
 from tools.proofs.equivalence import Outcome, Part, train
 from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw
@@ -41,17 +42,23 @@ def cases(seed: int) -> Iterator[Case]:
             yield case
 
 
-def run(case: Case) -> list[Outcome]:
-    """What every rank knows at the end, ranks as threads."""
+def run(case: Case, *, apart: bool = False) -> list[Outcome]:
+    """What every rank knows at the end, ranks as threads. apart: pairs run one pass after the other."""
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
-    return run_threads(partial(train, case=case), **sizes)
+    how, execute.how = execute.how, (lambda *_: How.APART) if apart else execute.how
+    try:
+        return run_threads(partial(train, case=case), **sizes)
+    finally:
+        execute.how = how
 
 
 def differences(case: Case) -> list[str]:
-    """What has other bits with pairs than without."""
+    """What has other bits with pairs than without: in a table of the catalogue beside the table without any, in a drawn
+    one, whose gradients may add in any order, beside its own passes one after the other."""
     found = []
-    plain = replace(case, paired=False, joined=None)
-    for rank, (mine, other) in enumerate(zip(run(case), run(plain), strict=True)):
+    same_table = case.drawn is not None
+    plain = case if same_table else replace(case, paired=False, joined=None)
+    for rank, (mine, other) in enumerate(zip(run(case), run(plain, apart=same_table), strict=True)):
         for kind, value in mine._asdict().items():
             if not same(value, getattr(other, kind)):
                 found.append(f"rank {rank}: {kind} {value} with pairs, {getattr(other, kind)} without")
