@@ -31,13 +31,13 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.search.auto import search
+from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.compare import advise, to_table
-from megapipe.schedule.views.draw import short, to_svg
+from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import COLUMN, PAGE, Files
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
@@ -283,7 +283,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     if searched:
         choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
         report = search(ranks, microbatches, progress=Progress(), **choice, **options)
-        return report.schedule, [f"lower bound: {short(report.bound)}; {report.distance:.1%} above it"]
+        return report.schedule, told(report)
     try:
         return build(args.name, ranks, microbatches, **choice | ({"memory": None} if args.pairs else {})), []
     except ScheduleError as error:

@@ -265,7 +265,8 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
     try:
         late = config.parallel.enable_optimizer_post_validation  # steps follow each other without a barrier
         objective = "period" if late else "makespan"
-        found = search_among(candidates, plan.schedule.num_microbatches, objective=objective, effort=effort).schedule
+        m = plan.schedule.num_microbatches
+        found = search_among(candidates, m, objective=objective, effort=effort, portable=True).schedule
     except ScheduleError:  # no split can hold one microbatch: `make_plan` says what is needed
         return plan
     return replace(drafts[found.placement], schedule=found)

@@ -116,7 +116,10 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
     ends = [end[order[-1]] for order in orders]
     if problem.period:
         ends = [e - end[o[0]] + problem.duration[o[0]] for e, o in zip(ends, orders, strict=True)]
-    return max(ends) + spread * sum(ends) / len(ends)
+    total = 0.0
+    for e in ends:  # one after the other, as C adds: `sum` corrects what is lost, from Python 3.12 on
+        total += e
+    return max(ends) + spread * total / len(ends)
 
 
 def fits(problem: Problem, orders: Orders) -> bool:

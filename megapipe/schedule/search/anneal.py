@@ -3,7 +3,8 @@
 *Push* looks at one chain of passes that makes the schedule as long as it is, and moves a pass of it, or one that stands
 in its way, by a few places. *Shift* moves a pattern in time: one kind of pass, of a range of ranks and microbatches,
 starts sooner or later, and every rank runs its passes in the order of their new times. A push cannot leave a valley
-that several ranks must cross together; a shift can.
+that several ranks must cross together; a shift can. `moves.c` makes the same moves from the same draws, some fifty
+times as fast.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, inf
-from random import Random
+from math import inf, log
+from statistics import NormalDist
 from time import process_time
 
 from megapipe.schedule.generators.fit import fill_weights
@@ -28,7 +29,10 @@ from megapipe.schedule.generators.orders import (
 
 KIND_SETS = ((0,), (1,), (1, 2), (2,), (0, 1))
 PATIENCE = (0.0, 0.3, 0.6, 1.0)
-SHIFTS = 0.6  # the rest of the moves are pushes
+QUANTILES = [(i + 0.5) / 1024 for i in range(1024)]
+# Rounded: the same on every machine, whatever its logarithm does with the last bit.
+NORMAL = tuple(round(NormalDist().inv_cdf(x), 6) for x in QUANTILES)
+DECAY = tuple(round(-log(x), 6) for x in QUANTILES)
 
 
 @dataclass(frozen=True)
@@ -57,40 +61,57 @@ class Cooling:
     spread: float
     until: float = inf
 
+    @property
+    def factor(self) -> float:
+        """The heat of a move, in parts of that of the move before it."""
+        return round(float((self.cold / self.hot) ** (1 / self.steps)), 12)
 
-def anneal(problem: Problem, start: Found, cooling: Cooling, random: Random, goal: float) -> Found:
-    """The best orders met on the way; stops at the goal. Same inputs and random state, same result."""
-    best = start
+
+class Draws:
+    """Numbers drawn alike in Python and in C: Knuth's linear congruence, of which the upper 31 bits count."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = seed
+
+    def below(self, n: int) -> int:
+        """A number from 0 to n - 1."""
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
+        return (self.state >> 33) * n >> 31
+
+
+def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
+    """The best orders met on the way; stops at the goal. Same inputs, same result."""
+    best, draws = start, Draws(seed)
     orders, end = start.orders, start.end
     cost = length(problem, orders, end, cooling.spread)
+    heat, factor = problem.unit * cooling.hot, cooling.factor
     path: list[tuple[int, int]] = []
-    for step in range(cooling.steps):
+    for _ in range(cooling.steps):
         if best.length <= goal or process_time() > cooling.until:
             break
-        if random.random() < SHIFTS:
-            moved = _shift(problem, orders, end, random)
+        # From hot to cold by equal factors: early on worse orders are taken too, at the end hardly any.
+        limit = cost + heat * DECAY[draws.below(1024)]
+        heat *= factor
+        if draws.below(10) < 6:
+            moved = _shift(problem, orders, end, draws)
         else:
             # The critical path is walked anew only after a move that was taken: it is as costly as the move itself.
-            path = path or list(_critical(problem, orders, end, random))
-            moved = _push(problem, orders, path, random)
-        if moved is None:
+            path = path or list(_critical(problem, orders, end, draws))
+            moved = _push(problem, orders, path, draws)
+        if moved is None or (new_cost := length(problem, *moved, cooling.spread)) > limit:
             continue
-        new_cost = length(problem, *moved, cooling.spread)
-        # From hot to cold by equal factors: early on worse orders are taken too, at the end hardly any.
-        heat = problem.unit * cooling.hot * (cooling.cold / cooling.hot) ** (step / cooling.steps)
-        if new_cost <= cost or random.random() < exp((cost - new_cost) / heat):
-            (orders, end), cost, path = moved, new_cost, []
-            now = length(problem, orders, end)
-            if now < best.length * (1 - 1e-12):
-                best = Found(orders, end, now)
+        (orders, end), cost, path = moved, new_cost, []
+        now = length(problem, orders, end)
+        if now < best.length * (1 - 1e-12):
+            best = Found(orders, end, now)
     return best
 
 
-def _critical(problem: Problem, orders: Orders, end: list[float], random: Random) -> Iterator[tuple[int, int]]:
+def _critical(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> Iterator[tuple[int, int]]:
     """(rank, place) of the passes that start the moment the pass before them on the rank ends, back from the last."""
     duration, source = problem.duration, problem.source
-    rank = random.randrange(len(orders))
-    if random.random() < 0.9:
+    rank = draws.below(len(orders))
+    if draws.below(10):
         # Mostly the rank that ends last: moves elsewhere change nothing unless it waits for them.
         rank = max(range(len(orders)), key=lambda r: length(problem, [orders[r]], end))
     i = len(orders[rank]) - 1
@@ -112,24 +133,24 @@ def _critical(problem: Problem, orders: Orders, end: list[float], random: Random
 
 
 def _push(
-    problem: Problem, orders: Orders, path: list[tuple[int, int]], random: Random
+    problem: Problem, orders: Orders, path: list[tuple[int, int]], draws: Draws
 ) -> tuple[Orders, list[float]] | None:
     """A pass of the path goes some places forward, or the one before it some places back."""
     if not path:
         return None
-    rank, i = random.choice(path)
+    rank, i = path[draws.below(len(path))]
     order, m = orders[rank], problem.microbatches
     places = 1
-    while places < 12 and random.random() < 0.5:
+    while places < 12 and draws.below(2):
         places += 1
-    kind = random.random()
-    if kind < 0.5:
+    how = draws.below(100)
+    if how < 50:
         first, last = max(0, i - places), i
         part = [order[last], *order[first:last]]
     else:
         # Now and then far: a W that waits can go anywhere.
         first = i - 1
-        last = min(len(order) - 1, first + (1 + random.randrange(3 * m) if kind > 0.85 else places))
+        last = min(len(order) - 1, first + (1 + draws.below(3 * m) if how >= 85 else places))
         part = [*order[first + 1 : last + 1], order[first]]
     part = _in_order(part, m)
     if part == order[first : last + 1]:
@@ -148,17 +169,18 @@ def _push(
     return None if end is None else (result, end)
 
 
-def _shift(problem: Problem, orders: Orders, end: list[float], random: Random) -> tuple[Orders, list[float]] | None:
+def _shift(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> tuple[Orders, list[float]] | None:
     """Some kinds of passes, of a range of ranks and microbatches, get other times; W move along or are refilled."""
     p, m, place = len(orders), problem.microbatches, problem.placement
-    ranks = sorted((random.randrange(p), random.choice((0, p - 1, random.randrange(p)))))
-    batches = sorted((random.randrange(m), random.choice((0, m - 1, m - 1, random.randrange(m)))))
-    chunks = place.num_stages // p
-    chunk = random.randrange(chunks) if random.random() < 0.7 else -1
-    kinds = random.choice(KIND_SETS)
-    by = random.gauss(0.0, 2.0) * problem.unit
+    ranks = _range(p, (0, p - 1), draws)
+    batches = _range(m, (0, m - 1, m - 1), draws)
+    chunk = draws.below(place.num_stages // p)
+    chunk = chunk if draws.below(10) < 7 else -1
+    kinds = KIND_SETS[draws.below(5)]
+    by = 2.0 * NORMAL[draws.below(1024)] * problem.unit
     chosen = [c % 3 in kinds and chunk in (-1, c // 3 // p) for c in range(3 * place.num_stages)]
-    refill = random.random() < 0.4
+    refill = draws.below(10) < 4
+    patience = PATIENCE[draws.below(4)] if refill else 0.0
     duration = problem.duration
     moved = list(orders)
     for rank in range(ranks[0], ranks[1] + 1):
@@ -176,9 +198,15 @@ def _shift(problem: Problem, orders: Orders, end: list[float], random: Random) -
     if refill:
         for rank in (*range(ranks[0]), *range(ranks[1] + 1, p)):
             moved[rank] = [x for x in orders[rank] if x // m % 3 != 2]
-        return fill_weights(problem, moved, random.choice(PATIENCE))
+        return fill_weights(problem, moved, patience)
     after = clock(problem, moved)
     return None if after is None else (moved, after)
+
+
+def _range(n: int, ends: tuple[int, ...], draws: Draws) -> list[int]:
+    """A first and a last of n; one of them in most cases at an end, where a step begins or ends."""
+    one, way = draws.below(n), draws.below(len(ends) + 1)
+    return sorted((one, ends[way] if way < len(ends) else draws.below(n)))
 
 
 def _in_order(part: list[int], m: int) -> list[int]:

@@ -20,23 +20,10 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.passes import Placement, Schedule, loop, vee
 from megapipe.schedule.patterns import check_size, fixed
-from megapipe.schedule.search.anneal import Cooling, Found, anneal
 from megapipe.schedule.search.bound import lower_bound
-from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
+from megapipe.schedule.search.compiled import library
+from megapipe.schedule.search.contest import Spending, contest, pace_here
 from megapipe.schedule.simulate import simulate
-
-# Passes that a second of effort may place in the search, and what a move costs beside its own. Counted, not timed: the
-# result is the same on every machine. Measured on a core that is shared, so that 60 is a minute.
-_PASSES_PER_SECOND, _PER_MOVE = 1_600_000, 32
-
-# How many go on, their share of the effort after the starts are found, and the temperature at the start.
-_ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
-# The share that finds starts: more where few microbatches stand for many, as all of them are slow to anneal.
-_START, _LONG_START = 0.2, 0.5
-# Cooling.spread in turns: in a loop the ranks must gain together.
-_SPREADS, _LOOP_SPREADS = (0.3, 4.0, 0.05, 1.0), (4.0, 1.0, 4.0, 0.3)
-# Steps of one annealing; more are better spent on heating again.
-_LONG = 16_000
 
 
 @dataclass(frozen=True)
@@ -74,6 +61,14 @@ class Report:
         )
 
 
+def told(report: Report) -> list[str]:
+    """The lines that say how well a search did."""
+    lines = [f"lower bound: {report.bound:.5g}; {report.distance:.1%} above it"]
+    if library() is None:
+        lines.append("searched in Python: with a C compiler (cc, or $CC) it tries some fifty times as many orders")
+    return lines
+
+
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
     """The best schedule that the search finds. Never worse than any schedule of the catalogue with one copy of
     the model that fits the memory and the placement, under the same costs; arguments as in `search`."""
@@ -91,6 +86,7 @@ def search(
     objective: str = "makespan",
     effort: float = 4.0,
     seconds: float = inf,
+    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Search schedules with a split backward. The same arguments give the same schedule.
@@ -101,8 +97,10 @@ def search(
         costs: per device share, or by stage; costs by stage leave only placements with as many stages.
         memory: most activation a rank may hold, in the unit of the costs, for all ranks or for each; None: as 1F1B, p.
         objective: "makespan" (a barrier ends the iteration) or "period" (longest span of a rank; no barrier).
-        effort: about the seconds to spend on one core; 40 finds what 4 may miss.
+        effort: about the seconds to spend on one core; 40 finds what 4 may miss. It buys so many moves, fifty times as
+            many where there is a C compiler.
         seconds: CPU seconds of this process after which it makes do with what it has; the result is then the machine's.
+        portable: as many moves as without a compiler: the same result on every machine.
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
     """
@@ -110,7 +108,13 @@ def search(
     places = _placements(ranks, microbatches, placement, chunks, costs, objective)
     candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
     return search_among(
-        candidates, microbatches, objective=objective, effort=effort, seconds=seconds, progress=progress
+        candidates,
+        microbatches,
+        objective=objective,
+        effort=effort,
+        seconds=seconds,
+        portable=portable,
+        progress=progress,
     )
 
 
@@ -121,6 +125,7 @@ def search_among(
     objective: str = "makespan",
     effort: float = 4.0,
     seconds: float = inf,
+    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """A search where each placement has its own costs, in the same units: the splits of one model.
@@ -129,7 +134,8 @@ def search_among(
     """
     period = objective == "period"
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
-    best = _contest(_possible(problems), effort, process_time() + seconds, progress or (lambda share: None))
+    spending = Spending(pace_here(portable), process_time() + seconds, Random(0))
+    best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
     schedule, costs = decode(best.problem, best.found.orders, "zb-auto"), best.problem.costs
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
         for made in _fitting(x):
@@ -158,86 +164,6 @@ def _worth(schedule: Schedule, costs: Costs, period: bool) -> tuple[float, float
     """Its time and, of equal ones, what ranks hold; less is better, by more than a hair."""
     time = simulate(schedule, costs)
     return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
-
-
-@dataclass(frozen=True)
-class _Entrant:
-    """A schedule in the contest, the bound of its placement, and `spread` of the annealings to come, in turns."""
-
-    problem: Problem
-    bound: float
-    found: Found
-    spreads: tuple[float, ...]
-
-    def improved(self, seconds: float, until: float, hot: float, random: Random) -> _Entrant:
-        """Annealed, and reheated from the best if there is time."""
-        steps = int(seconds * _PASSES_PER_SECOND / (self.problem.num_passes + _PER_MOVE))
-        rounds = max(1, steps // _LONG)
-        found = self.found
-        for i in range(rounds):
-            # Reheated now hotter, now colder: which heat frees a schedule is not known before.
-            heat = hot * (1.0, 0.5, 2.0, 4.0)[i % 4] * min(1.0, steps / 5000)
-            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], until)
-            found = anneal(self.problem, found, cooling, random, self.bound * (1 + 1e-9))
-        return replace(self, found=found)
-
-
-def _contest(problems: list[Problem], seconds: float, until: float, progress: Callable[[float], None]) -> _Entrant:
-    """Anneal many starts for a short time, the best of them longer, the very best longest."""
-    random = Random(0)
-    spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
-    entrants = _entrants(problems, starts * seconds, until, random)
-    progress(spent)
-    for keep, part, hot in _ROUNDS:
-        best = min(x.found.length for x in entrants)
-        # A placement whose bound is no better than what another has found cannot win.
-        entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
-        entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
-        each = part * (1.0 - starts) / len(entrants)
-        for i, x in enumerate(entrants):
-            entrants[i] = x.improved(each * seconds, until, hot, random)
-            spent += each
-            progress(spent)
-    progress(1.0)
-    return min(entrants, key=lambda x: x.found.length)
-
-
-def _entrants(problems: list[Problem], seconds: float, until: float, random: Random) -> list[_Entrant]:
-    """The best pattern of each placement and, if that is not optimal, other starts."""
-    result = []
-    for x in problems:
-        objective = "period" if x.period else "makespan"
-        bound = lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
-        starts = patterns(x)[:1]
-        if starts[0].length > bound * (1 + 1e-9):
-            starts += _starts(x, seconds / len(problems), until, random)
-        spreads = _LOOP_SPREADS if _is_dealt(x.placement) else _SPREADS
-        turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
-        result += [_Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
-    return result
-
-
-def _starts(full: Problem, seconds: float, until: float, random: Random) -> list[Found]:
-    """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
-    few = _few(full)
-    if full.microbatches >= 2 * few:
-        small = problem(full.placement, few, full.costs, full.memory, full.period)
-        return unroll(full, small, _contest([small], seconds, until, lambda share: None).found)[:2]
-    tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
-    dealt = deals(full, tries // 6, until, random) if _is_dealt(full.placement) else []
-    islands = max(1, min(16 - len(dealt), tries // 200))
-    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, until, random)[:1]]
-
-
-def _is_dealt(place: Placement) -> bool:
-    """Is it a loop of several chunks?"""
-    chunks = place.num_stages // place.num_ranks
-    return chunks > 1 and place == loop(place.num_ranks, chunks)
-
-
-def _few(full: Problem) -> int:
-    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
-    return 3 * full.placement.num_ranks
 
 
 def _placements(

@@ -1,0 +1,116 @@
+"""The annealing in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
+
+`moves.c` is compiled once, in a second, for all later processes of the user. Without a compiler `anneal` goes on in
+Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+from time import process_time
+
+from megapipe.schedule.generators.orders import Problem, length
+from megapipe.schedule.search.anneal import DECAY, NORMAL, Cooling, Found, anneal
+
+SOURCES = [Path(__file__).parent / name for name in ("clock.h", "moves.c")]
+FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
+_PASSES_AT_ONCE = 4_000_000  # before the time is looked at
+
+_Ints, _Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("passes", "microbatches", "ranks", "stages", "period")),
+        ("unit", ctypes.c_double),
+        *((name, _Doubles) for name in ("duration", "lag", "holds", "memory")),
+        *((name, _Ints) for name in ("source", "target", "rank", "row")),
+        *((name, _Doubles) for name in ("normal", "decay")),
+    )
+
+
+class _State(ctypes.Structure):
+    _fields_ = (
+        *((name, _Ints) for name in ("orders", "best_orders", "path")),
+        *((name, _Doubles) for name in ("end", "best_end")),
+        *((name, ctypes.c_double) for name in ("cost", "best", "heat", "cooler", "spread", "goal")),
+        ("draws", ctypes.c_uint64),
+        ("path_length", ctypes.c_int),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled moves; None where there is no C compiler ($CC, or cc) or no place to keep what it makes."""
+    compiler = which(os.environ.get("CC") or "cc")
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megapipe"
+    text = repr((FLAGS, platform.machine(), platform.libc_ver(), [path.read_text() for path in SOURCES]))
+    made = kept / f"moves-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    try:
+        if not made.exists():
+            if compiler is None:
+                return None
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=kept) as folder:  # other processes see it when it is whole
+                out = Path(folder) / made.name
+                command = [compiler, *FLAGS, str(SOURCES[-1]), "-o", str(out)]
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+                out.replace(made)
+        return ctypes.CDLL(str(made))
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home
+        return None
+
+
+def anneal_fast(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
+    """The result of `anneal`, from the compiled moves where there are any."""
+    moves = library()
+    if moves is None:
+        return anneal(problem, start, cooling, seed, goal)
+    rows = [0, *accumulate(map(len, start.orders))]
+    given = _problem(problem, rows)
+    orders, ends = [x for order in start.orders for x in order], start.end
+    best_orders, best_end = _ints(orders), _doubles(ends)
+    state = _State(
+        *(_ints(orders), best_orders, _ints(orders)),
+        *(_doubles(ends), best_end),
+        *(length(problem, start.orders, ends, cooling.spread), start.length),
+        *(problem.unit * cooling.hot, cooling.factor, cooling.spread, goal),
+        seed,
+    )
+    at_once = max(1, _PASSES_AT_ONCE // problem.num_passes)
+    for done in range(0, cooling.steps, at_once):
+        if process_time() > cooling.until:
+            break
+        asked = min(at_once, cooling.steps - done)
+        if moves.anneal(ctypes.byref(given), ctypes.byref(state), asked) < asked:
+            break
+    found = list(best_orders)
+    return Found([found[a:b] for a, b in pairwise(rows)], list(best_end), state.best)
+
+
+def _problem(of: Problem, rows: Sequence[int]) -> _Problem:
+    limits = [limit * (1 + 1e-9) for limit in of.memory]
+    return _Problem(
+        *(of.num_passes, of.microbatches, len(rows) - 1, of.placement.num_stages, of.period, of.unit),
+        *map(_doubles, (of.duration, of.lag, of.holds, limits)),
+        *map(_ints, (of.source, of.target, of.rank, rows)),
+        *map(_doubles, (NORMAL, DECAY)),
+    )
+
+
+def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(values))(*values)
+
+
+def _doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(values))(*values)

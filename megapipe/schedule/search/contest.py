@@ -1,0 +1,141 @@
+"""The contest of a search: many starts are annealed for a short time, the best longer, the very best longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from megapipe.schedule.generators.orders import Problem, problem
+from megapipe.schedule.passes import Placement, loop
+from megapipe.schedule.search.anneal import Cooling, Found
+from megapipe.schedule.search.bound import lower_bound
+from megapipe.schedule.search.compiled import anneal_fast, library
+from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
+
+# Passes that a second of effort may place in the search of a start, and what a move costs beside its own. Counted, not
+# timed: machines that are faster or busier find the same. Measured on a core that is shared, so that 60 is a minute.
+_PASSES_PER_SECOND, _PER_MOVE = 1_600_000, 32
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The pace of annealing.
+
+    Attributes:
+        passes: that a second of effort may place.
+        long: moves of one annealing; more are better spent on heating again.
+        heats: of each heating again, in turns. Which heat frees a schedule is not known before.
+        spreads: `Cooling.spread` of each in turns, of a loop of several chunks; else _SPREADS.
+    """
+
+    passes: int
+    long: int
+    heats: tuple[float, ...]
+    spreads: tuple[float, ...]
+
+
+# In Python few moves are made, and the ranks of a loop must gain together for any to be seen.
+PYTHON = Pace(_PASSES_PER_SECOND, 16_000, (1.0, 0.5, 2.0, 4.0), (4.0, 1.0, 4.0, 0.3))
+COMPILED = Pace(90_000_000, 200_000, (1.0, 0.5, 1.5, 2.0), (0.3, 0.3, 1.0, 0.1))
+
+# How many go on, their share of the effort after the starts are found, and the temperature at the start.
+_ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
+# The share that finds starts: more where few microbatches stand for many, as all of them are slow to anneal.
+_START, _LONG_START = 0.2, 0.5
+_SPREADS = (0.3, 4.0, 0.05, 1.0)
+
+
+def pace_here(portable: bool) -> Pace:
+    """The pace of this machine; portable: of any."""
+    return PYTHON if portable or library() is None else COMPILED
+
+
+@dataclass(frozen=True)
+class Spending:
+    """The pace of a search, when it must end by the process's CPU time, and its random numbers."""
+
+    pace: Pace
+    until: float
+    random: Random
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A schedule in the contest, the bound of its placement, and `spread` of the annealings to come, in turns."""
+
+    problem: Problem
+    bound: float
+    found: Found
+    spreads: tuple[float, ...]
+
+    def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
+        """Annealed, and reheated from the best if there is time."""
+        pace = of.pace
+        steps = int(seconds * pace.passes / (self.problem.num_passes + _PER_MOVE))
+        rounds = max(1, steps // pace.long)
+        found = self.found
+        for i in range(rounds if steps else 0):
+            heat = hot * pace.heats[i % len(pace.heats)] * min(1.0, steps / 5000)
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], of.until)
+            found = anneal_fast(self.problem, found, cooling, of.random.getrandbits(64), self.bound * (1 + 1e-9))
+        return replace(self, found=found)
+
+
+def contest(problems: list[Problem], seconds: float, of: Spending, progress: Callable[[float], None]) -> Entrant:
+    """Anneal many starts for a short time, the best of them longer, the very best longest."""
+    spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
+    entrants = _entrants(problems, starts * seconds, of)
+    progress(spent)
+    for keep, part, hot in _ROUNDS:
+        best = min(x.found.length for x in entrants)
+        # A placement whose bound is no better than what another has found cannot win.
+        entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
+        entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
+        each = part * (1.0 - starts) / len(entrants)
+        for i, x in enumerate(entrants):
+            entrants[i] = x.improved(each * seconds, of, hot)
+            spent += each
+            progress(spent)
+    progress(1.0)
+    return min(entrants, key=lambda x: x.found.length)
+
+
+def _entrants(problems: list[Problem], seconds: float, of: Spending) -> list[Entrant]:
+    """The best pattern of each placement and, if that is not optimal, other starts."""
+    result = []
+    for x in problems:
+        objective = "period" if x.period else "makespan"
+        bound = lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
+        starts = patterns(x)[:1]
+        if starts[0].length > bound * (1 + 1e-9):
+            starts += _starts(x, seconds / len(problems), of)
+        spreads = of.pace.spreads if _is_dealt(x.placement) else _SPREADS
+        turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
+        result += [Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
+    return result
+
+
+def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
+    """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
+    few = _few(full)
+    if full.microbatches >= 2 * few:
+        small = problem(full.placement, few, full.costs, full.memory, full.period)
+        return unroll(full, small, contest([small], seconds, replace(of, random=Random(0)), lambda share: None).found)[
+            :2
+        ]
+    tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
+    dealt = deals(full, tries // 6, of.until, of.random) if _is_dealt(full.placement) else []
+    islands = max(1, min(16 - len(dealt), tries // 200))
+    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, of.until, of.random)[:1]]
+
+
+def _is_dealt(place: Placement) -> bool:
+    """Is it a loop of several chunks?"""
+    chunks = place.num_stages // place.num_ranks
+    return chunks > 1 and place == loop(place.num_ranks, chunks)
+
+
+def _few(full: Problem) -> int:
+    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
+    return 3 * full.placement.num_ranks
