@@ -24,6 +24,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse, run
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
+from megapipe.tensor_parallel.products import add_linear, linear
 from megapipe.tensor_parallel.rng import initialize
 
 
@@ -69,7 +70,10 @@ def main(argv: Sequence[str]) -> None:
         _ready(layer, Axis())
     layers |= {f"transformers, {way}": _theirs(args, way) for way in ("eager", "grouped_mm")}
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
-    times = {name: _median(partial(_step, layer, x, dy), args.repeats) for name, layer in layers.items()}
+    steps = {name: partial(_step, layer, x, dy) for name, layer in layers.items()}
+    steps["the products alone"] = _products(args.experts, args.tokens_per_expert, args.hidden, args.ffn)
+    steps["of the dense one"] = _products(1, tokens, args.hidden, args.ffn * args.topk)
+    times = {name: _median(step, args.repeats) for name, step in steps.items()}
     for name, ms in times.items():
         print(f"{name:<28} {ms:8.1f} ms  {ms / times['experts']:5.2f}")
 
@@ -108,6 +112,23 @@ def _ready(layer: nn.Module, tp: Axis) -> None:
     initialize(layer, 1, tp)
     for param in layer.parameters():
         setattr(param, "main_grad", torch.zeros_like(param))  # noqa: B010
+
+
+def _products(experts: int, rows: int, hidden: int, ffn: int) -> Callable[[], None]:
+    """The matrix products of a step and nothing else: the least that any layer of these sizes takes here."""
+    sizes = [(2 * ffn, hidden), (hidden, ffn)]
+    weights = [[torch.randn(size) for size in sizes] for _ in range(experts)]
+    sums = [[torch.zeros(size) for size in sizes] for _ in range(experts)]
+    data = [[(torch.randn(rows, into), torch.randn(rows, out)) for out, into in sizes] for _ in range(experts)]
+
+    def step() -> None:
+        for n in range(experts):
+            for weight, main_grad, (x, dy) in zip(weights[n], sums[n], data[n], strict=True):
+                linear(x, weight)
+                linear(dy, weight.t())
+                add_linear(main_grad, dy.t(), x.t())
+
+    return step
 
 
 def _theirs(args: Flags, way: str) -> nn.Module:
