@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         _ready(layer, Axis())
     layers |= {f"transformers, {way}": _theirs(args, way) for way in ("eager", "grouped_mm")}
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
-    steps = {name: partial(_step, layer, x, dy) for name, layer in layers.items()}
+    steps: dict[str, Callable[[], None]] = {name: partial(_step, layer, x, dy) for name, layer in layers.items()}
     steps["the products alone"] = _products(args.experts, args.tokens_per_expert, args.hidden, args.ffn)
     steps["of the dense one"] = _products(1, tokens, args.hidden, args.ffn * args.topk)
     times = {name: _median(step, args.repeats) for name, step in steps.items()}
