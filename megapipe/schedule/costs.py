@@ -189,21 +189,21 @@ class Costs:
         if not any(getattr(self, name) for name in SHARES):
             return sum(alone)
         chains = [
-            chain for x, part in zip(step, parts, strict=True) for chain in part._chains(x.kind, x.stage, placement)
+            chain for x, part in zip(step, parts, strict=True) for chain in part.chains(x.kind, x.stage, placement)
         ]
-        return max(_together(chains) + self.overhead, *alone)
+        return max(max(piece.end for piece in pieces(chains)) + self.overhead, *alone)
 
-    def _chains(self, kind: Kind, stage: int, placement: Placement) -> list[_Chain]:
+    def chains(self, kind: Kind, stage: int, placement: Placement) -> list[Chain]:
         """The pieces of a pass; those of weight gradients are a chain of their own, behind that of the input's."""
         lead = "f" if kind.is_forward else "b"  # W's products stand between the turns of its B
         turns = 0
         if self.piece:
             whole = self._by_stage(lead, placement)[stage] * getattr(self, f"link_{lead}")
             turns = min(max(1, round(whole / self.piece)), _TURNS)
-        chains: list[_Chain] = []
+        chains: list[Chain] = []
         for letter in kind.traits.costs:
             time, share = self._by_stage(letter, placement)[stage], getattr(self, f"link_{letter}", 0.0)
-            chains.append(_Chain((1 - share) * time, share * time, turns, letter == "b", bool(chains)))
+            chains.append(Chain((1 - share) * time, share * time, turns, letter == "b", bool(chains)))
         return chains
 
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
@@ -230,7 +230,7 @@ def _mean(value: PerStage) -> float:
     return sum(value) / len(value) if isinstance(value, tuple) else value
 
 
-class _Chain(NamedTuple):
+class Chain(NamedTuple):
     """Pieces that follow each other: so many turns of arithmetic and of communication, 0 for as many as one likes.
 
     Attributes:
@@ -245,27 +245,46 @@ class _Chain(NamedTuple):
     behind: bool
 
 
-def _together(chains: list[_Chain]) -> float:
-    """Makespan of chains on one lane for arithmetic and one for communication: the piece that can start first goes
-    first, of several that of the chain with most left."""
+class Piece(NamedTuple):
+    """A piece of a step from its begin on: of one of its chains, arithmetic or communication on the link."""
+
+    chain: int
+    link: bool
+    start: float
+    end: float
+
+
+def pieces(chains: Sequence[Chain]) -> list[Piece]:
+    """Chains played on one lane for arithmetic and one for communication: the piece that can start first goes first,
+    of several that of the chain with most left. Where turns are as many as one likes a chain has one piece on each."""
+    played: list[Piece] = []
+    free = [0.0, 0.0]
+
+    def play(i: int, lane: int, after: float, turns: int) -> float:
+        start = max(after, free[lane])
+        free[lane] = start + (chains[i].link if lane else chains[i].compute) / turns
+        played.append(Piece(i, bool(lane), start, free[lane]))
+        return free[lane]
+
     if not all(chain.turns for chain in chains):
-        return max(sum(chain.compute for chain in chains), sum(chain.link for chain in chains))
+        for i in range(len(chains)):
+            play(i, 0, 0.0, 1)
+            play(i, 1, 0.0, 1)
+        return played
     ends = [[0.0] for _ in chains]  # of a chain's pieces, of what stands before the first at 0
-    free, last = [0.0, 0.0], 0.0
     for _ in range(sum(2 * chain.turns for chain in chains)):
-        ready: list[tuple[float, float, int, int]] = []
+        ready: list[tuple[float, float, int, int, float]] = []
         for i, chain in enumerate(chains):
             at = len(ends[i]) - 1
             lane = (at + chain.link_first) % 2
             needed = 2 * (at // 2 + 1) if chain.behind else 0  # both have as many turns
             if at < 2 * chain.turns and needed < len(ends[i - 1]):
                 left = (1 - at / 2 / chain.turns) * (chain.compute + chain.link)
-                ready.append((max(ends[i][-1], free[lane], ends[i - 1][needed]), -left, i, lane))
-        start, _, i, lane = min(ready)
-        free[lane] = start + (chains[i].link if lane else chains[i].compute) / chains[i].turns
-        ends[i].append(free[lane])
-        last = max(last, free[lane])
-    return last
+                after = max(ends[i][-1], ends[i - 1][needed])
+                ready.append((max(after, free[lane]), -left, i, lane, after))
+        _, _, i, lane, after = min(ready)
+        ends[i].append(play(i, lane, after, chains[i].turns))
+    return played
 
 
 UNIT = Costs()

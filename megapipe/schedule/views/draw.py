@@ -5,13 +5,14 @@ The colours are chosen here for every picture, on paper and in the terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Placement, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
 
 COLOURS = {kind: kind.traits.colour for kind in Kind}
 """Colours of the first chunk, apart for common kinds of colour blindness: any two differ in lightness or in blue."""
@@ -22,6 +23,7 @@ _Names = dict[tuple[Kind, int], str]
 
 _LEFT, _RIGHT, _TOP = 56, 76, 56
 _ROW, _GAP, _CURVE, _CURVE_GAP = 24, 4, 24, 7
+_LANE, _LANE_GAP = 7, 2
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.n text{font-size:10px;text-anchor:middle}.h{font-weight:bold}"
     ".r{text-anchor:end}.m{text-anchor:middle}.idle{fill:#e4e4e4}.pair{fill:none;stroke:#111;stroke-width:1.2}"
@@ -73,8 +75,10 @@ def short(value: float) -> str:
 def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str:
     """Draw a schedule.
 
-    Boxes are passes, grey is bubble; an overlapped pair is one box split in two. Under the rows, the activation each
-    rank holds over time with its peak and, if given, the limit `memory` (in the unit of costs.mem_b).
+    Boxes are passes, grey is bubble; an overlapped pair is one box split in two. Where costs say that passes have
+    communication each row has two lanes below, of its passes' arithmetic and of their communication, which in a pair
+    lie beside each other. Under the rows, the activation each rank holds over time with its peak and, if given, the
+    limit `memory` (in the unit of costs.mem_b).
 
     Returns: an XML document without scripts or fonts of its own.
     Raises: ScheduleError if the schedule cannot proceed.
@@ -82,7 +86,8 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     time = simulate(schedule, costs)
     plot = _plot_width(time)
     ranks = len(schedule.ranks)
-    rows_end = _TOP + len(tracks(schedule)) * (_ROW + _GAP)
+    lanes = (ARITHMETIC, LINK) if communicates(costs) else ()
+    rows_end = _TOP + len(tracks(schedule)) * (_ROW + _GAP) + ranks * len(lanes) * (_LANE + _LANE_GAP)
     curves_top = rows_end + 44
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
@@ -91,9 +96,13 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     fill = {key: colour for key, colour in shades(schedule.placement).items() if key[0] in used}
     classes = {colour: f"c{i}" for i, colour in enumerate(dict.fromkeys(fill.values()))}
     names = {key: classes[colour] for key, colour in fill.items()}
-    style = _STYLE + "".join(
-        f".{name}{{fill:{colour}}}" + (f".n .{name}+text{{fill:#fff}}" if is_dark(colour) else "")
-        for colour, name in classes.items()
+    style = (
+        _STYLE
+        + ".s text{font-size:8px}" * bool(lanes)
+        + "".join(
+            f".{name}{{fill:{colour}}}" + (f".n .{name}+text{{fill:#fff}}" if is_dark(colour) else "")
+            for colour, name in classes.items()
+        )
     )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
@@ -101,7 +110,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         *_heading(schedule, time, memory),
         *_legend(schedule, names, memory),
-        *_rows(schedule, time, names, scale, plot),
+        *_rows(schedule, time, names, scale, plot, dict.fromkeys(lanes, costs)),
         *_axis(time, scale, plot, rows_end),
         *_curves(time, memory, scale, plot, curves_top),
         "</svg>",
@@ -149,9 +158,11 @@ def _legend(schedule: Schedule, names: _Names, memory: float | None) -> Iterator
         yield f'<path class="limit" d="M{x:g} 36h18"/><text x="{x + 22:g}" y="40">memory limit</text>'
 
 
-def _rows(schedule: Schedule, time: Timeline, names: _Names, scale: float, plot: int) -> Iterator[str]:
-    for number, (rank, lane) in enumerate(tracks(schedule)):
-        y = _TOP + number * (_ROW + _GAP)
+def _rows(
+    schedule: Schedule, time: Timeline, names: _Names, scale: float, plot: int, lanes: Mapping[str, Costs]
+) -> Iterator[str]:
+    y = _TOP
+    for rank, lane in tracks(schedule):
         computes = lane is Lane.COMPUTE
         label = f"rank {rank}" if computes else lane.value
         yield f'<g transform="translate({_LEFT} {y})"><text class="r" x="-6" y="16">{label}</text>'
@@ -163,6 +174,16 @@ def _rows(schedule: Schedule, time: Timeline, names: _Names, scale: float, plot:
             width = max(end - x, 1.5)  # of what takes no time too
             yield from _box(step, x, width, [names[item.kind, item.stage] for item in step])
         yield "</g></g>"
+        y += _ROW + _GAP
+        for part, costs in lanes.items() if computes else ():
+            yield f'<g class="s" transform="translate({_LEFT} {y})"><text class="r" x="-6" y="{_LANE}">{part}</text>'
+            yield f'<rect class="idle" width="{plot}" height="{_LANE}"/>'
+            for item, at, start, end in stretches(schedule, costs, time, rank):
+                if at == part:
+                    box = f'<rect class="{names[item.kind, item.stage]}" x="{_px(start * scale)}" height="{_LANE}"'
+                    yield f'{box} width="{_px((end - start) * scale)}"><title>{item}</title></rect>'
+            yield "</g>"
+            y += _LANE + _LANE_GAP
 
 
 def _box(step: Step, x: float, width: float, names: list[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.draw import chunks, tracks
+from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
 
 _MICROSECONDS = 1000.0
 """Microseconds of one unit of cost: it reads as a millisecond."""
@@ -20,13 +21,16 @@ Event = dict[str, object]
 def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
     """A trace of a simulated schedule: a track per rank, an arrow per message, a counter of activation per rank.
 
-    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of the same time.
+    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of the same time. Where
+    costs say that passes have communication a rank has two tracks more, of their arithmetic and of their communication.
 
     Returns: JSON in Chrome's trace event format, events "M", "X", "s"/"f" and "C".
     Raises: ScheduleError if the schedule cannot proceed.
     """
     time = simulate(schedule, costs)
     events = [*_tracks(schedule), *_slices(schedule, time), *_arrows(schedule, time), *_counters(time)]
+    if communicates(costs):
+        events += _lanes(schedule, costs, time)
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
@@ -38,6 +42,24 @@ def _tracks(schedule: Schedule) -> Iterator[Event]:
         thread = _thread(schedule, rank, lane)
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": index}}
+
+
+def _lanes(schedule: Schedule, costs: Costs, time: Timeline) -> Iterator[Event]:
+    ranks = len(schedule.ranks)
+    threads = {lane: (len(Lane) + n) * ranks for n, lane in enumerate((ARITHMETIC, LINK))}
+    for rank in range(ranks):
+        for lane, first in threads.items():
+            yield {
+                "ph": "M",
+                "pid": 0,
+                "tid": first + rank,
+                "name": "thread_name",
+                "args": {"name": f"rank {rank} {lane}"},
+            }
+            yield {"ph": "M", "pid": 0, "tid": first + rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        for item, lane, start, end in stretches(schedule, costs, time, rank):
+            event = {**_at(threads[lane] + rank, start), "ph": "X", "dur": (end - start) * _MICROSECONDS}
+            yield {**event, "name": f"{item.kind.value}{item.of}", "cat": lane, "args": {"pass": str(item)}}
 
 
 def _thread(schedule: Schedule, rank: int, lane: Lane) -> int:

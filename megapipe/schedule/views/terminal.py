@@ -10,6 +10,7 @@ from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.draw import MEANING, chunks, is_dark, on_track, shades, short, tracks
+from megapipe.schedule.views.lanes import communicates, communication
 
 _MOST_PER_PASS = 4
 """Columns of the shortest pass; more would only spread a small schedule out."""
@@ -51,7 +52,7 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
 
 
 def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """A schedule in numbers, in five lines."""
+    """A schedule in numbers, in five lines; a sixth of the communication within its passes where costs have it."""
     timeline, row = simulate(schedule, costs), measure(schedule, costs)
     limit = "" if memory is None else f" of {short(memory)}"
     return [
@@ -61,6 +62,7 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
         f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
         f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
+        *([str(communication(schedule, costs))] if communicates(costs) else []),
     ]
 
 

@@ -1,0 +1,99 @@
+"""Lanes of a step: where its passes compute, where they communicate, and how much of that is left exposed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megapipe.schedule.costs import SHARES, Chain, Costs, pieces
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.simulate import Timeline
+
+ARITHMETIC, LINK = "arithmetic", "link"
+_OF_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
+
+
+class Stretch(NamedTuple):
+    """A piece of a pass on one of the two lanes within its step."""
+
+    item: Pass
+    lane: str
+    start: float
+    end: float
+
+
+class Communication(NamedTuple):
+    """Time of all passes' communication over all ranks, and the part of it beside which the rank computes nothing."""
+
+    total: float
+    exposed: float
+
+    def __str__(self) -> str:
+        return f"communication within passes: {self.total:.5g} over all ranks, {self.share:.1%} of it exposed"
+
+    @property
+    def share(self) -> float:
+        return self.exposed / self.total if self.total else 0.0
+
+
+def communicates(costs: Costs) -> bool:
+    """Do the costs say of any pass that it has communication?"""
+    return any(getattr(costs, name) for name in SHARES)
+
+
+def communication(schedule: Schedule, costs: Costs) -> Communication:
+    """The communication within the passes of a table under costs.
+
+    A step takes its overhead, its arithmetic, and what is exposed of its communication; alone a pass hides nothing.
+    """
+    counts = Counter(
+        tuple(x._replace(microbatch=0) for x in step) for row in schedule.ranks for step in row if _has_lanes(step)
+    )
+    total = exposed = 0.0
+    for step, count in counts.items():
+        chains = [chain for _, chain in _chains(schedule, costs, step)]
+        link = sum(chain.link for chain in chains)
+        rest = costs.of_step(step, schedule.placement, schedule.cuts) - sum(chain.compute for chain in chains)
+        total += count * link
+        exposed += count * min(link, max(0.0, rest - costs.overhead))
+    return Communication(total, exposed)
+
+
+def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> Iterator[Stretch]:
+    """The pieces of a rank's passes, in the order of its steps; none of costs without communication."""
+    if not communicates(costs):
+        return
+    for step in filter(_has_lanes, schedule.ranks[rank]):
+        start, end = time.start[step[0]] + costs.overhead, time.end[step[0]]
+        owned = _chains(schedule, costs, step)
+        chains = [chain for _, chain in owned]
+        played = pieces(chains) if len(step) > 1 else [*_alone(chains)]
+        # An fb that was given may leave less than the pieces ask for.
+        last = max(piece[-1] for piece in played)
+        scale = min(1.0, (end - start) / last) if last else 0.0
+        for i, link, begin, stop in played:
+            if stop > begin:
+                yield Stretch(owned[i][0], LINK if link else ARITHMETIC, start + begin * scale, start + stop * scale)
+
+
+def _has_lanes(step: Step) -> bool:
+    return _OF_LAYERS.issuperset(x.kind for x in step)
+
+
+def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Chain]]:
+    parts = ((x, costs.of_slice(schedule.cuts, x.slice)) for x in step)
+    return [(x, chain) for x, part in parts for chain in part.chains(x.kind, x.stage, schedule.placement)]
+
+
+def _alone(chains: list[Chain]) -> Iterator[tuple[int, bool, float, float]]:
+    """The pieces of one pass, none beside another."""
+    now = 0.0
+    for turn in range(max(chain.turns for chain in chains) or 1):
+        for i, chain in enumerate(chains):
+            turns = chain.turns or 1
+            if turn < turns:
+                for link in (chain.link_first, not chain.link_first):
+                    begin, now = now, now + (chain.link if link else chain.compute) / turns
+                    yield i, link, begin, now
