@@ -17,9 +17,9 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
-from megapipe.tensor_parallel.products import linear
+from megapipe.tensor_parallel.products import add_product, linear
 from megapipe.tensor_parallel.region import is_fused, region
-from megapipe.tensor_parallel.weight_grad import add_product, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once in float32: more leave a CPU's cache."""

@@ -19,8 +19,9 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.products import linear
-from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, add_product, current_weight_grads
+from megapipe.tensor_parallel.fp8.products import Recipe, products_of
+from megapipe.tensor_parallel.products import Products
+from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, current_weight_grads
 
 
 class _Linear(torch.autograd.Function):
@@ -32,38 +33,43 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opens: Edge, closes: Edge) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opens: Edge, closes: Edge, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.opens, ctx.closes = bias, opens, closes
+        ctx.bias, ctx.opens, ctx.closes, ctx.products = bias, opens, closes, products
         ctx.weight_grads = current_weight_grads()
         # A product adds a bias at no cost, which one of the summands then brings along.
-        return closes.forward(linear(opens.forward(x).wait(), weight, bias if closes.first else None)).wait()
+        y = products.forward(opens.forward(x).wait(), weight, bias if closes.first else None)
+        return closes.forward(y).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), opens, closes, owner = ctx.saved_tensors, ctx.opens, ctx.closes, ctx.weight_grads
+        products: Products = ctx.products
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferring = owner is not None and owner.is_deferring
         owed: Tensor | None = getattr(weight, "main_grad", None) if needs_weight and deferring else None
         whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
         dy = closes.backward(grad).wait()
-        grad_x = opens.backward(linear(dy, weight.t())) if needs_x else None  # is summed during the products below
+        # It is summed during the products below.
+        grad_x = opens.backward(products.input_grad(dy, weight)) if needs_x else None
         grad_weight = grad_bias = None
         if needs_bias:
             grad_bias = bias_grad(ctx.bias, grad)
         if owed is not None:
-            owner.submit(lambda: _weight_pass(owed, closes.backward(grad).wait(), opens.forward(x).wait()))
+            owner.submit(lambda: _weight_pass(products, owed, closes.backward(grad).wait(), opens.forward(x).wait()))
         elif whole is not None:
-            grad_weight = accumulate_weight_grad(weight, dy, whole.wait(), owner)
-        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None
+            grad_weight = accumulate_weight_grad(weight, dy, whole.wait(), owner, products)
+        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
 
 
 # A compiler would lose what backward does beside its result: main_grad, W passes.
 _linear: Callable[..., Tensor] = eager(_Linear.apply)
 
 
-def _weight_pass(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    add_product(main_grad, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+def _weight_pass(products: Products, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    products.add_weight_grad(main_grad, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 
 
 def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
@@ -88,6 +94,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: the input is this rank's share of the sequence.
         blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
         init_std: standard deviation of the initial weight, as in Layout.
+        fp8: how its products are quantised; None for those in the type of its operands.
     """
 
     def __init__(
@@ -101,8 +108,10 @@ class ColumnParallelLinear(nn.Module):
         blocks: int = 1,
         init_std: float | None = 0.02,
         tied_to: str | None = None,
+        fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
+        self.products = products_of(fp8)
         assert output_size % (blocks * tp.size) == 0, f"{output_size} outputs do not divide over {tp.size} ranks"
         self._opens = opening(tp, sequence_parallel)
         rows = output_size // tp.size
@@ -115,7 +124,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, ..., in], the same on all tp ranks, or [s/t, ..., in] -> [s, ..., out/t]."""
-        return _linear(x, self.weight, self.bias, self._opens, INSIDE)
+        return _linear(x, self.weight, self.bias, self._opens, INSIDE, self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -125,6 +134,7 @@ class RowParallelLinear(nn.Module):
         input_size, output_size: of the whole layer; input_size must divide by tp.
         sequence_parallel: the output is this rank's share of the sequence.
         init_std: standard deviation of the initial weight, as in Layout.
+        fp8: how its products are quantised; None for those in the type of its operands.
     """
 
     def __init__(
@@ -136,8 +146,10 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         sequence_parallel: bool = False,
         init_std: float | None = 0.02,
+        fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
+        self.products = products_of(fp8)
         assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"
         self._closes = closing(tp, sequence_parallel)
         self.weight = set_layout(
@@ -151,4 +163,4 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, ..., in/t] -> [s, ..., out], the same on all tp ranks, or [s/t, ..., out]."""
-        return _linear(x, self.weight, self.bias, INSIDE, self._closes)
+        return _linear(x, self.weight, self.bias, INSIDE, self._closes, self.products)

@@ -24,8 +24,7 @@ from megapipe.tensor_parallel.fused_cross_entropy import (
     to_gradient_,
     wide_of,
 )
-from megapipe.tensor_parallel.products import linear
-from megapipe.tensor_parallel.weight_grad import add_product
+from megapipe.tensor_parallel.products import add_product, linear
 
 
 class VocabularyRows(nn.Module):

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import at_waits
-from megapipe.tensor_parallel.products import add_linear, linear
+from megapipe.tensor_parallel.products import PLAIN, Products
 
 _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
 
@@ -88,7 +87,9 @@ def current_weight_grads() -> WeightGrads | None:
     return _current.get()
 
 
-def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner: WeightGrads | None) -> Tensor | None:
+def accumulate_weight_grad(
+    weight: Tensor, grad_output: Tensor, x: Tensor, owner: WeightGrads | None, products: Products = PLAIN
+) -> Tensor | None:
     """The weight gradient of a linear layer, dy^T x.
 
     Args:
@@ -96,31 +97,18 @@ def accumulate_weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor, owner
         grad_output: [..., out].
         x: [..., in].
         owner: the stage that may put the product off.
+        products: how it is computed.
     Returns: the gradient for autograd if the weight has no main_grad, else None.
     """
     dy, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     # A weight outside of the optimizer's buffers, as in tests and in a user's own module: autograd sums it.
     if main_grad is None:
-        return linear(dy.t(), x.t())
+        return products.weight_grad(dy, x).to(weight.dtype)
     # It holds dy and x until W: that is the memory which a split backward costs.
-    job = partial(add_product, main_grad, dy, x)
+    job = partial(products.add_weight_grad, main_grad, dy, x)
     if owner is None:
         job()
     else:
         owner.submit(job)
     return None
-
-
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad [out, in] += dy^T x, with dy [n, out] and x [n, in].
-
-    The sum over microbatches is always in main_grad's type. The product of one microbatch is too on a GPU; CPU kernels
-    round a bf16 product once (relative error 2^-9), since the same in float32 takes four to five times as long.
-    """
-    if dy.dtype == main_grad.dtype:
-        add_linear(main_grad, dy.t(), x.t())
-    elif not dy.is_cuda:
-        main_grad.add_(linear(dy.t(), x.t()))
-    else:
-        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)

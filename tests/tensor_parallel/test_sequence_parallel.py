@@ -74,7 +74,7 @@ def test_the_collective_of_the_input_gradient_is_under_way_during_the_weight_pro
         events.append("start")
         return Pending(grad, Work())
 
-    monkeypatch.setattr("megapipe.tensor_parallel.weight_grad.add_product", lambda *_: events.append("product"))
+    monkeypatch.setattr("megapipe.tensor_parallel.products.add_product", lambda *_: events.append("product"))
     layer = ColumnParallelLinear(4, 4, tp=Axis(), bias=True)
     initialize(layer, 1, Axis())
     layer.weight.main_grad = torch.zeros(4, 4)

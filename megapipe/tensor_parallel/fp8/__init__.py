@@ -1,0 +1,1 @@
+"""Products of linear layers of operands in eight bits."""
