@@ -209,6 +209,7 @@ def load_checkpoint(
     content, other = together(mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents))
     held = {} if with_optimizer is None else with_optimizer.state()
     tensors = shards.tensors_of(stages, held, mesh)
+    tensors = together(mesh, lambda: shards.loadable(folder, tensors))
     needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
     together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
     together(mesh, lambda: shards.read(folder, tensors, mesh))

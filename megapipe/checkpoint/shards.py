@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 from megapipe.checkpoint import commit
-from megapipe.distributed.layout import Layout, layout_of, saved_tensors, whole_name
+from megapipe.distributed.layout import HISTORY, Layout, histories, layout_of, saved_tensors, whole_name
 from megapipe.distributed.meeting.together import room
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -64,7 +64,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
     """Tensors of this rank by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
     hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
-    params = dict(pair for stage in stages for pair in saved_tensors(stage))
+    params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
     saved = {name: param for name, param in params.items() if not _of_twin(layouts[name], mesh)}
     own = {name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params}
@@ -87,6 +87,14 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
             mesh.twins.broadcast(param.detach(), mesh.twins.ranks.index(mesh.pp.ranks[share]))
 
 
+def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that the folder has, or must have: a run in FP8 may go on from one that was not, or remembered less."""
+    if not any(key.endswith(HISTORY) for key in tensors):
+        return tensors
+    stored, facts = _stored(folder), facts_of(tensors)
+    return {key: x for key, x in tensors.items() if not key.endswith(HISTORY) or stored.get(key) == facts[key]}
+
+
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Full shape and dtype of each tensor, as errors print them."""
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
@@ -94,21 +102,14 @@ def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> None:
     """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
-    try:
-        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
-        raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
-    there = {
-        key: _fact(list(entry.size), entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    there = _stored(folder)
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):
         raise CheckpointError(f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim")
     # The state of a parameter that has been frozen since is left where it is.
     unread = {key for key in there if key.startswith("optimizer.")} - needed.keys()
     if with_optimizer:
         unread = {key for key in unread if key.split(".", 2)[2] in needed}
+    unread |= {key for key in there if key.endswith(HISTORY) and key not in needed}
     there = {key: fact for key, fact in there.items() if key not in unread}
     wrong = [
         f"{key} is {there[key]}, not {needed[key]}"
@@ -129,6 +130,19 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
     ]
     if problems:
         raise CheckpointError(problems)
+
+
+def _stored(folder: Path) -> dict[str, str]:
+    """Full shape and dtype of what a folder has. Raises: CheckpointError."""
+    try:
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
+        raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
+    return {
+        key: _fact(list(entry.size), entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:

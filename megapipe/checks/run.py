@@ -13,6 +13,7 @@ from math import gcd
 from megapipe.checks.batch import batch_problems, sound_batch
 from megapipe.checks.context import context_problems
 from megapipe.checks.experts import expert_problems
+from megapipe.checks.fp8 import fp8_problems
 from megapipe.checks.inputs import (
     answer,
     ask,
@@ -141,6 +142,7 @@ def _model(config: Config) -> Problems:
             f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "
             f"Use --max-position-embeddings {config.train.seq_length}."
         )
+    yield from fp8_problems(config)
 
 
 def _overrides(config: Config) -> Problems:

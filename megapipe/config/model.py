@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megapipe.config.fp8 import FP8Config
 from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.notes import (
@@ -30,7 +31,7 @@ RECOMPUTED = Idle(
 
 
 @dataclass(frozen=True)
-class ModelConfig(MoEConfig, MLAConfig):
+class ModelConfig(FP8Config, MoEConfig, MLAConfig):
     """The architecture. Nothing about layout, data or training."""
 
     num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import SAVED_BUFFERS, layout_of, saved_tensors
+from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
 from megapipe.partition.spans import LayerSpan
@@ -64,7 +64,9 @@ class SavedTensors:
         for index, info in found.storage_data.items():
             if files is None or Path(info.relative_path).name in files:
                 self._parts.setdefault(index.fqn, []).append((info.relative_path, index.offset))
-        self.shapes = {key: shape for key, shape in self.shapes.items() if key in self._parts}
+        self.shapes = {
+            key: shape for key, shape in self.shapes.items() if key in self._parts and not key.endswith(HISTORY)
+        }
 
     def read(self, key: str) -> Tensor:
         """The whole tensor, on the CPU."""

@@ -64,6 +64,20 @@ def gpu_name(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
+def require_fp8(device: torch.device, asked: str | None) -> None:
+    """Raises: ConfigError if a GPU has no products of eight bits; a CPU computes the same in float32.
+
+    asked: by --fp8-format.
+    """
+    if asked is not None and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise ConfigError(
+                f"--fp8-format {asked} needs a GPU of compute capability 8.9 or more, and "
+                f"{torch.cuda.get_device_name(device)} has {major}.{minor}. Leave it out."
+            )
+
+
 def waits_for_kernels() -> bool:
     """Does the host wait for each kernel that it starts? Set by who looks for the one that fails."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")

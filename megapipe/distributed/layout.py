@@ -112,3 +112,12 @@ def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A stage's parameters and those buffers, by name."""
     yield from stage.named_parameters()
     yield from ((name, x) for name, x in stage.named_buffers() if name.rpartition(".")[2] in SAVED_BUFFERS)
+
+
+HISTORY = ".amax_history"
+"""The end of the name of what delayed scaling remembers. A run loads it where it is, and else begins to remember."""
+
+
+def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Memories of a stage's delayed scaling, by name: whole on every rank."""
+    return ((name, x) for name, x in stage.named_buffers() if name.endswith(HISTORY))

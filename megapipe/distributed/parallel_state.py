@@ -1,7 +1,7 @@
 """Megatron-LM's `parallel_state` by its names: a view of the current mesh, for code that is handed none.
 
-It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What a GPT without FP8 has no answer to
-(FP8's maxima, hybrid and hierarchical groups) raises one ConfigError that names it.
+It keeps nothing itself: what it answers is read from `ProcessMesh.current()`. What has no answer here (one group of
+FP8's largest values, hybrid and hierarchical groups) raises one ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError
 __all__ = ["ProcessGroupCollection", "destroy_model_parallel", "initialize_model_parallel"]
 
 _NOT_HERE = {
-    "amax": "megapipe has no FP8, whose maxima this group reduces",
+    "amax": "megapipe reduces the largest values of FP8 over several axes, after a step",
     "hybrid": "megapipe has no hybrid context parallelism",
     "hierarchical": "megapipe has no hierarchical context parallelism",
     "gtp": "megapipe has no generalized tensor parallelism",

@@ -37,7 +37,6 @@ record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
 moe-apply-probs-on-input: the weight of an expert is applied between its two layers
 moe-router-force-biased: use --moe-router-force-load-balancing
 moe-router-quantile-balancing-ema: use --moe-router-enable-expert-bias
-moe-router-padding-for-*: there is no fp8
 moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use --moe-expert-capacity-factor
 moe-routing-trace-*: use --moe-per-layer-logging with --metrics-file
 moe-latent-size: experts take the hidden states themselves
@@ -54,8 +53,10 @@ dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention 
 mtp-*: there is no multi-token prediction
 fine-grained-* offload-modules: activations stay on the device; use --recompute-granularity selective
 no-use-layer-wise-param-layout: parameters have one layout
-fp8-* fp4-* no-fp8-* disable-fp8-* first-last-layers-bf16 num-layers-at-* keep-fp8-*: precision is float32, bf16 or
-    fp16
+fp8-output-proj: the output head has the type of the weights
+fp8-quantizer-factory: scales are those of --fp8-recipe
+fp4-*: precision is float32, bf16, fp16 or, by --fp8-format, FP8
+keep-fp8-transpose-cache: parameters are not sharded over data-parallel ranks
 lion-*: the optimizers are adam, sgd, muon and --optimizer FILE.py:NAME
 *optimizer-*offload* qk-clip*: optimizer state is on the device
 *fsdp* outer-dp-*: parameters are not sharded over data-parallel ranks

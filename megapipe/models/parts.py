@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.models.norm import Norm
-from megapipe.models.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear, attention_kernel
+from megapipe.models.transformer_engine import (
+    TEColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+    attention_kernel,
+    knows,
+)
+from megapipe.tensor_parallel.fp8.products import Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,8 +33,8 @@ class Parts:
         attention: makes a kernel for whole sequences without dropout; None for torch's.
     """
 
-    column: type[ColumnParallelLinear]
-    row: type[RowParallelLinear]
+    column: Callable[..., ColumnParallelLinear]
+    row: Callable[..., RowParallelLinear]
     norm: type[Norm]
     attention: Callable[[ModelConfig, Axis], AttentionKernel | None]
 
@@ -37,4 +45,19 @@ _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm,
 
 def parts_of(config: ModelConfig) -> Parts:
     """The parts that --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
-    return _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL
+    parts = _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL
+    if (fp8 := recipe_of(config)) is None:
+        return parts
+    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each.
+    linear = parts if knows(fp8) else _LOCAL
+    return replace(parts, column=partial(linear.column, fp8=fp8), row=partial(linear.row, fp8=fp8))
+
+
+def recipe_of(config: ModelConfig) -> Recipe | None:
+    """The recipe of a layer's products; None without FP8."""
+    if config.fp8_format is None:
+        return None
+    delayed = config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo
+    if config.fp8_recipe != "delayed":
+        return Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
+    return Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad, *delayed)

@@ -8,8 +8,9 @@ difference. Written against 2.20; docs/transformer_engine.md says what is verifi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.norm import Norm
 from megapipe.tensor_parallel.eager import eager
+from megapipe.tensor_parallel.fp8.products import Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, bias_grad
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
@@ -99,6 +101,11 @@ def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "trans
 
     Raises: ConfigError if Transformer Engine is asked for and not usable.
     """
+    impl, text = _choose(config, on_gpu)
+    return impl, text + _precision(config.model, impl, on_gpu)
+
+
+def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
     local, asked = "layers of plain torch (local)", config.model.transformer_impl
     if asked == "local" or (asked == "auto" and not on_gpu):
         return "local", local
@@ -113,6 +120,35 @@ def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "trans
     return "transformer_engine", f"layers of Transformer Engine {version()}"
 
 
+def _precision(model: ModelConfig, impl: str, on_gpu: bool) -> str:
+    """Words on how products in FP8 are computed here; empty without."""
+    if model.fp8_format is None:
+        return ""
+    text = f", products of linear layers in FP8 ({model.fp8_format}, {model.fp8_recipe}"
+    if not on_gpu:
+        return f"{text}: rounded to it and multiplied in float32)"
+    if impl != "local" and model.fp8_recipe != "delayed" and not model.no_fp8_wgrad:
+        return f"{text})"
+    if model.fp8_recipe in ("delayed", "tensorwise"):
+        return f"{text}), by torch's scaled products"
+    return f"{text}: rounded to it and multiplied in bf16, without its speed)"
+
+
+def knows(fp8: Recipe) -> bool:
+    """Does te.Linear compute what this recipe says in every pass of a step, in any order?"""
+    return fp8.kind != "delayed" and fp8.weight_grads
+
+
+def quantising(fp8: Recipe | None) -> Callable[[], AbstractContextManager[None]]:
+    """The maker of a context that te.Linear is called in."""
+    if fp8 is None:
+        return nullcontext
+    recipes = import_module("transformer_engine.common.recipe")
+    names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    recipe = getattr(recipes, names[fp8.kind])(fp8_format=recipes.Format[fp8.format.upper()])
+    return partial(load().autocast, enabled=True, recipe=recipe)
+
+
 class _Product:
     """x W^T between the edges of a tensor-parallel region, by te.Linear.
 
@@ -120,7 +156,10 @@ class _Product:
     for one from the queue. It may be that of an earlier microbatch; their sum is what counts.
     """
 
-    def __init__(self, shape: tuple[int, int], mode: str, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, int], mode: str, tp: Axis, sequence_parallel: bool, fp8: Recipe | None
+    ) -> None:
+        self.quantising = quantising(fp8)
         self.linear = load().Linear(
             *shape,
             bias=False,
@@ -138,7 +177,8 @@ class _Product:
         te.fuse_wgrad_accumulation = getattr(weight, "main_grad", None) is not None
         # A delayed product can only go into main_grad: te would overwrite weight.grad.
         self._delay(owner is not None and te.fuse_wgrad_accumulation)
-        y: Tensor = te(x)
+        with self.quantising():
+            y: Tensor = te(x)
         if owner is not None and te.fuse_wgrad_accumulation and y.grad_fn is not None:
             y.grad_fn.register_prehook(partial(self._before_backward, owner))
             y.grad_fn.register_hook(partial(self._after_backward, owner))
@@ -187,7 +227,7 @@ class _ByTE:
     def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
         super().__init__(input_size, output_size, tp=tp, **options)  # type: ignore[call-arg]
         sequence_parallel = options.get("sequence_parallel", False)
-        self._product = _Product((input_size, output_size), self.mode, tp, sequence_parallel)
+        self._product = _Product((input_size, output_size), self.mode, tp, sequence_parallel, options.get("fp8"))
 
     @eager
     def forward(self, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from megapipe.distributed.device import (
     has_cuda,
     keep_freed_memory,
     pick_device,
+    require_fp8,
     versions,
 )
 from megapipe.distributed.meeting.together import on_first
@@ -99,6 +100,7 @@ def pretrain(
         be_deterministic()
     if (device := pick_device(config.parallel)).type == "cpu":
         keep_freed_memory()
+    require_fp8(device, model.fp8_format)
     same = facts(config, plan, (provider, forward_step, datasets)) if config.world_size > 1 else {}
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     run = None

@@ -24,6 +24,7 @@ position_embedding_type window_size normalization norm_epsilon apply_layernorm_1
 disable_bias_linear qk_layernorm untie_embeddings_and_output_weights init_method_xavier_uniform
 embedding_init_method_std attention_dropout hidden_dropout padded_vocab_size cross_entropy_loss_fusion model_provider
 transformer_impl recompute_granularity recompute_activations per_layer_overrides multi_latent_attention
+fp8_format
 tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_schedule pipeline_costs
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers
 decoder_last_pipeline_num_layers pipeline_model_parallel_layout memory_limit_gib enable_optimizer_post_validation
@@ -68,10 +69,12 @@ RUNS = [
     "--overlap-moe-expert-parallel-comm "
     "--context-parallel-size 2 --cp-comm-type p2p --fp16 --recompute-granularity full --group-query-attention "
     "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --optimizer sgd",
+    "--fp8-format e4m3 "
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-ring-exchange-p2p "
     "--optimizer muon --overlap-grad-reduce --lr-decay-style constant --lr-warmup-iters 5 --decoupled-lr 1 "
     "--disable-bias-linear --tokenizer-type GPT2BPETokenizer --enable-optimizer-post-validation "
     "--weight-decay-incr-style linear --eval-interval 5",
+    "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 "
     "--log-format short --tokenizer-type TikTokenizer --dataloader-type cyclic --eval-iters 0 --eval-interval 5 "
     "--exit-signal-handler --rerun-mode disabled --profile --exp-avg-dtype bf16",
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "

@@ -131,3 +131,17 @@ def test_the_arguments_that_we_rely_on_are_there(pool):
     assert {name: attention[name] for name in expected} == expected
     for norm in (found["LayerNorm"], found["RMSNorm"]):
         assert (norm["eps"], norm["zero_centered_gamma"]) == (1e-5, False)
+
+
+@with_wheel
+def test_it_is_told_the_recipe_while_a_linear_layer_runs_and_no_longer(pool):
+    """Its kernels in eight bits need a GPU: none has run."""
+    recipes = ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
+    for found, after in pool.run(te_ranks.recipes, [(1, 4, 1)], LLAMA):
+        assert found == [(True, name, "HYBRID") for name in recipes]
+        assert not after
+
+
+@with_wheel
+def test_delayed_scales_and_plain_weight_gradients_are_ours(pool):
+    assert pool.run(te_ranks.not_theirs, [(1, 4, 1)], LLAMA) == [["ColumnParallelLinear"] * 2] * WORLD

@@ -18,6 +18,7 @@ from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import layout_of, set_layout
 from megapipe.models.attention.layer import Attention, positions_here
 from megapipe.models.norm import Norm
+from megapipe.models.parts import recipe_of
 from megapipe.models.recompute import recompute
 from megapipe.models.rope import Rotary, growth, rotate
 from megapipe.tensor_parallel.collectives import across, opening
@@ -34,13 +35,16 @@ class LatentAttention(Attention):
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__(config, tp, layer)
         heads, split, std = config.heads, config.sequence_parallel, config.linear_std
+        fp8 = recipe_of(config)
         kv_rank, q_rank = config.kv_lora_rank, config.q_lora_rank
 
         def up(inputs: int, outputs: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(inputs, outputs, tp=tp, bias=False, sequence_parallel=split, init_std=std)
+            return ColumnParallelLinear(
+                inputs, outputs, tp=tp, bias=False, sequence_parallel=split, init_std=std, fp8=fp8
+            )
 
         def down(outputs: int) -> ColumnParallelLinear:
-            made = ColumnParallelLinear(config.hidden, outputs, tp=ALONE, bias=False, init_std=std)
+            made = ColumnParallelLinear(config.hidden, outputs, tp=ALONE, bias=False, init_std=std, fp8=fp8)
             set_layout(made.weight, replace(layout_of(made.weight), dim=None, sum_over_tp=split))
             return made
 
@@ -60,6 +64,7 @@ class LatentAttention(Attention):
             bias=config.bias,
             sequence_parallel=split,
             init_std=config.residual_std,
+            fp8=fp8,
         )
         self._opens = opening(tp, split)
 

@@ -22,37 +22,51 @@ from megapipe.models.mlp import activate
 from megapipe.models.moe.dispatch import Exchanged, Gathered, Way
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
-from megapipe.tensor_parallel.products import linear
-from megapipe.tensor_parallel.weight_grad import WeightGrads, add_product, current_weight_grads
+from megapipe.tensor_parallel.fp8.products import Recipe, products_of
+from megapipe.tensor_parallel.products import PLAIN, Products
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
-def _grouped(x: Tensor, width: int) -> bool:
+def _grouped(x: Tensor, width: int, how: Products) -> bool:
     """Does the device multiply all groups in one call, rows x [R, in] to ones of this width or with them?"""
-    fits = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
     return fits and x.shape[1] % 8 == width % 8 == 0  # strides of 16 bytes
 
 
-def products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
     """rows [R, in], those of each expert times its matrix of weight [E, out, in] -> [R, out]."""
-    if _grouped(rows, weight.shape[1]):
+    if _grouped(rows, weight.shape[1], how):
         return F.grouped_mm(rows, weight.mT, offs=ends.int())
-    out, start = rows.new_empty(len(rows), weight.shape[1]), 0
+    return _one_by_one(rows, weight, weight.shape[1], ends, how.forward)
+
+
+def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
+    """grads [R, out] of the output of `products` -> of its rows, [R, in]."""
+    if _grouped(grads, weight.shape[2], how):
+        return F.grouped_mm(grads, weight, offs=ends.int())
+    return _one_by_one(grads, weight, weight.shape[2], ends, how.input_grad)
+
+
+def _one_by_one(
+    rows: Tensor, weight: Tensor, width: int, ends: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    out, start = rows.new_empty(len(rows), width), 0
     for number, end in enumerate(ends.tolist()):
         if end > start:
-            out[start:end] = linear(rows[start:end], weight[number])
+            out[start:end] = product(rows[start:end], weight[number])
         start = end
     return out
 
 
-def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Products = PLAIN) -> None:
     """main_grad [E, out, in] += dy^T x of each expert's rows, dy [R, out] and x [R, in]; 0 for one without rows."""
-    if _grouped(dy, x.shape[1]):
+    if _grouped(dy, x.shape[1], how):
         main_grad.add_(F.grouped_mm(dy.t(), x, offs=ends.int()))
         return
     start = 0
     for number, end in enumerate(ends.tolist()):
         if end > start:
-            add_product(main_grad[number], dy[start:end], x[start:end])
+            how.add_weight_grad(main_grad[number], dy[start:end], x[start:end])
         start = end
 
 
@@ -60,11 +74,14 @@ class _How(NamedTuple):
     """Attributes:
     first: does this rank add fc2's bias, of those with slices of the same experts?
     activation: of fc1's output [R, 2f or f] -> [R, f].
+    one, two: the products of fc1 and of fc2.
     """
 
     way: Way
     first: bool
     activation: Callable[[Tensor], Tensor]
+    one: Products
+    two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
         """The input of fc2: the activation of fc1's output times a choice's weight."""
@@ -88,10 +105,10 @@ class _Experts(torch.autograd.Function):
         way = how.way
         by_row = way.weights_there(weights)
         rows = way.there(x).wait()
-        first = products(rows, fc1, way.ends)
+        first = products(rows, fc1, way.ends, how.one)
         if bias1 is not None:
             first += bias1[way.experts]
-        out = products(how.between(first, by_row), fc2, way.ends)
+        out = products(how.between(first, by_row), fc2, way.ends, how.two)
         if bias2 is not None and how.first:
             out += (bias2[way.experts] * by_row[:, None]).to(out.dtype)
         ctx.save_for_backward(rows if way.keeps_rows else x, first, by_row, fc1, fc2)
@@ -105,7 +122,8 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():
             first, by_row = first.detach().requires_grad_(), by_row.detach().requires_grad_()
             second = how.between(first, by_row)
-        d_first, d_weights = torch.autograd.grad(second, (first, by_row), products(grads, fc2.mT, way.ends))
+        d_second = input_grads(grads, fc2, way.ends, how.two)
+        d_first, d_weights = torch.autograd.grad(second, (first, by_row), d_second)
         second = second.detach()
         d_bias1 = d_bias2 = d_x = None
         if bias1 is not None:
@@ -115,7 +133,7 @@ class _Experts(torch.autograd.Function):
             if how.first:
                 d_weights = d_weights + (grads * bias2.detach()[way.experts]).sum(-1)
         if ctx.needs_input_grad[0]:
-            d_x = way.back(products(d_first, fc1.mT, way.ends)).wait()
+            d_x = way.back(input_grads(d_first, fc1, way.ends, how.one)).wait()
         d_choices = way.weights_back(d_weights)
         owner = ctx.weight_grads
         deferring = owner is not None and owner.is_deferring
@@ -125,9 +143,9 @@ class _Experts(torch.autograd.Function):
         of_second: Callable[[], Tensor] = (lambda: way.there(grad).wait()) if again else (lambda: grads)
         d_fc1 = d_fc2 = None
         if ctx.needs_input_grad[2]:
-            d_fc1 = _weight_grad(fc1, lambda into: add_products(into, d_first, inputs(), way.ends), owner)
+            d_fc1 = _weight_grad(fc1, lambda into: add_products(into, d_first, inputs(), way.ends, how.one), owner)
         if ctx.needs_input_grad[4]:
-            d_fc2 = _weight_grad(fc2, lambda into: add_products(into, of_second(), second, way.ends), owner)
+            d_fc2 = _weight_grad(fc2, lambda into: add_products(into, of_second(), second, way.ends, how.two), owner)
         return d_x, d_choices, d_fc1, d_bias1, d_fc2, d_bias2, None
 
 
@@ -157,9 +175,12 @@ def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
 
 class Experts(nn.Module):
     """Experts of h -> f -> h, this rank's e of all E, and of each its slice. linear_fc1.weight [e, 2f/t, h] of gated
-    ones holds [gate; up] of each, as in MLP."""
+    ones holds [gate; up] of each, as in MLP.
 
-    def __init__(self, config: ModelConfig, tp: Axis) -> None:
+    fp8: how their products are quantised, each expert's by itself.
+    """
+
+    def __init__(self, config: ModelConfig, tp: Axis, fp8: Recipe | None = None) -> None:
         super().__init__()
         self.config, self.tp, self.axis, self.etp = config, tp, tp.named("experts"), tp.named("etp")
         e, h, f, blocks = config.experts, config.hidden, config.expert_ffn, 2 if config.gated else 1
@@ -172,13 +193,14 @@ class Experts(nn.Module):
         fc2 = Layout((e, h, f), 2, std=config.residual_std, experts=True), (own, h, f // t)
         bias1 = Layout((e, *full), len(full), experts=True), (own, blocks * f // t)
         bias2 = Layout((e, h), experts=True), (own, h)
-        self.linear_fc1 = _Stack(*fc1, bias1 if config.bias else None)
-        self.linear_fc2 = _Stack(*fc2, bias2 if config.bias else None)
+        self.linear_fc1 = _Stack(*fc1, bias1 if config.bias else None, fp8=fp8)
+        self.linear_fc2 = _Stack(*fc2, bias2 if config.bias else None, fp8=fp8)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], where each rank has routed its own tokens."""
-        how = _How(self._way(routing), self.etp.rank == 0, lambda y: activate(y, self.config))
         one, two = self.linear_fc1, self.linear_fc2
+        first, activation = self.etp.rank == 0, lambda y: activate(y, self.config)
+        how = _How(self._way(routing), first, activation, one.products, two.products)
         return _experts(x, routing.weights, one.weight, one.bias, two.weight, two.bias, how)
 
     def _way(self, routing: Routing) -> Way:
@@ -196,8 +218,14 @@ class _Stack(nn.Module):
     """The weights of one layer of every expert: (how they lie, their shape here), and of biases if there are any."""
 
     def __init__(
-        self, layout: Layout, shape: tuple[int, ...], bias: tuple[Layout, tuple[int, ...]] | None = None
+        self,
+        layout: Layout,
+        shape: tuple[int, ...],
+        bias: tuple[Layout, tuple[int, ...]] | None = None,
+        *,
+        fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
+        self.products = products_of(fp8)
         self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
         self.bias = None if bias is None else set_layout(nn.Parameter(torch.empty(bias[1])), bias[0])

@@ -11,6 +11,7 @@ from megapipe.distributed.layout import Layout, set_layout
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.experts import Experts
 from megapipe.models.moe.router import Router, gated
+from megapipe.models.parts import recipe_of
 from megapipe.models.recompute import recompute
 from megapipe.tensor_parallel.eager import eager
 
@@ -22,7 +23,7 @@ class MoE(nn.Module):
         super().__init__()
         self.recompute_shared = config.recompute_shared_experts
         self.router = Router(config, tp, layer)
-        self.experts = Experts(config, tp)
+        self.experts = Experts(config, tp, recipe_of(config))
         shared = config.moe_shared_expert_intermediate_size
         self.shared_experts = SharedExperts(config, tp, shared) if shared else None
 

@@ -81,11 +81,11 @@ class Routers:
 
     @property
     def biases(self) -> list[Tensor]:
-        """The tensors that `move` changes."""
+        """The tensors that change after a step."""
         return [router.expert_bias for router in self.own if router.expert_bias is not None]
 
     def moved(self) -> list[Tensor]:
-        """The biases after this step, for `move`: each a step of --moe-router-bias-update-rate towards the load's mean
+        """The biases after this step: each a step of --moe-router-bias-update-rate towards the load's mean
         over all ranks and microbatches. Collective over the ranks with these layers."""
         if not self.biases:
             return []
@@ -102,7 +102,3 @@ class Routers:
         towards = torch.sign(counts.sum(-1, keepdim=True) - counts * self.model.experts).float()
         steps = dict(zip(layers, towards * self.model.moe_router_bias_update_rate, strict=True))
         return [bias + steps[router.layer] for router in self.own if (bias := router.expert_bias) is not None]
-
-    def move(self, biases: Sequence[Tensor]) -> None:
-        for bias, moved in zip(self.biases, biases, strict=True):
-            bias.copy_(moved)

@@ -28,6 +28,7 @@ from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.steps.routers import Routers
+from megapipe.training.steps.scales import Scales
 from megapipe.training.steps.totals import Adder, Totals
 
 
@@ -44,6 +45,7 @@ class Stages:
     Attributes:
         stopwatch: of the last step of training whose passes are over.
         routers: of the layers with experts here.
+        scales: of the products in eight bits here.
         on_layer_done: as in a Request, with a stage's number among this rank's.
     """
 
@@ -65,7 +67,9 @@ class Stages:
         self.on_layer_done: Callable[[int, int, int], None] | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
-        self.routers = Routers(modules, mesh, config.model, mirrored=schedule.placement.num_chains > 1)
+        mirrored = schedule.placement.num_chains > 1
+        self.routers = Routers(modules, mesh, config.model, mirrored=mirrored)
+        self.scales = Scales(modules, mesh, mirrored=mirrored)
         self._forward_backward = ForwardBackward(
             mesh,
             with_overlap(schedule, config),
@@ -103,6 +107,15 @@ class Stages:
         self.config = config
         self.follow(schedule, self._forward_backward.costs)
 
+    @property
+    def moving(self) -> list[Tensor]:
+        """Tensors that the training changes after a step, without a gradient: routers' biases, amaxes' histories."""
+        return [*self.routers.biases, *self.scales.histories]
+
+    def moved(self) -> list[Tensor]:
+        """These tensors after this step. Collective over the ranks with these layers."""
+        return [*self.routers.moved(), *self.scales.moved()]
+
     def run(
         self,
         microbatches: Sequence[Microbatch],
@@ -134,24 +147,25 @@ class Stages:
         losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
         batches = [self._batches(stage, microbatches) for stage in self._own]
-        self._forward_backward(
-            forward_step_func=self._forward_step,
-            data_iterator=batches,
-            model=self.modules,
-            num_microbatches=self.schedule.num_microbatches,
-            seq_length=s,
-            micro_batch_size=b,
-            forward_only=evaluate or config.train.freeze_all_layers,
-            calculate_per_token_loss=config.train.calculate_per_token_loss,
-            loss_scale=loss_scale,
-            on_loss=losses.append,
-            stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
-            on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
-            weights=weights,
-            stream=lambda i: Stream(
-                config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
-            ),
-        )
+        with self.scales.of_a_step():
+            self._forward_backward(
+                forward_step_func=self._forward_step,
+                data_iterator=batches,
+                model=self.modules,
+                num_microbatches=self.schedule.num_microbatches,
+                seq_length=s,
+                micro_batch_size=b,
+                forward_only=evaluate or config.train.freeze_all_layers,
+                calculate_per_token_loss=config.train.calculate_per_token_loss,
+                loss_scale=loss_scale,
+                on_loss=losses.append,
+                stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
+                on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
+                weights=weights,
+                stream=lambda i: Stream(
+                    config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
+                ),
+            )
         if not (evaluate or config.train.freeze_all_layers):
             self.stopwatch = watch
         self.mesh.position.enter("the sum of the losses")

@@ -76,8 +76,8 @@ class Update:
     """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
 
     Attributes:
-        biases: of the routers after the step.
-        kept: main parameters, moments and routers' biases before the update, 12 bytes per owned parameter; None if the
+        moved: `Stages.moving` after the step.
+        kept: main parameters, moments and what moves before the update, 12 bytes per owned parameter; None if the
             update waits for the norm.
     """
 
@@ -86,7 +86,7 @@ class Update:
     optimizer: Optimizer
     rates: Rates
     norm: Late[float]
-    biases: Sequence[Tensor]
+    moved: Sequence[Tensor]
     kept: Sequence[Tensor] | None
 
     @staticmethod
@@ -95,10 +95,10 @@ class Update:
         if rates.weight_decay is not None:
             optimizer.weight_decay = rates.weight_decay
         norm, frozen = optimizer.start_norm(scale), stages.config.train.freeze_all_layers
-        # Now, not at the end: the routers forget what they saw when the next step's forwards begin.
-        biases = () if frozen else stages.routers.moved()
+        # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
+        moved = () if frozen else stages.moved()
         kept = [x.clone() for x in _state(stages, optimizer)] if late else None
-        update = Update(stages, stages.config, optimizer, rates, norm, biases, kept)
+        update = Update(stages, stages.config, optimizer, rates, norm, moved, kept)
         if late:
             update._apply()
         return update
@@ -135,19 +135,20 @@ class Update:
 
     def _apply(self) -> None:
         self.optimizer.update(self.rates.lr, self.rates.ends_lr)
-        if self.biases:
-            self.stages.routers.move(self.biases)
+        for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
+            x.copy_(after)
 
     def _restore(self) -> None:
         for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):
             x.copy_(before)
         self.optimizer.steps -= 1
+        self.stages.scales.begin()  # the next step's forwards so far have seen the wrong weights, and come again
 
 
 def _state(stages: Stages, optimizer: Optimizer) -> list[Tensor]:
     """All that an update changes."""
     moments = [x for flats in optimizer.moments.values() for x in flats]
-    return [*(b.main for b in optimizer.owned), *moments, *stages.routers.biases]
+    return [*(b.main for b in optimizer.owned), *moments, *stages.moving]
 
 
 def weights_of(optimizer: Optimizer) -> list[Weights]:

@@ -3,6 +3,7 @@
 They answer with arrays: a tensor that takes itself for CUDA's cannot be sent.
 """
 
+import importlib
 import inspect
 from dataclasses import replace
 
@@ -126,3 +127,27 @@ def without_main_grad(mesh):
             y.sum().backward()
         owner.run(microbatch)
     return layer.weight.grad.numpy(), x.sum((0, 1, 2)).expand(12, 8).numpy()
+
+
+def recipes(mesh, model):
+    """What Transformer Engine is told of each recipe it has: (quantises, recipe, format), and whether it goes on so."""
+    te_shim.install()
+    te = importlib.import_module("transformer_engine.pytorch.quantization")
+    for kind in ("FP8", "MXFP8", "FP8_BLOCK_SCALING", "NVFP4"):
+        setattr(te, f"_{kind}_SUPPORT", (True, ""))  # what it found when it asked for a GPU
+    found = []
+    for kind in ("tensorwise", "blockwise", "mxfp8"):
+        settings = replace(model, transformer_impl="transformer_engine", fp8_format="hybrid", fp8_recipe=kind)
+        layer = TransformerLayer(settings, mesh.tp, 0).mlp.linear_fc1
+        with layer._product.quantising():
+            recipe = te.FP8GlobalStateManager.get_fp8_recipe()
+            found.append((te.FP8GlobalStateManager.is_fp8_enabled(), type(recipe).__name__, recipe.fp8_format.name))
+    return found, te.FP8GlobalStateManager.is_fp8_enabled()
+
+
+def not_theirs(mesh, model):
+    """Types of a layer's projections where its own recipe would not keep to a step."""
+    te_shim.install()
+    delayed = replace(model, transformer_impl="transformer_engine", fp8_format="hybrid")
+    parts = (delayed, replace(delayed, fp8_recipe="tensorwise", no_fp8_wgrad=True))
+    return [type(TransformerLayer(settings, mesh.tp, 0).mlp.linear_fc1).__name__ for settings in parts]

@@ -1,0 +1,105 @@
+"""What a user reads about layers that cannot multiply in eight bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.checks.fp8 import fp8_problems
+from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.distributed.device import require_fp8
+from megapipe.errors import ConfigError
+from megapipe.flags.idle import idle
+from megapipe.flags.parse import parse
+from megapipe.models.transformer_engine import choose_layers
+
+MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, fp8_format="hybrid")
+
+
+def problems(tp=1, **fields):
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    return list(fp8_problems(Config(model=replace(MODEL, **fields), parallel=parallel)))
+
+
+@pytest.mark.parametrize(
+    "fields, line",
+    [
+        (
+            {"ffn_hidden_size": 100},
+            "--fp8-format hybrid multiplies 16 numbers at a time, and --ffn-hidden-size 100 is no multiple of them: "
+            "100 = 16 x 6 + 4. Use --ffn-hidden-size 96 or 112, or leave --fp8-format out.",
+        ),
+        (
+            {"tp": 4},
+            "--fp8-format hybrid multiplies 16 numbers at a time, and --ffn-hidden-size 96 over 4 tensor-parallel "
+            "ranks is no multiple of them: 96 = 64 x 1 + 32. Use --ffn-hidden-size 64 or 128, or leave --fp8-format "
+            "out.",
+        ),
+        (
+            {"fp8_recipe": "mxfp8", "hidden_size": 80, "kv_channels": 32},
+            "--fp8-format hybrid --fp8-recipe mxfp8 multiplies 32 numbers at a time, and --hidden-size 80 is no "
+            "multiple of them: 80 = 32 x 2 + 16. Use --hidden-size 64 or 96, or leave --fp8-format out.",
+        ),
+        (
+            {"kv_channels": 6},
+            "--fp8-format hybrid multiplies 16 numbers at a time, and --kv-channels 6 is no multiple of them: "
+            "6 = 16 x 0 + 6. Use --kv-channels 16, or leave --fp8-format out.",
+        ),
+        (
+            {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 3, "num_layers_at_end_in_bf16": 2},
+            "--num-layers-at-start-in-bf16 3 and --num-layers-at-end-in-bf16 2 are 5 layers, of --num-layers 4. "
+            "Use fewer, or leave --fp8-format out.",
+        ),
+    ],
+)
+def test_each_problem_has_its_line_with_a_remedy(fields, line):
+    assert problems(**fields) == [line]
+    assert problems(**fields, fp8_format=None) == []
+
+
+def test_experts_and_latents_are_measured_too():
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 24, "ffn_hidden_size": 100}
+    assert [line.split("and --")[1].split()[:2] for line in problems(**experts)] == [["moe-ffn-hidden-size", "24"]]
+    latent = {"multi_latent_attention": True, "kv_lora_rank": 40, "qk_head_dim": 24}
+    names = [line.split("and --")[1].split()[0] for line in problems(**latent)]
+    assert names == ["kv-lora-rank", "qk-head-dim"]
+    assert problems() == []
+
+
+def test_flags_that_fp8_does_not_read_are_idle():
+    assert idle(parse(Config, ["--fp8-recipe", "mxfp8"])) == [
+        ("--fp8-recipe mxfp8", "products have the type of the weights, without --fp8-format")
+    ]
+    given = ["--fp8-format", "e4m3", "--fp8-recipe", "tensorwise", "--fp8-amax-history-len", "16"]
+    assert idle(parse(Config, given)) == [
+        ("--fp8-amax-history-len 16", "scales follow from the step itself, without --fp8-recipe delayed")
+    ]
+    assert parse(Config, ["--disable-fp8-wgrad"]).model.no_fp8_wgrad
+
+
+def test_a_gpu_without_fp8_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(ConfigError) as caught:
+        require_fp8(torch.device("cuda", 0), "hybrid")
+    assert str(caught.value).endswith(
+        "--fp8-format hybrid needs a GPU of compute capability 8.9 or more, and NVIDIA A100-SXM4-80GB has 8.0. "
+        "Leave it out."
+    )
+    require_fp8(torch.device("cuda", 0), None)
+    require_fp8(torch.device("cpu"), "hybrid")
+
+
+@pytest.mark.parametrize(
+    "recipe, on_gpu, text",
+    [
+        ("tensorwise", False, "rounded to it and multiplied in float32)"),
+        ("tensorwise", True, "tensorwise), by torch's scaled products"),
+        ("blockwise", True, "rounded to it and multiplied in bf16, without its speed)"),
+    ],
+)
+def test_the_line_at_start_says_how_products_are_computed(recipe, on_gpu, text):
+    config = Config(model=replace(MODEL, fp8_recipe=recipe), train=TrainConfig(bf16=True))
+    said = choose_layers(config, on_gpu)[1]
+    assert said.startswith(f"layers of plain torch (local), products of linear layers in FP8 (hybrid, {recipe}")
+    assert said.endswith(text)
