@@ -8,7 +8,7 @@ from torch import nn
 
 from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.guards.replicas import check_replicas
+from megapipe.training.guards.replicas import check_replicas, hashes
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -27,3 +27,22 @@ def test_one_changed_bit_on_one_data_parallel_rank_is_found(flipped):
         return
     with pytest.raises(RanksDiffer, match=r"differ after iteration 7:\n +bias on data-parallel ranks 0 and 1\n"):
         run_threads(body, dp=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8], ids=str)
+def test_hashes_are_equal_where_all_bits_are_and_tell_any_two_flipped_ones(dtype):
+    dice = torch.Generator().manual_seed(1)
+    whole = torch.randint(0, 256, (40_003 * dtype.itemsize,), dtype=torch.uint8, generator=dice).view(dtype)
+
+    def hash_of(data: torch.Tensor) -> str:
+        return hashes({"x": data}, torch.device("cpu"))["x"]
+
+    part = whole[1:20_001]  # begins in the middle of a word
+    assert hash_of(part) == hash_of(part.clone()) != hash_of(whole[2:20_002])
+    seen = {hash_of(whole)}
+    for draw in range(200):
+        other = whole.clone()
+        for place in torch.randint(0, other.numel() * dtype.itemsize, (1 + draw % 2,), generator=dice).tolist():
+            other.view(torch.uint8)[place] ^= 128  # of the last byte of a word the sign
+        seen.add(hash_of(other))
+    assert len(seen) == 201
