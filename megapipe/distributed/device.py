@@ -32,6 +32,12 @@ def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def cores() -> int:
+    """Cores of this machine for each rank that runs on it."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, here // _ranks_here())
+
+
 def built_for_cpus() -> bool:
     """Can this build of torch use no GPU, whatever the machine has?"""
     return torch.version.cuda is None and torch.version.hip is None

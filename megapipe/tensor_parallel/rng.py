@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b, shake_256
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import cores
 from megapipe.distributed.layout import Layout, layout_of, whole_name
 from megapipe.distributed.tokens import WHOLE, Cut, Documents, share_of
 from megapipe.errors import ConfigError
@@ -158,13 +161,16 @@ def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, 
     return drawn[first - start * size :][:rows]
 
 
-@torch.no_grad()
-def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
+def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = None) -> None:
     """Fill every parameter that has a layout: the same whole weight for the same seed and name, then this rank's slice.
 
-    Drawn on the CPU in float32 one parameter, or one expert, at a time, so every device and layout starts from the
-    same bits.
+    Drawn on the CPU in float32, one parameter or one expert at a time on each thread, so every device and layout starts
+    from the same bits.
+
+    Args:
+        threads: by default this rank's share of the machine's, where there is much to draw.
     """
+    jobs: list[Callable[[], object]] = []
     for name, param in module.named_parameters():
         if not hasattr(param, "mesh_layout"):
             continue  # a layer we do not know has initialised itself
@@ -178,12 +184,31 @@ def initialize(module: nn.Module, seed: int, tp: Axis) -> None:
         # A tied weight begins as its owner does, on whichever rank it is.
         name = whole_name(layout.tied_to or name)
         if not layout.experts:
-            param.copy_(layout.mine(initial(name, layout, seed), tp).reshape(param.shape))
+            jobs.append(partial(_fill, param, name, layout, seed, tp))
             continue
         piece, pieces = layout.pieces(tp)[0]
         count = layout.full[0] // pieces
         for local, expert in enumerate(range(piece * count, (piece + 1) * count)):
-            param[local].copy_(layout.mine(initial(name, layout, seed, expert), tp).reshape(param.shape[1:]))
+            jobs.append(partial(_fill, param.detach()[local], name, layout, seed, tp, expert))
+    if threads is None:
+        threads = 1 if sum(param.numel() for param in module.parameters()) < _MANY else min(_MOST_THREADS, cores())
+    if threads == 1:
+        for job in jobs:
+            job()
+        return
+    with ThreadPoolExecutor(threads) as pool:  # torch draws without Python's lock
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+
+
+_MANY, _MOST_THREADS = 1 << 24, 16
+"""Elements that are worth threads; each holds a whole parameter in float32 while it draws."""
+
+
+@torch.no_grad()
+def _fill(param: Tensor, name: str, layout: Layout, seed: int, tp: Axis, expert: int | None = None) -> None:
+    mine = layout.mine(initial(name, layout, seed, expert), tp)
+    param.copy_(mine.reshape(param.shape).to(param.dtype))  # rounded here: a copy to a device is half as long
 
 
 def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> Tensor:

@@ -71,6 +71,21 @@ def test_initial_weights_of_256_layers_differ():
     assert len({tuple(param.flatten().tolist()) for param in layers.parameters()}) == 256
 
 
+def test_threads_draw_the_same_initial_weights():
+    layers = nn.ModuleDict({f"layers{n}": nn.Linear(64, 64, bias=False) for n in range(8)} | {"experts": _experts()})
+    drawn = []
+    for threads in (1, 3):
+        for param in layers.parameters():
+            set_layout(param, Layout(tuple(param.shape), std=0.02, experts=param.ndim == 3))
+        initialize(layers, 1234, Axis(), threads)
+        drawn.append([param.detach().clone() for param in layers.parameters()])
+    assert all(map(torch.equal, *drawn))
+
+
+def _experts() -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.empty(4, 8, 8, dtype=torch.bfloat16))])
+
+
 @pytest.mark.parametrize("rows, tp", [(16, 2), (16, 8), (20, 4), (18, 3), (8, 8)])
 def test_a_rank_draws_its_rows_of_the_mask_and_at_most_two_blocks_more(rows, tp, monkeypatch):
     drawn = []
