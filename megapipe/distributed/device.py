@@ -84,9 +84,19 @@ def require_fp8(device: torch.device, asked: str | None) -> None:
             )
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None for a CPU, which shares its own with all else."""
+    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def waits_for_kernels() -> bool:
     """Does the host wait for each kernel that it starts? Set by who looks for the one that fails."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+
+
+def has_one_queue() -> bool:
+    """Does a GPU start kernels in the order in which the host did? Set by Megatron-LM's scripts."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def keep_freed_memory() -> None:

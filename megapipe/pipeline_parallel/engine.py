@@ -191,6 +191,7 @@ class ForwardBackward:
             dtype,
             transport=self.transport,
             shape_of=partial(shape_of, place, (shape[0] * shared, batch, hidden), dtype),
+            beyond_neighbours=place.vocabulary,
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
         )

@@ -38,7 +38,7 @@ from megapipe.training.forward_step import forward_step
 from megapipe.training.guards.model import check_ownership
 from megapipe.training.guards.process import Stopping
 from megapipe.training.guards.ranks import contents, facts
-from megapipe.training.guards.replicas import _hash
+from megapipe.training.guards.replicas import hashes
 from megapipe.training.pretrain import Training
 from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
@@ -77,7 +77,7 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
     """Milliseconds of each check of a start."""
     mesh, folder = run.mesh, config.checkpoint.save
     assert folder is not None
-    place, parts = run.plan.schedule.placement, [*run.modules[0].parameters()]
+    place, named = run.plan.schedule.placement, dict(run.modules[0].named_parameters())
     took = {
         "flags and files (`validate`)": ms(lambda: validate(config, has_cuda=False)),
         "digests of source, data, tokenizer, table": ms(lambda: facts(config, run.plan, [gpt_provider, forward_step])),
@@ -86,8 +86,8 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
         "room and rights in --save": ms(lambda: check_save(folder, 0, mesh, 1)),
         "the lock of --save": ms(one_run(folder, mesh).__enter__),
     }
-    size = sum(x.numel() * x.element_size() for x in parts)
-    took[f"hash of {size / 2**20:.0f} MiB of weights, to compare replicas"] = ms(lambda: [_hash(x) for x in parts])
+    size = sum(x.numel() * x.element_size() for x in named.values())
+    took[f"hash of {size / 2**20:.0f} MiB of weights, to compare replicas"] = ms(lambda: hashes(named, mesh.device))
     took["meeting and comparing, 4 ranks over a TCP store"] = meeting(4, says)
     return took
 

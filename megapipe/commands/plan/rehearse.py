@@ -103,14 +103,18 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
             f"--world-size {world_size} stands before --, and --world-size {behind} behind it. Leave it out."
         )
     config = replace(config, world_size=max(1, world_size), check=replace(config.check, world_size=world_size))
-    problems += flag_problems(config)
     if config.parallel.vocab_parallel_pipeline:
         problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
     if config.parallel.enable_optimizer_post_validation:
         problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
     if (impl := config.model.transformer_impl) != "local":
         problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
-    if problems:
+    return planned(config, problems)
+
+
+def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]:
+    """A configuration as its ranks have it, and its plan. Raises: ConfigError with these problems and its own."""
+    if problems := [*flag_problems(config), *problems]:
         raise ConfigError(problems)
     vocab = config.model.padded_vocab(vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])[0])
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))

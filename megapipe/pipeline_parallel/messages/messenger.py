@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import has_one_queue
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messages.transport import Ahead, InFlight, Op, Shape, Transport
 from megapipe.schedule import Exchange, Message, Pass, Placement, Program
@@ -27,6 +28,7 @@ class Messenger:
         shape, dtype: of every message, hidden states [s, b, h] and their gradients.
         transport: how they are posted; plain by default.
         shape_of: the shape of a message that is none of these, by the pass that makes it.
+        beyond_neighbours: messages go to other ranks too, over the axis' own group.
         variable_seq_lengths: the shape of each message is sent before it; `shape` then says only its dimensions.
         sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
             Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
@@ -40,18 +42,25 @@ class Messenger:
         *,
         transport: Transport | None = None,
         shape_of: Callable[[Pass], Shape | None] = lambda made_by: None,
+        beyond_neighbours: bool = False,
         variable_seq_lengths: bool = False,
         sends_in_flight: int = 16,
     ) -> None:
         self.pp, self.shape, self.dtype, self.shape_of = pp, tuple(shape), dtype, shape_of
         self.transport = transport or Transport(pp)
+        self.beyond_neighbours = beyond_neighbours
         self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
         self.sends: deque[tuple[Message, InFlight]] = deque()
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn; one of unknown size cannot be."""
-        return Ahead(0, frozenset()) if self.variable_seq_lengths else self.transport.receives_ahead
+        """The receives that may be posted before their turn; one of unknown size cannot be.
+
+        In one queue of a GPU a receive that waits on a link holds up what the group's next message waits for: eight
+        ranks of an interleaved evaluation with a shared vocabulary stood in a circle by NCCL's rules.
+        """
+        one_queue = self.beyond_neighbours and self.pp.device.type == "cuda" and has_one_queue()
+        return Ahead(0, frozenset()) if self.variable_seq_lengths or one_queue else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
         """Use every link of a placement once, in one order on all ranks.

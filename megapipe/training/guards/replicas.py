@@ -93,7 +93,7 @@ _AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 25}
 def _words(x: Tensor) -> Tensor:
     """The bits of a tensor as int64, zeros behind the last ones."""
     data = x.detach().contiguous().flatten().view(torch.uint8)
-    return (F.pad(data, (0, -len(data) % 8)) if (len(data) | data.storage_offset()) % 8 else data).view(torch.int64)
+    return (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 or data.storage_offset() % 8 else data).view(torch.int64)
 
 
 def _folded(words: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _folded(words: Tensor) -> Tensor:
     """
     while len(words) > 1:
         rows = []
-        for part in words.split(_AT_ONCE.get(words.device.type, 1 << 17)):
+        for part in torch.split(words, _AT_ONCE.get(words.device.type, 1 << 17)):
             whole = (F.pad(part, (0, -len(part) % _ROW)) if len(part) % _ROW else part).view(-1, _ROW)
             mixed = whole * _odd(words.device)
             rows.append(mixed.bitwise_xor_(mixed >> 31).sum(1))

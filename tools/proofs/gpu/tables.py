@@ -1,0 +1,51 @@
+"""Two tables of what ranks ask for: where the host waits for its device, and what a way of posting messages costs."""
+
+from __future__ import annotations
+
+import json
+
+from megapipe.pipeline_parallel.messages.transport import P2PMode
+from megapipe.schedule import Costs, simulate, unpaired
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.patterns import PATTERNS
+from tools.proofs.gpu.orders import EXPERTS, ZERO
+from tools.proofs.gpu.passes import built, records_of
+from tools.proofs.gpu.rules import play
+from tools.proofs.gpu.steps import host_waits
+
+PP = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule "
+EP = "--expert-model-parallel-size 2 " + EXPERTS
+FIXED = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type none "
+WAITS = {
+    "1F1B, 2 microbatches": "1f1b --global-batch-size 4 ",
+    "ZB-H1, 4 microbatches": "zb-h1 --global-batch-size 8 " + ZERO,
+    "experts here and there, 2 microbatches of 2 layers": "1f1b --global-batch-size 4 " + EP,
+    "experts of fixed capacity": "1f1b --global-batch-size 4 " + EP + FIXED,
+}
+"""Flags of runs of four ranks, by what they are."""
+
+
+def waits() -> None:
+    """How often the first rank's host waits in a step, as JSON."""
+    print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}))
+
+
+MESSAGE = 0.05
+"""Time of a message, in passes F = B = W = 1."""
+
+
+def modes() -> None:
+    """Steps at pp 8 with 32 microbatches over the simulator's, and blocks of kernels that wait beside passes."""
+    print(f"{'':20}{'':>10}" + "".join(f"{mode:>12}" for mode in P2PMode) + "   (step / simulated, waiting blocks)")
+    for name, entry in PATTERNS.items():
+        if not entry.searched:
+            for table in built(name, 8, 32):
+                paired = any(len(step) > 1 for row in table.ranks for step in row)
+                for one, how in ((table, "paired"), (unpaired(table), "")) if paired else ((table, ""),):
+                    print(f"{name:20}{how:>10}" + "".join(f"{_cell(one, mode):>12}" for mode in P2PMode), flush=True)
+
+
+def _cell(table: Schedule, mode: str) -> str:
+    costs = Costs(f=1.0, b=1.0, w=1.0, comm=MESSAGE)
+    played = play(records_of(table, mode, costs=costs), message=MESSAGE)
+    return f"{played.seconds / simulate(table, costs).makespan:.3f} {played.idle_ctas:4.1f}"
