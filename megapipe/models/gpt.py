@@ -104,6 +104,8 @@ class GPTModel(nn.Module):
 
     Args:
         layer: builds a layer from the configuration, the tensor-parallel axis and its number in the whole model.
+    Attributes:
+        most_kept: logits that the fused loss may keep for backward, see plan.logits.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class GPTModel(nn.Module):
         for end in (*embeds, *([self.output_layer] if self.output_layer is not None else [])):
             # Megatron-LM's mark; the optimizer may have a rate for them
             setattr(end.weight, "is_embedding_or_output_parameter", True)  # noqa: B010
+        self.most_kept: int | None = None
         self._input: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:
@@ -177,7 +180,12 @@ class GPTModel(nn.Module):
             return x  # type: ignore[no-any-return]
         if labels is not None and self.config.cross_entropy_loss_fusion:
             return vocab_parallel_linear_cross_entropy(
-                x, self.output_layer.weight, labels.t(), self.tp, sequence_parallel=self.config.sequence_parallel
+                x,
+                self.output_layer.weight,
+                labels.t(),
+                self.tp,
+                sequence_parallel=self.config.sequence_parallel,
+                most_kept=self.most_kept,
             ).t()
         logits = self.output_layer(x)
         if labels is None:

@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 20
 BLOCK_ELEMENTS_GPU = 1 << 28
 """Logits held at once on a GPU, 1 GiB of them: few large kernels in place of thousands of small ones."""
 KEPT_ELEMENTS = 1 << 26
-"""Logits of a microbatch up to which they are kept for backward, 128 MiB of them in bf16."""
+"""Logits of a microbatch up to which they are kept for backward anywhere, 128 MiB of them in bf16."""
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -38,13 +38,13 @@ class _HeadLoss(torch.autograd.Function):
         target: Tensor,
         tp: Axis,
         sequence_parallel: bool,
-        differentiated: bool,
+        most_kept: int,
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
         rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=wide_of(x))
         denominator, at_label = torch.zeros_like(highest), torch.zeros_like(highest)
-        ctx.kept = [] if differentiated and len(rows) * weight.shape[0] <= KEPT_ELEMENTS else None
+        ctx.kept = [] if len(rows) * weight.shape[0] <= most_kept else None
         space = space_of(rows, weight.shape[0])
         for block in blocks_of(rows, weight.shape[0]):
             logits = linear(rows, weight[block])
@@ -195,6 +195,7 @@ def vocab_parallel_linear_cross_entropy(
     tp: Axis,
     *,
     sequence_parallel: bool = False,
+    most_kept: int | None = None,
 ) -> Tensor:
     """Cross entropy of each token straight from the hidden states, `vocab_parallel_cross_entropy(x W^T, target)`.
 
@@ -204,9 +205,10 @@ def vocab_parallel_linear_cross_entropy(
             if the stage is in a B pass.
         target: [...], ids in 0..v-1; any other number, such as -100, is a token without loss.
         sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
+        most_kept: logits that may be kept for backward, in x's type; by default 64M.
     Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
-        Up to 64M logits are kept for backward, in x's type. Of more than that 1M (256M on a GPU) are held at a time,
-        for one matrix product more, two under a B/W split.
+        Of logits that are not kept 1M (256M on a GPU) are held at a time, for one matrix product more, two under a B/W
+        split.
     """
-    differentiated = torch.is_grad_enabled()
-    return _head_loss(x, weight, target, tp, sequence_parallel, differentiated)
+    most = (KEPT_ELEMENTS if most_kept is None else most_kept) if torch.is_grad_enabled() else -1
+    return _head_loss(x, weight, target, tp, sequence_parallel, most)

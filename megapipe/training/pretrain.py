@@ -7,8 +7,11 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from functools import cache, partial
+
+from torch import nn
 
 from megapipe.checkpoint.lock import one_run
 from megapipe.checkpoint.save_load import LoadedState, check_save, find_checkpoint, refuse_save
@@ -23,6 +26,7 @@ from megapipe.distributed.device import (
     device_name,
     has_cuda,
     keep_freed_memory,
+    memory_of,
     pick_device,
     require_fp8,
     versions,
@@ -30,13 +34,16 @@ from megapipe.distributed.device import (
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import stage_module
-from megapipe.models.provider import Provider, find_provider, stage_provider
+from megapipe.models.gpt import GPTModel
+from megapipe.models.provider import Provider, StageProvider, find_provider, stage_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
+from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, changes, make_plan, summary
+from megapipe.plan.logits import most_kept
 from megapipe.training.check import DatasetsProvider, as_here, check, start_block
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
@@ -47,7 +54,7 @@ from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.progress import Progress
 from megapipe.training.reading import Reading
-from megapipe.training.report.lines import arguments
+from megapipe.training.report.lines import arguments, held_up_messages
 from megapipe.training.report.profile import Profiler
 from megapipe.training.report.reporter import Reporter
 from megapipe.training.report.stdout import stdout_may_break
@@ -150,7 +157,7 @@ class Training:
         report.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
-        modules = [stage_module(config, provider, span, mesh.tp) for span in own]
+        modules = _built(config, provider, own, plan, mesh)
         if mesh.dp_cp.rank == 0:
             count = sum(p.numel() for module in modules for p in module.parameters())
             where = f"({mesh.tp.rank}, {mesh.pp.rank})"
@@ -166,6 +173,8 @@ class Training:
             f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
+        if mesh.device.type == "cuda" and (held_up := held_up_messages(config, schedule)):
+            report.say(held_up)
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
         stages = Stages(config, schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
         optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.parallel.of_optimizer)
@@ -227,3 +236,14 @@ class Training:
         run.report.close()
         stopping.signal.close()
         return stopping.exit_code if progress.iteration < last else 0
+
+
+def _built(
+    config: Config, provider: StageProvider, own: Sequence[LayerSpan], plan: Plan, mesh: ProcessMesh
+) -> list[nn.Module]:
+    modules = [stage_module(config, provider, span, mesh.tp) for span in own]
+    kept = most_kept(config, plan, memory_of(mesh.device))
+    for module in modules:
+        if isinstance(module, GPTModel):
+            module.most_kept = kept
+    return modules

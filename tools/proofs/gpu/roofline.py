@@ -107,6 +107,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, dropout_p=0.0, is
 def passes(config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | None) -> tuple[Roofline, Roofline]:
     """Forward, and backward with weight gradients, of a part of the model."""
     model = GPTModel(config, span, Axis(device=GPU)).to(GPU).bfloat16()
+    model.most_kept = x.numel() // config.hidden * (config.padded_vocab_size or 0)  # see plan.logits
     FlatBuffers(dict(model.named_parameters()), device=GPU)
 
     def forward() -> Tensor:
