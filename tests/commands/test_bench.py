@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
 import torch
 from programs import ROOT, run
 
+from megapipe.commands.emulate import paired
 from megapipe.commands.emulate.device import Device
-from megapipe.schedule import Costs, build, simulate, unpaired
+from megapipe.commands.emulate.runs import Ours
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate, unpaired
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from tools.bench.vocabulary import Model
 
@@ -95,6 +99,25 @@ def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
     assert step >= 4 * 60
     assert at_end == pytest.approx(link)
     assert beside == pytest.approx(exposed(with_reduction(table), Costs(20, 20, 20, g=link))) == link / 2
+
+
+@pytest.mark.parametrize(
+    "row", ["F0 F1F2 F3BW0 BW1BW2 BW3", "F0 F1 B0F2 F3W0 B1B2 B3W1 W2W3", "F0 F1 F2B0 F3BW1 W0 BW2BW3"]
+)
+def test_two_passes_together_take_what_their_pieces_say_to_the_microsecond(row, monkeypatch):
+    """The executor's turns on a clock that only sleep moves, beside the makespan of two lanes."""
+    clock = Clock()
+    for room in ("commands.emulate.device", "distributed.device"):
+        monkeypatch.setattr(f"megapipe.{room}.time", clock)
+    steps = [tuple(Pass(Kind(k), 0, int(m)) for k, m in re.findall("([A-Z]+)([0-9])", step)) for step in row.split()]
+    table = Schedule("one rank", loop(1), 4, (tuple(steps),))
+    costs = paired.with_link(Costs(5.0, 5.0, 4.0), 0.3, 4)
+    runner = Ours(ProcessMesh.single(), table, costs, (1, 1, 1))
+    runner.step()
+    assert clock.now - 100 == pytest.approx(simulate(table, costs).makespan)
+    arithmetic = 4 * (0.7 * 14.0)
+    assert runner.exposed == pytest.approx(clock.now - 100 - arithmetic)
+    assert runner.exposed_in_pairs == pytest.approx(0)
 
 
 def test_a_model_has_the_same_work_with_a_head_on_its_last_stage_and_a_shared_one():

@@ -13,15 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapipe.distributed.axis import Pending
+from megapipe.distributed.shared_memory import Started
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.schedule import Kind
+from megapipe.schedule.costs import Chain
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
@@ -48,12 +52,14 @@ class Device:
 
     Attributes:
         link: seconds that a message from another rank is on its way.
+        lane_free: when the transfers of passes are over that it has begun; they follow each other.
         epoch: start of the step; messages carry when they were sent, counted from here, so that float32 is enough.
         busy: seconds of passes so far.
         held, peak: activations kept, in device shares.
     """
 
     link: float = 0.0
+    lane_free: float = 0.0
     epoch: float = 0.0
     busy: float = 0.0
     held: float = 0.0
@@ -65,6 +71,13 @@ class Device:
         if seconds:
             time.sleep(seconds)
             self.busy += time.perf_counter() - started
+
+    def transfer(self, seconds: float) -> Pending:
+        """A communication within a pass, of experts that are somewhere else."""
+        if not seconds:
+            return Pending(_NOTHING)
+        self.lane_free = over = max(self.lane_free, time.perf_counter()) + seconds
+        return Pending(_NOTHING, Started(lambda: time.sleep(max(0.0, over - time.perf_counter()))))
 
     def arrive(self, message: Tensor, remote: bool) -> None:
         """Wait until a message from another rank would be here."""
@@ -86,11 +99,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Share:
-    """The share that a stage is to its device: seconds of F, B and W, device shares, and who is beyond a link."""
+    """The share that a stage is to its device: pieces of F, B and W, device shares, and who is beyond a link."""
 
-    f: float
-    b: float
-    w: float
+    f: Chain
+    b: Chain
+    w: Chain
     size: float
     remote_before: bool
     remote_after: bool
@@ -103,7 +116,9 @@ class _Compute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, device: Device, share: Share) -> Tensor:
         device.arrive(x, share.remote_before)
         device.hold(share.size)
-        device.compute(share.f)
+        for _ in range(turns := max(share.f.turns, 1)):
+            device.compute(share.f.compute / turns)
+            device.transfer(share.f.link / turns).wait()
         ctx.device, ctx.share, ctx.has_weight = device, share, weight is not None
         ctx.owner = current_weight_grads()
         return x.clone()
@@ -113,9 +128,15 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         device, share = ctx.device, ctx.share
         device.arrive(grad, share.remote_after)
-        device.compute(share.b)
-        if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
-            ctx.owner.submit(lambda: _weight_pass(device, share))
+        coming = device.transfer(share.b.link / (turns := max(share.b.turns, 1)))
+        for turn in range(turns):
+            coming.wait()
+            device.compute(share.b.compute / turns)
+            if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
+                ctx.owner.submit(partial(_weight_pass, device, share, turns))
+            if turn < turns - 1:
+                coming = device.transfer(share.b.link / turns)
+        if ctx.owner is not None:
             return grad.clone(), None, None, None
         if ctx.has_weight:
             _weight_pass(device, share)
@@ -141,9 +162,13 @@ _compute: Callable[..., Tensor] = _Compute.apply
 _weigh: Callable[..., Tensor] = _Weight.apply
 
 
-def _weight_pass(device: Device, share: Share) -> None:
-    device.compute(share.w)
-    device.hold(-share.size)
+def _weight_pass(device: Device, share: Share, turns: int = 1) -> None:
+    device.compute(share.w.compute / turns)
+    device.transfer(share.w.link / turns).wait()
+    device.hold(-share.size / turns)
+
+
+_NOTHING = torch.empty(0)
 
 
 class Shared:

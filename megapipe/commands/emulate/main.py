@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megapipe.commands.emulate import late, reduction
+from megapipe.commands.emulate import late, paired, reduction
 from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
@@ -96,6 +96,14 @@ class Flags:
     """gloo instead: MiB of a device share's gradients."""
     dp: int = 1
     """Data-parallel ranks, of --reduction-mib."""
+    pairs: bool = False
+    """Each schedule with passes run together, and without."""
+    comm_share: float = 0.3
+    """Part of all passes that is communication within F and B, of --pairs: an emulated link of each rank."""
+    memory: float | None = None
+    """Most activation of a rank, in device shares, of --pairs. Default: what pairs ask for."""
+    comm_pieces: int = 4
+    """How often it takes turns with arithmetic in F of a device share."""
     no_torch: bool = False
     """Leave torch.distributed.pipelining out."""
     json: str | None = None
@@ -119,6 +127,11 @@ def main(argv: Sequence[str]) -> None:
         print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms")
     jobs = _jobs(flags, known)
     own = [job.schedule for job in jobs if job.runtime == "megapipe"]
+    if flags.pairs:
+        alone, known = (paired.with_link(x, flags.comm_share, flags.comm_pieces) for x in (costs, known))
+        tables = [x for schedule in own for x in paired.both(schedule, known, flags.memory)]
+        print(paired.table(tables, run_pool([Job("megapipe", x) for x in tables], alone, flags.turns), known))
+        return
     if flags.post_validation:
         tables = [x for schedule in own for x in late.both(schedule)]
         measured = run_pool([Job("megapipe", x) for x in tables], costs, flags.turns)
@@ -141,11 +154,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _wrong(flags: Flags) -> Iterator[str]:
-    for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp"):
+    for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp", "comm_pieces"):
         if getattr(flags, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1"
     if flags.reduction_mib and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
+    if not 0 < flags.comm_share < 1:
+        yield f"--comm-share {flags.comm_share:g} must be a part of a pass, such as 0.3"
     yield from file_problems({"--json": flags.json})
 
 

@@ -48,7 +48,8 @@ class Turns:
 
 
 def run_pool(jobs: list[Job], costs: Costs, turns: Turns, timed: bool = False) -> Any:
-    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1), run by one pool of processes.
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1, s in which passes waited for their
+    communication, and of it in pairs), run by one pool of processes.
 
     timed: the passes of the first job instead, [repeat][rank].
     """
@@ -84,7 +85,9 @@ def _step(runner: Runner) -> list[list[float]]:
     cpu, took = time.thread_time() - cpu, time.perf_counter() - start
     assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
     sent = -1 if runner.sent_bytes is None else runner.sent_bytes
-    mine = torch.tensor([[took, device.busy, cpu, device.peak, sent]], dtype=torch.float64)
+    mine = torch.tensor(
+        [[took, device.busy, cpu, device.peak, sent, runner.exposed, runner.exposed_in_pairs]], dtype=torch.float64
+    )
     return world.all_gather(mine).tolist()
 
 

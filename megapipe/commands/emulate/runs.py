@@ -14,7 +14,7 @@ import torch.distributed.pipelining as peers
 from torch import Tensor
 
 from megapipe.commands.emulate.device import Device, Layers, Share, Shared
-from megapipe.distributed.axis import Pending
+from megapipe.distributed.axis import CPU, Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
@@ -22,7 +22,11 @@ from megapipe.pipeline_parallel.messages.transport import Op, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
+from megapipe.schedule.costs import SHARES
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import overlaps
 from megapipe.tensor_parallel.rng import Stream
 
 PEERS = {
@@ -45,6 +49,8 @@ class Runner(ABC):
         shape: of every message.
     Attributes:
         steps: how many follow each other in one call of `step`.
+        exposed, exposed_in_pairs: seconds in which passes of the last step only waited for their communication, and of
+            them those in pairs of a forward and a backward.
         reduced_bytes: G is an all-reduce over data parallel of so much for a device share; 0: it takes costs.g of a
             link that does nothing else and waits for no other rank.
     """
@@ -53,6 +59,7 @@ class Runner(ABC):
     steps = 1
     reduced_bytes = 0
     watch: Stopwatch | None = None
+    exposed = exposed_in_pairs = 0.0
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
         self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
@@ -67,13 +74,13 @@ class Runner(ABC):
     def layers(self, split_by_autograd: bool) -> dict[int, Layers]:
         """This rank's stages."""
         place = self.schedule.placement
-        time_of, rank_of = self.costs.durations(place), place.rank_of
+        rank_of = place.rank_of
 
         def remote(stage: int, other: int | None) -> bool:
             return other is not None and rank_of[other] != rank_of[stage]
 
         def share(stage: int) -> Share:
-            f, b, w = (time_of[kind][stage] for kind in (Kind.F, Kind.B, Kind.W))
+            f, b, w = (self.costs.chains(kind, stage, place)[0] for kind in (Kind.F, Kind.B, Kind.W))
             before, after = (remote(stage, other) for other in (place.prev(stage), place.next(stage)))
             return Share(f, b, w, place.num_ranks / place.chain, before, after)
 
@@ -122,7 +129,10 @@ class Ours(Runner):
     def prepare(self) -> None:
         self.transport = _EmulatedLinks(self.mesh, self.device)
         self.comm = Messenger(self.mesh.pp, self.shape, torch.float32, transport=self.transport)
-        self.program = lower(unpaired(self.schedule), self.costs)[self.mesh.pp.rank]
+        # Pairs are one after the other where passes have no communication to hide.
+        hides = any(getattr(self.costs, name) for name in SHARES)
+        self.table = self.schedule if hides else unpaired(self.schedule)
+        self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], Together(CPU)
         self.modules = self.layers(split_by_autograd=False)
         self.x = torch.zeros(self.shape)
         self._pending: Pending | None = None
@@ -160,7 +170,12 @@ class Ours(Runner):
                 for number, module in self.modules.items()
             }
         )
-        execute(self.program, place, stages, self.comm, watch=self.watch)
+        watch = self.watch or Stopwatch(CPU)
+        execute(self.program, place, stages, self.comm, watch=watch, together=self.together)
+        steps = [step for step in self.table.ranks[self.mesh.pp.rank] if step[0].kind.traits.lane is Lane.COMPUTE]
+        pairs = [ran[1:3] for step, ran in zip(steps, watch.passes, strict=True) if overlaps(step)]
+        inside = [end - begin for begin, end in watch.waits if any(x <= begin < y for x, y in pairs)]
+        self.exposed, self.exposed_in_pairs = watch.exposed_communication, sum(inside)
 
     def _weights(self, stage: int) -> Weights:
         return Weights(partial(self._reduce, stage), lambda: lambda: None, partial(self._update, stage), self._norm)

@@ -45,11 +45,12 @@ def cases(seed: int) -> Iterator[Case]:
 def run(case: Case, *, apart: bool = False) -> list[Outcome]:
     """What every rank knows at the end, ranks as threads. apart: pairs run one pass after the other."""
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
-    how, execute.how = execute.how, (lambda *_: How.APART) if apart else execute.how
+    names = vars(execute)
+    how, names["how"] = names["how"], (lambda *_: How.APART) if apart else names["how"]
     try:
         return run_threads(partial(train, case=case), **sizes)
     finally:
-        execute.how = how
+        names["how"] = how
 
 
 def differences(case: Case) -> list[str]:
