@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megapipe.config import ParallelConfig
 from megapipe.errors import ConfigError
@@ -157,6 +158,45 @@ class Clock:
     def seconds(self, mark: Any) -> float:
         """The host's seconds of a mark, by `time.perf_counter`."""
         return float(mark if self._origin is None else self._at + self._origin.elapsed_time(mark) / 1e3)
+
+
+class CopyLane:
+    """Copies in one direction between a device and the host: one after the other, beside the device's own work.
+
+    On a CPU each is done at once. The streams and events of a GPU have never been run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def buffer(self, size: int) -> Tensor:
+        """Bytes on the host, where a GPU can copy to and from them by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
+        """Copy (to, from) behind the device's work so far and the copies `after`: what `wait` takes."""
+        if self._stream is None:
+            for to, source in pairs:
+                to.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for other in after:
+            if other is not None:
+                self._stream.wait_event(other)
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+                # The allocator gives this memory to no one else before the copy is done.
+                (to if to.is_cuda else source).record_stream(self._stream)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done
+
+    def wait(self, begun: Any) -> None:
+        """The device's further work waits for these copies."""
+        if begun is not None:
+            torch.cuda.current_stream(self.device).wait_event(begun)
 
 
 def _event() -> torch.cuda.Event:

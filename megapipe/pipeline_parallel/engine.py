@@ -13,14 +13,16 @@ from torch import nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.attributes import config_of
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.passes.memory import Host, moves_of
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
-from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage, config_of
+from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import (
@@ -139,6 +141,7 @@ class ForwardBackward:
         self._dtype: torch.dtype | None = None
         self._together = Together(self.mesh.device)
         self._opened: set[Placement] = set()
+        self.host = Host(self.mesh.pp.device)
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages; `given` are the fields of a Request.
@@ -153,7 +156,7 @@ class ForwardBackward:
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
         # Collective, and the same for every step of a run: asked once.
         self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
-        stages = _stages(step, table, chunks, config, self.mesh)
+        stages = _stages(step, table, chunks, config, self.mesh, self.host)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
         comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK)
@@ -239,10 +242,13 @@ def _stages(
     chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
     config: Any,
     mesh: ProcessMesh,
+    host: Host,
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done = step.around_last_backward, step.on_layer_done
+    share = getattr(config, "activation_offload_fraction", 1.0)
+    moves = {} if step.forward_only else moves_of(table, chunks, host, share)
     shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
     return {
         number: PipelineStage(
@@ -259,6 +265,7 @@ def _stages(
             combines=table.placement.vocabulary and table.placement.is_last(number),
             last=table.last.get(number),
             weights=step.weights[n] if step.weights else None,
+            moves=moves.get(number),
             around_last_backward=around and partial(around, number),
             on_layer_done=done and partial(done, number),
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.again import Noting, Rewinding
+from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
@@ -24,7 +27,6 @@ from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.vocabulary import combine, packed_loss
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
-T = TypeVar("T")
 ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
 """Megatron's: (data_iterator, model) -> (output, loss_func); see pipeline_parallel.loss."""
 
@@ -51,45 +53,6 @@ class Layered(Protocol):
         go on with. The context is that of one pass: another one of the module may run in between."""
 
 
-def attribute_of(module: nn.Module, name: str) -> Any:
-    """An attribute of the module, or of the one that it wraps as `.module`, as DistributedDataParallel does."""
-    while not hasattr(module, name) and isinstance(inner := getattr(module, "module", None), nn.Module):
-        module = inner
-    return getattr(module, name)
-
-
-class Rewinding(Iterator[T]):
-    """An iterator that can begin again, for passes that run again.
-
-    Args:
-        at, order: its items are at(i) for each i of the order.
-    """
-
-    def __init__(self, at: Callable[[int], T], order: Sequence[int]) -> None:
-        self._at, self._order, self._taken = at, order, 0
-
-    def __next__(self) -> T:
-        if self._taken == len(self._order):
-            raise StopIteration
-        self._taken += 1
-        return self._at(self._order[self._taken - 1])
-
-    def rewind(self) -> None:
-        """The next item is the first."""
-        self._taken = 0
-
-
-def config_of(module: nn.Module) -> Any:
-    """Megatron's way to say the size of messages. Raises: ConfigError if the module has none."""
-    try:
-        return attribute_of(module, "config")
-    except AttributeError:
-        raise ConfigError(
-            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
-            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
-        ) from None
-
-
 @dataclass(eq=False)
 class PipelineStage:
     """Runs Megatron's forward_step_func for one stage and differentiates it.
@@ -104,6 +67,7 @@ class PipelineStage:
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
         last: the microbatches that the table has last, for the two that follow; None without a table.
         weights: what is done to the stage as a whole.
+        moves: activations that the table moves out of the way; None where it has no O, L or R.
         around_last_backward: makes what is entered while the last backward runs.
         on_layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of
             those behind have the part of every microbatch.
@@ -126,6 +90,7 @@ class PipelineStage:
     combines: bool = False
     last: Last | None = None
     weights: Weights | None = None
+    moves: Activations | None = None
     around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
     on_layer_done: Callable[[int, int], None] | None = None
 
@@ -145,15 +110,36 @@ class PipelineStage:
         self._context.run(self.weight_grads.capture)
         self._saved: dict[int, _Saved] = {}
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
+        self._combined: dict[int, Tensor] = {}
+        self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
-        return self._context.copy().run(self._forward, microbatch, x)  # two may run together
+        again = self.moves is not None and microbatch in self.moves.again
+        run = self._forward_alone if again else self._forward
+        return self._context.copy().run(run, microbatch, x)  # two may run together
+
+    def _forward_alone(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """The forward without a graph, which `again` makes."""
+        assert self.moves is not None
+        data = None if self.data_iterator is None else Noting(self.data_iterator)
+        stream = self.stream(microbatch)
+        self._first[microbatch] = x, [] if data is None else data.given, stream
+        self.moves.hold(x)
+        with torch.no_grad():
+            return self._forward(microbatch, x, data, stream)
+
+    def again(self, microbatch: int) -> None:
+        """The forward of a microbatch a second time, on the same data with the same randomness."""
+        assert self.moves is not None
+        x, data, stream = self._first.pop(microbatch)
+        self.moves.hold(x, -1)
+        self._context.copy().run(self._forward, microbatch, x, iter(data) if data else None, stream)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
         saved = self._saved.pop(microbatch)
-        grad = saved.grad if grad is None else grad
+        grad = self._combined.pop(microbatch, saved.grad) if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
         around = self.around_last_backward if is_last else None
@@ -168,25 +154,33 @@ class PipelineStage:
         """Do backwards of these microbatches wait in the same places?"""
         return self.stream(microbatch).recomputes == self.stream(other).recomputes
 
-    def _forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+    def _forward(
+        self, microbatch: int, x: Tensor | None, data: Iterator[Any] | None = None, stream: Stream | None = None
+    ) -> Tensor | None:
         if x is not None:
             # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
-        self._set_input(x)
-        stream = self.stream(microbatch)
+        second = stream is not None and torch.is_grad_enabled()
+        stream = stream or self.stream(microbatch)
         stream.activate()
-        with self._between_layers(microbatch):
-            output, loss_func = output_of(self.forward_step(self.data_iterator, self.module))
+        moves = self.moves if torch.is_grad_enabled() else None
+        # When the leaf's values leave it is let go of; whoever else keeps the input keeps them here.
+        self._set_input(x.view_as(x) if moves and x is not None else x)
         grad = None
-        # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
-        if self.combines:
-            self._ends[microbatch] = output.detach(), loss_func, stream.cp
-        elif self.holds_loss:
-            output, grad = self._loss(microbatch, output, loss_func, stream.cp)
+        with self._between_layers(microbatch), moves.saving(microbatch) if moves else nullcontext():
+            output, loss_func = output_of(self.forward_step(data or self.data_iterator, self.module))
+            # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
+            if self.combines and not second:
+                self._ends[microbatch] = output.detach(), loss_func, stream.cp
+            elif self.holds_loss and not self.combines:
+                output, grad = self._loss(microbatch, output, loss_func, stream.cp)
         if torch.is_grad_enabled():
             # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad)
+        if moves:
+            self._set_input(None)
+            moves.saved(microbatch, output, x)
         return None if self.holds_loss and not self.combines else output.detach()
 
     def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
@@ -228,9 +222,7 @@ class PipelineStage:
         scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
         grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
         shares_sequence = grad_x.shape != x.shape
-        self._saved[microbatch] = self._saved[microbatch]._replace(
-            grad=opening(tp, shares_sequence).backward(grad_x).wait()
-        )
+        self._combined[microbatch] = opening(tp, shares_sequence).backward(grad_x).wait()
         return packed_loss(of_loss.log_sum, scale, x.dtype)
 
     def weight(self, microbatch: int) -> None:
@@ -242,6 +234,9 @@ class PipelineStage:
         """The forwards so far, none of which has had a backward: they come again."""
         assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
+        if self.moves:
+            self._first.clear()
+            self.moves.forget()
         if isinstance(self.data_iterator, Rewinding):
             self.data_iterator.rewind()
 

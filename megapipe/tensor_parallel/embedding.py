@@ -19,14 +19,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, closes: Edge) -> Tensor:
-        local, ctx.closes = ids - first, closes
+        local, ctx.closes, ctx.weight = ids - first, closes, weight
         ctx.save_for_backward(local, weight)
         return closes.forward(look_up(local, weight)).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, weight = ctx.saved_tensors
-        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
         into = torch.zeros_like(weight) if main_grad is None else main_grad
         add_rows_gradient(local, ctx.closes.backward(grad).wait(), into)
         return None, into if main_grad is None else None, None, None

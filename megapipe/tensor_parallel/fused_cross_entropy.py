@@ -64,7 +64,7 @@ class _HeadLoss(torch.autograd.Function):
         losses = lse - at_label
         ignored = without_loss(target.reshape(-1), weight.shape[0] * tp.size)
         ctx.save_for_backward(x, weight, labels, lse, ignored)
-        ctx.weight_grads = current_weight_grads()
+        ctx.weight, ctx.weight_grads = weight, current_weight_grads()
         return losses.masked_fill_(ignored, 0.0).view(target.shape)
 
     @staticmethod
@@ -86,7 +86,7 @@ class _HeadLoss(torch.autograd.Function):
                 add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
         into = torch.zeros_like(weight, dtype=lse.dtype) if main_grad is None else main_grad
         owner = ctx.weight_grads
         if main_grad is not None and owner is not None and owner.is_deferring and wants_weight:

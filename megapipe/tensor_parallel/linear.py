@@ -37,7 +37,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opens: Edge, closes: Edge, products: Products
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.opens, ctx.closes, ctx.products = bias, opens, closes, products
+        # A saved weight that went through autograd's hooks is another object, without main_grad.
+        ctx.weight, ctx.bias, ctx.opens, ctx.closes, ctx.products = weight, bias, opens, closes, products
         ctx.weight_grads = current_weight_grads()
         # A product adds a bias at no cost, which one of the summands then brings along.
         y = products.forward(opens.forward(x).wait(), weight, bias if closes.first else None)
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
         products: Products = ctx.products
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferring = owner is not None and owner.is_deferring
-        owed: Tensor | None = getattr(weight, "main_grad", None) if needs_weight and deferring else None
+        owed: Tensor | None = getattr(ctx.weight, "main_grad", None) if needs_weight and deferring else None
         whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
         dy = closes.backward(grad).wait()
         # It is summed during the products below.
@@ -60,7 +61,7 @@ class _Linear(torch.autograd.Function):
         if owed is not None:
             owner.submit(lambda: _weight_pass(products, owed, closes.backward(grad).wait(), opens.forward(x).wait()))
         elif whole is not None:
-            grad_weight = accumulate_weight_grad(weight, dy, whole.wait(), owner, products)
+            grad_weight = accumulate_weight_grad(ctx.weight, dy, whole.wait(), owner, products)
         return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
 
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel import engine
+from megapipe.pipeline_parallel.again import Rewinding
+from megapipe.pipeline_parallel.attributes import attribute_of, config_of
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
-from megapipe.pipeline_parallel.stage import PipelineStage, Rewinding, attribute_of, config_of
+from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.schedule import Costs, Schedule, ScheduleError, build, from_csv, from_json, to_csv, to_json
+from megapipe.schedule import Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
-from megapipe.schedule.transforms.pairs import pairs
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from tools.proofs.tables.drawn import drawn_table, joined
+from tools.proofs.tables.drawn import joined
+from tools.proofs.tables.moved import built, moved
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -110,6 +107,7 @@ class Case:
             with each step.
         vocabulary: the ranks of the pipeline share it.
         paired: passes run together, wherever that would pay if three tenths were communication. joined: or by a seed.
+        memory: which microbatches of which stages are copied to the host or computed again, see tables/moved.py.
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
@@ -150,6 +148,7 @@ class Case:
     vocabulary: bool = False
     paired: bool = False
     joined: int | None = None
+    memory: str = "none"
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
@@ -182,6 +181,7 @@ class Case:
             compile=False,
             vocabulary=False,
             paired=False,
+            memory="none",
             drawn=None,
             buckets=1,
             ep=1,
@@ -278,23 +278,8 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    made = _table(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.vocabulary, case.paired)
-    made = made if case.joined is None else joined(made, case.joined)
+    plain = built(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.vocabulary, case.paired)
+    made = moved(plain if case.joined is None else joined(plain, case.joined), case.memory)
     if case.file is None:
         return made
     return from_json(to_json(made)) if case.file == "json" else from_csv(to_csv(made))
-
-
-@lru_cache(maxsize=256)
-def _table(
-    name: str, drawn: int | None, pp: int, microbatches: int, chunks: int | None, vocabulary: bool, paired: bool
-) -> Schedule:
-    options: dict[str, Any] = {"effort": 0.1} if entry_of(name).searched else {}
-    if drawn is None:
-        schedule = build(name, pp, microbatches, chunks=chunks, **options)
-    else:
-        schedule = drawn_table(drawn, pp, microbatches)
-    if paired:
-        with suppress(ScheduleError):  # no pair would pay
-            schedule = pairs(schedule, Costs(1, 1.1, 0.8, link_f=0.3, link_b=0.3, link_w=0.3), tries=6)
-    return with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule

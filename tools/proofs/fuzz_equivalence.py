@@ -37,6 +37,7 @@ from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
 from tools.proofs.equivalence import differences, train
 from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table
 from tools.proofs.synchronised import WAYS, too_early
+from tools.proofs.tables.moved import MOVED
 
 COMPILED = 0.02
 """Share of the cases of one or two ranks that are compiled, which takes a minute."""
@@ -101,7 +102,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         )
         shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
         case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
-        case = replace(case, paired=not shares and rng.random() < 0.3)
+        case = replace(case, paired=not shares and rng.random() < 0.3, memory=rng.choice([*MOVED, "none", "none"]))
         case = replace(case, joined=rng.randrange(10**6) if not shares and rng.random() < 0.3 else None)
         routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:

@@ -113,6 +113,7 @@ class _Experts(torch.autograd.Function):
             out += (bias2[way.experts] * by_row[:, None]).to(out.dtype)
         ctx.save_for_backward(rows if way.keeps_rows else x, first, by_row, fc1, fc2)
         ctx.how, ctx.biases, ctx.weight_grads = how, (bias1, bias2), current_weight_grads()
+        ctx.weights = fc1, fc2
         return way.back(out).wait()
 
     @staticmethod
@@ -143,9 +144,13 @@ class _Experts(torch.autograd.Function):
         of_second: Callable[[], Tensor] = (lambda: way.there(grad).wait()) if again else (lambda: grads)
         d_fc1 = d_fc2 = None
         if ctx.needs_input_grad[2]:
-            d_fc1 = _weight_grad(fc1, lambda into: add_products(into, d_first, inputs(), way.ends, how.one), owner)
+            d_fc1 = _weight_grad(
+                ctx.weights[0], lambda into: add_products(into, d_first, inputs(), way.ends, how.one), owner
+            )
         if ctx.needs_input_grad[4]:
-            d_fc2 = _weight_grad(fc2, lambda into: add_products(into, of_second(), second, way.ends, how.two), owner)
+            d_fc2 = _weight_grad(
+                ctx.weights[1], lambda into: add_products(into, of_second(), second, way.ends, how.two), owner
+            )
         return d_x, d_choices, d_fc1, d_bias1, d_fc2, d_bias2, None
 
 

@@ -43,14 +43,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.dtype, ctx.weight_grads = bias, dtype, current_weight_grads()
+        ctx.weight, ctx.bias, ctx.dtype, ctx.weight_grads = weight, bias, dtype, current_weight_grads()
         return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x, weight), dtype, owner = ctx.saved_tensors, ctx.dtype, ctx.weight_grads
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
 
         def product() -> Tensor:
             return linear(grad.reshape(-1, grad.shape[-1]).t(), x.to(dtype).reshape(-1, x.shape[-1]).t())

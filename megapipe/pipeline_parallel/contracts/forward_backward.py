@@ -14,13 +14,14 @@ from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.process_groups import ProcessGroupCollection
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.attributes import config_of
 from megapipe.pipeline_parallel.contracts.grad_sync import GradSync, check_config
 from megapipe.pipeline_parallel.contracts.p2p import P2PCommunicator, axis_of
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import size_of
 from megapipe.pipeline_parallel.messages.transport import P2PMode
-from megapipe.pipeline_parallel.stage import ForwardStep, config_of
+from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.schedule import Schedule
 from megapipe.schedule.catalogue import entry_of, is_file, usual
 from megapipe.schedule.patterns import GROUP_SIZE, Entry

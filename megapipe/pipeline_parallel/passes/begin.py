@@ -69,5 +69,8 @@ PASSES: Mapping[Kind, Begin] = {
     Kind.G: lambda stage, _, __: Begun(stage.weights.reduce()),
     Kind.U: lambda stage, _, __: stage.weights.update(),
     Kind.A: lambda stage, _, __: Begun(stage.weights.gather()),
+    Kind.O: lambda stage, microbatch, _: Begun(stage.moves.offload(microbatch)),
+    Kind.L: lambda stage, microbatch, _: Begun(stage.moves.load(microbatch)),
+    Kind.R: lambda stage, microbatch, _: stage.again(microbatch),
     Kind.V: lambda stage, _, __: AGAIN if stage.weights.validate() else None,
 }

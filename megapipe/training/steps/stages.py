@@ -16,11 +16,13 @@ from megapipe.distributed.late import Late
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.errors import ScheduleError
+from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
-from megapipe.pipeline_parallel.stage import ForwardStep, Rewinding
+from megapipe.pipeline_parallel.passes.memory import Host
+from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.costs import UNIT
@@ -89,6 +91,11 @@ class Stages:
     def transport(self) -> Transport:
         """The way in which messages between stages are posted."""
         return self._forward_backward.transport
+
+    @property
+    def host(self) -> Host:
+        """The rank's buffers on the host, and what it held in the last step, where the table moves activations."""
+        return self._forward_backward.host
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
         """Take another table of the same stages from the next step on. All ranks at the same step."""

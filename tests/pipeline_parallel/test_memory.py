@@ -1,0 +1,108 @@
+"""Passes O, L and R on real stages: the same bits, memory as predicted, weights and what others hold stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megapipe.distributed.axis import CPU
+from megapipe.pipeline_parallel.passes.memory import Activations, Host, Sizes
+from tools.proofs.equivalence_case import Case
+from tools.proofs.fuzz_equivalence import run
+from tools.proofs.tables import counted
+
+OUT, AGAIN = {0}, {1}
+BYTES = 64 * 64 * 8
+
+
+class Layer(nn.Module):
+    """A layer whose graph saves its input, a table that others hold too, its weight and its result, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.float64))
+        self.table = torch.randn(64, 64, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight) * self.table).sigmoid().square().sum()
+
+
+@pytest.fixture
+def moves() -> Activations:
+    return Activations(Layer(), Host(CPU), Sizes(), 1.0, out=OUT, again=AGAIN)
+
+
+def given() -> torch.Tensor:
+    return torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
+
+
+def forward(moves: Activations, x: torch.Tensor) -> torch.Tensor:
+    with moves.saving(0):
+        y = moves.module(x.view_as(x))
+    moves.saved(0, y, x)
+    return y
+
+
+def test_each_storage_goes_once_and_neither_weights_nor_what_others_hold(moves: Activations) -> None:
+    x = given()
+    want = torch.autograd.grad(moves.module(x), [x, moves.module.weight])
+    y = forward(moves, x)
+    assert moves.sizes.saved == 3 * BYTES  # input, table, result
+    moves.offload(0)
+    assert (moves.sizes.copied, moves.held.bytes) == (2 * BYTES, BYTES)
+    assert x.untyped_storage().nbytes() == 8, "of the input only the shape is left"
+    moves.load(0)()
+    assert moves.held.bytes == 3 * BYTES
+    y.backward()
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(moves.module.weight.grad, want[1])
+    assert (moves.held.bytes, moves.held.peak) == (0, 3 * BYTES)
+
+
+def test_buffers_on_the_host_are_used_again(moves: Activations) -> None:
+    for _ in range(3):
+        y = forward(moves, given())
+        moves.offload(0)
+        moves.load(0)()
+        y.backward()
+    assert moves.host.bytes == 2 * BYTES
+
+
+def test_a_share_takes_the_first_of_a_forward(moves: Activations) -> None:
+    moves.share = 0.3
+    x = given()
+    y = forward(moves, x)
+    moves.offload(0)
+    assert moves.sizes.copied == BYTES
+    assert x.untyped_storage().nbytes() == 8
+    moves.load(0)()
+    y.backward()
+
+
+def test_what_was_copied_before_a_wrong_guess_is_given_back(moves: Activations) -> None:
+    kept = [forward(moves, given())]
+    moves.offload(0)
+    moves.forget()
+    kept.append(forward(moves, given()))
+    moves.offload(0)
+    assert moves.host.bytes == 2 * BYTES
+
+
+CASES = [
+    Case("zb-h1", 2, 4, (1, 1), memory="some", dtype="float32", tied=False),
+    Case("zb-v", 2, 2, (1, 0, 0, 1), memory="some", style="llama", experts="bias", dtype="bfloat16"),
+    Case("dualpipe-v", 2, 4, (1, 0, 1, 0), memory="some", recompute="modules"),
+    Case("interleaved", 2, 2, (1, 0, 1, 0), chunks=2, memory="out", recompute="full", vocabulary=True),
+    Case("1f1b", 2, 2, (1, 1), memory="again", experts="dropping", dp=2, distributed=True, overlap=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.schedule}-{case.memory}")
+def test_losses_norms_and_weights_are_those_of_one_process(case: Case) -> None:
+    assert run(case) == []
+
+
+def test_the_peak_of_saved_bytes_is_the_predicted_one() -> None:
+    most, predicted = counted.both(Case("zb-h1", 2, 4, (1, 1), memory="some", style="llama"))
+    assert most == predicted

@@ -1,0 +1,92 @@
+"""Bytes that graphs keep on a device while a table moves them: counted as a run goes, and predicted from its table.
+
+    python tools/proofs/tables/counted.py --cases 40 --seed 1
+
+Each case trains a tiny GPT for a step under a drawn table with O, L and R. The prediction is the simulator's peak for
+what one microbatch of each stage saves; the count is of storages, each once, as autograd's hooks see them come and go.
+They are the same to the byte.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from functools import partial
+from random import Random
+
+import torch
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.passes.memory import Sizes
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, Costs, ScheduleError, simulate
+from tools.proofs.equivalence import Training
+from tools.proofs.equivalence_case import STYLES, Case, table
+from tools.proofs.tables.moved import MOVED
+
+Counted = tuple[int, dict[int, Sizes], int]
+"""A rank's peak, the sizes of its stages, and bytes of its buffers on the host."""
+
+
+def main() -> None:
+    """Draw as many cases as are asked for."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dice = Random(args.seed)
+    for number in range(args.cases):
+        case = draw(dice)
+        counted, predicted = both(case)
+        assert counted == predicted, f"case {number}, {case}: counted {counted}, predicted {predicted}"
+    print(f"{args.cases} tables: the peak of each rank as predicted, to the byte")
+
+
+def draw(dice: Random) -> Case:
+    """A case whose table has no pair: what two passes that run together hold depends on how their layers take turns."""
+    names = [name for name, entry in SCHEDULES.items() if not (entry.searched or entry.pairs)]
+    while True:
+        name, pp = dice.choice(names), dice.choice((1, 2, 2, 4))
+        case = Case(
+            name,
+            pp,
+            dice.choice((pp, 2 * pp, 3 * pp)),
+            (),
+            chunks=2 if SCHEDULES[name].chunks is None else None,
+            style=dice.choice(list(STYLES)),
+            memory=dice.choice([x for x in MOVED if x != "none"]),
+            batch=dice.choice((1, 2)),
+            dtype=dice.choice(("float32", "float64")),
+            steps=1,
+        )
+        try:
+            chain = table(case).placement.chain
+        except ScheduleError:
+            continue
+        return Case(**{**vars(case), "layers": tuple(dice.choice((1, 1, 2)) for _ in range(chain))})
+
+
+def both(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Peaks of all ranks: counted, and predicted."""
+    ranks = run_threads(partial(_counted, case=case), pp=case.pp, timeout_s=60)
+    sizes = {stage: one for _, own, _ in ranks for stage, one in own.items()}
+    made = table(case)
+    by_position = [sizes[stage] for stage in range(made.placement.chain)]
+    costs = Costs(
+        mem_b=tuple(float(x.saved) for x in by_position),
+        mem_w=0.0,
+        mem_o=tuple(float(x.copied) for x in by_position),
+        mem_r=tuple(float(x.input) for x in by_position),
+    )
+    return tuple(peak for peak, *_ in ranks), tuple(round(peak) for peak in simulate(made, costs).peak)
+
+
+def _counted(mesh: ProcessMesh, case: Case) -> Counted:
+    training = Training(mesh, case)
+    training.step(0)
+    host = training.pipeline.host
+    return host.held.peak, host.sizes, host.bytes
+
+
+if __name__ == "__main__":
+    main()
