@@ -13,9 +13,12 @@ from megapipe.schedule import (
     Pass,
     Schedule,
     ScheduleError,
+    Step,
     build,
+    from_json,
     loop,
     simulate,
+    to_json,
     unpaired,
     verify,
 )
@@ -88,15 +91,28 @@ def test_warm_ups_that_differ_by_one_pass_block_or_halve_the_speed() -> None:
     assert other_clock(pairs(build("1f1b", 4, 24), COSTS), 0.77) < 0.9 * alone
 
 
-def test_the_bar_by_another_clock() -> None:
+@pytest.mark.parametrize(("chunks", "memory", "tries", "bar"), [(4, 10.5, 40, 790), (8, 9, 2, 815)])
+def test_the_bar_by_another_clock(chunks: int, memory: float, tries: int, bar: float) -> None:
     """At p 8, m 32: 1131 for 1F1B without pairs, 773 here; arithmetic alone takes 715."""
-    made = pairs(build("interleaved-zb", 8, 32, chunks=4), COSTS, memory=10.5, tries=40)
-    verify(made, memory=10.5, costs=COSTS)
-    assert simulate(made, COSTS).makespan == pytest.approx(other_clock(made, 0.77))
-    bound = paired_bound(made, COSTS, 10.5)
+    made = pairs(build("interleaved-zb", 8, 32, chunks=chunks), COSTS, memory=memory, tries=tries)
+    verify(made, memory=memory, costs=COSTS)
+    read = from_json(to_json(made))  # as `show --json` writes it
+    assert simulate(made, COSTS).makespan == pytest.approx(other_clock(read, 0.77))
+    bound = paired_bound(made, COSTS, memory)
     assert bound is not None
-    assert 715 <= bound <= other_clock(made, 0.77) <= 790
+    assert 715 <= bound <= other_clock(read, 0.77) <= bar
     assert other_clock(unpaired(made), 0.77) > 900
+    assert max(map(held_at_once, read.ranks)) / chunks <= memory
+
+
+def held_at_once(row: tuple[Step, ...]) -> int:
+    """Most microbatches of any stage of a rank between the start of F and the end of W, or of BW."""
+    held = most = 0
+    for step in row:
+        held += sum(x.kind is Kind.F for x in step)
+        most = max(most, held)
+        held -= sum(x.kind in (Kind.W, Kind.BW) for x in step)
+    return most
 
 
 def test_of_a_bare_v_come_pairs_as_good_as_dualpipe_v() -> None:
