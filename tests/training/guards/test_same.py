@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from megapipe.models.provider import find_provider, gpt_provider
 from megapipe.plan import make_plan
 from megapipe.schedule import build, to_json
 from megapipe.training.guards.ranks import RANGE, RANGES, _tokens, facts
+from tools.proofs.tables.members import meet, swapped
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -143,3 +146,15 @@ def test_another_checkout_of_megapipe_is_seen(tmp_path):
     with (copy / "optim" / "lr.py").open("a") as file:
         file.write("# an edit that nobody committed\n")
     assert digest(copy) != digest(package)
+
+
+def test_a_group_whose_member_has_two_steps_of_a_row_swapped_is_refused_before_a_step():
+    """Members meet in collectives by the order of the row alone. tools/proofs/tables/members.py has 300 of them."""
+    for table, other in swapped(8, Random(0)):
+        said = meet([table, other, table])
+        assert len(said) == 3
+        for problems in said:
+            (problem,) = problems
+            name = re.escape("the schedule (SHA-256 of its table) differs between ranks: ")
+            assert re.fullmatch(name + r"\w{16} on rank 0; \w{16} on rank 1", problem)
+    assert meet([table, table]) == [[], []]
