@@ -36,6 +36,7 @@ GPT3_1_3B = (
 )
 KERNEL, MEASURE = (f"megapipe/commands/gpu/{name}.py --device {{device}} --only" for name in ("kernels", "measures"))
 NANOGPT = "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 --nanogpt {nanogpt}"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 TE = "--transformer-impl transformer_engine"
 EXACT = "--deterministic-mode"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
@@ -96,6 +97,22 @@ CASES = (
     Case("bf16", "--bf16", "float32", 2e-2),
     Case("bf16, fused loss", "--bf16 --cross-entropy-loss-fusion", "bf16", 1e-2),
     Case("fp16, loss scaling", "--fp16 --initial-loss-scale 1024", "float32", 2e-2),
+    Case("FP8, delayed", f"{FP8} delayed", "bf16", 2e-2),
+    Case("FP8, tensorwise", f"{FP8} tensorwise {EXACT}", "bf16", 2e-2, devices=GPU),
+    Case(
+        "FP8, tensorwise, on the CPU",
+        f"{FP8} tensorwise --distributed-backend gloo",
+        "FP8, tensorwise",
+        5e-3,
+        devices=GPU,
+    ),
+    Case(
+        "FP8, tensorwise, zb-h1",
+        f"{FP8} tensorwise {EXACT} --pipeline-schedule zb-h1",
+        "FP8, tensorwise",
+        devices=GPU,
+    ),
+    Case("FP8, blockwise", f"{FP8} blockwise", "bf16", 2e-2, devices=GPU),
     Case("deterministic", EXACT, "float32", 1e-4),
     Case("deterministic, again", EXACT, "deterministic"),
     Case("zb-h1: B and W apart", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
@@ -117,10 +134,19 @@ CASES = (
     Case("350M bf16, compiled layers", f"{GPT3_350M} --compile", "350M bf16", 1e-2, devices=GPU, seconds=240),
     Case("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5, devices=GPU),
     Case("1.3B bf16, compiled layers", f"{GPT3_1_3B} --compile", "1.3B bf16", 1e-2, devices=GPU, seconds=240),
+    Case("1.3B FP8, tensorwise", f"{GPT3_1_3B} {FP8} tensorwise", "1.3B bf16", 2e-2, devices=GPU),
     Case("124M beside nanoGPT", script=f"{NANOGPT} --size 124m", needs="nanogpt", devices=GPU, seconds=240),
     Case("350M beside nanoGPT", script=f"{NANOGPT} --size 350m", needs="nanogpt", devices=GPU, seconds=240),
     Case("Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU),
     Case("1.3B, Transformer Engine", f"{GPT3_1_3B} {TE}", "1.3B bf16", 1e-2, needs="transformer_engine", devices=GPU),
+    Case(
+        "1.3B FP8, Transformer Engine",
+        f"{GPT3_1_3B} {FP8} tensorwise {TE}",
+        "1.3B bf16",
+        2e-2,
+        needs="transformer_engine",
+        devices=GPU,
+    ),
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} --no-overlap-p2p-communication", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),

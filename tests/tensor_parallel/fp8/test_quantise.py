@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megapipe.tensor_parallel.fp8.quantise import amax_of, in_blocks, of_whole
+from megapipe.tensor_parallel.fp8.quantise import _in_blocks, _of_whole, amax_of, in_blocks, of_whole
 
 FORMATS = {torch.float8_e4m3fn: (4, 3, 7, 448.0), torch.float8_e5m2: (5, 2, 15, 57344.0)}  # bits of each, bias, largest
 
@@ -86,3 +86,15 @@ def test_a_number_that_is_none_is_not_hidden(bad):
     assert blocks[0, 32:].all()
     assert not blocks[0, :32].any()
     assert not blocks[1].any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_gpus_regions_have_the_same_bits(dtype):
+    """Operations of torch's list, and what a compiler makes of their functions."""
+    x = random(128, 64).bfloat16()
+    whole, blocks = (x, dtype, amax_of(x), 1), (x, dtype, 1, 32)
+    for name, function, given in (("quantised", _of_whole, whole), ("quantised_blocks", _in_blocks, blocks)):
+        wanted = function(*given)
+        for way in (getattr(torch.ops.megapipe, name), torch.compile(function.__wrapped__, backend="aot_eager")):
+            for found, expected in zip(way(*given), wanted, strict=True):
+                assert torch.equal(found.float(), expected.float())
