@@ -85,6 +85,12 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
     ]
 
 
+def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
+    """Seconds that a rank of the pipeline waited for collectives of its passes, mean of steps and ranks. Collective."""
+    mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)
+    return float(pp.all_reduce(mine.to(pp.device)).mean()) / pp.size
+
+
 def _ran(item: Pass, marks: Sequence[float]) -> Ran:
     asked, begin, end = marks
     return Ran(item, begin, end, begin - asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -131,6 +133,28 @@ def test_a_pass_that_has_not_begun_does_not_begin_when_the_first_fails() -> None
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 / 0, ending(log))
     assert log == []
+
+
+def test_a_signal_that_stops_the_first_pass_ends_the_second() -> None:
+    log: list[str] = []
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("stopped by a signal")
+
+    def second() -> None:
+        try:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            layers(log, "x", 10**6)()
+        finally:
+            log.append("ended")
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(RuntimeError, match="stopped by a signal"):
+            run(lambda: collective(log, "f").wait(), second)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert log[-1] == "ended"
 
 
 class Waits(torch.autograd.Function):

@@ -15,11 +15,12 @@ from statistics import mean, median
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, exposed_by_all, ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, measured_costs, spent
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
+from megapipe.schedule.views.lanes import communicates, communication
 
 WINDOW = 5
 """Steps at most between two gathers."""
@@ -48,6 +49,8 @@ class Measured:
         predicted_passes, predicted_bubble: of the plan, at the speed that was measured over all ranks.
         predicted: F, B and W at each position of the chain, likewise.
         peak_bytes: of each rank; none on CPUs. predicted_peaks: of each rank.
+        exposed_communication: a mean rank's waits for collectives within its passes; None where these have none.
+        predicted_exposed: of the plan, likewise; None where its costs say nothing of them.
     """
 
     steps: int
@@ -63,6 +66,8 @@ class Measured:
     predicted: Costs
     peak_bytes: tuple[float, ...]
     predicted_peaks: tuple[float, ...]
+    exposed_communication: float | None = None
+    predicted_exposed: float | None = None
 
     @property
     def of_messages(self) -> float:
@@ -70,7 +75,12 @@ class Measured:
 
 
 def measured(
-    steps: StepsRan, costs: Costs, schedule: Schedule, of_plan: Plan, peak_bytes: tuple[float, ...] = ()
+    steps: StepsRan,
+    costs: Costs,
+    schedule: Schedule,
+    of_plan: Plan,
+    peak_bytes: tuple[float, ...] = (),
+    exposed: float | None = None,
 ) -> Measured:
     """The measure of passes under a table. costs: measured of them."""
     counted = of_plan.costs
@@ -102,6 +112,8 @@ def measured(
         replace(counted, f=f, b=b, w=w),
         peak_bytes,
         of_plan.peak_bytes,
+        exposed,
+        communication(schedule, counted).exposed * speed / len(ranks) if communicates(counted) else None,
     )
 
 
@@ -167,11 +179,12 @@ class Counters:
             self._recent.clear()
         self._recent.extend(steps)
         peaks = self._peaks()
+        exposed = exposed_by_all(watches, self.mesh.pp) if self.mesh.hides else None
         if not self._tells:
             return []
         costs = measured_costs(self._recent, schedule.placement, self.plan.costs)
         if self.speaks:  # simulated when somebody asks, which is not in every step
-            self._now = cache(partial(measured, tuple(self._recent), costs, schedule, self.plan, peaks))
+            self._now = cache(partial(measured, tuple(self._recent), costs, schedule, self.plan, peaks, exposed))
         if self.steps - self._sampled_at < SAMPLE:
             return []
         self._sampled_at = self.steps

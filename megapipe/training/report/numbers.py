@@ -65,6 +65,20 @@ def _parts(now: Measured) -> dict[str, float]:
     return {"table": now.of_table, "stages": now.of_stages, "host": now.of_host, "messages": now.of_messages}
 
 
+def _exposed(now: Measured) -> float | tuple[float, float] | None:
+    """Exposed communication as a share of all passes, with the prediction where there is one."""
+    if now.exposed_communication is None:
+        return None
+    share = now.exposed_communication / now.passes
+    return share if now.predicted_exposed is None else (share, now.predicted_exposed / now.predicted_passes)
+
+
+def _exposed_text(now: Measured) -> str | None:
+    shares = _exposed(now)
+    both = shares if isinstance(shares, tuple) else (shares,)
+    return None if shares is None else ", predicted ".join(f"{share:.1%}" for share in both if share is not None)
+
+
 def _peaks(now: Measured) -> tuple[list[float], list[float]] | None:
     """Peaks of each rank in GiB."""
     peaks = [x / GIB for x in now.peak_bytes], [x / GIB for x in now.predicted_peaks]
@@ -102,6 +116,8 @@ PASSES = (
     ),
     Number(_bubble, "bubble: {:z.1%} ({}), predicted bubble: {:z.1%}"),
     Number(_parts, line_tag=f"{PREFIX}bubble-of-{{}}", key="bubble_parts"),
+    Number(_exposed_text, "exposed communication: {}"),
+    Number(_exposed, line_tag=f"{PREFIX}exposed-communication", key="exposed_communication"),
     Number(_stages, key="stages_ms"),
     Number(
         lambda now: {f"{at}-{kind.upper()}": ms for at, x in enumerate(_stages(now)[0]) for kind, ms in x.items()},

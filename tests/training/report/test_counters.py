@@ -216,6 +216,21 @@ def test_the_parts_stand_behind_the_bubble_that_they_add_up_to(bubble, parts, te
     assert said == f"bubble: {text}, predicted bubble: 18.6%"
 
 
+@pytest.mark.parametrize(("predicted", "text"), [(None, "6.0%"), (0.08, "6.0%, predicted 4.0%")])
+def test_exposed_communication_is_a_share_of_the_passes_beside_what_costs_say_of_it(predicted, text):
+    now = Measured(1, Costs(), (Spent(1, 1, 1, 0),) * 2, 1.0, *(0.1,) * 4, 2.0, 0.1, Costs(), (), (), 0.06, predicted)
+    assert list(fields(PASSES, now))[-1] == f"exposed communication: {text}"
+
+
+def test_a_run_with_collectives_in_its_passes_says_how_long_it_waited_for_them(tmp_path):
+    asked = config(STYLES["gpt2"], pp=2, tp=2)
+    log = replace(asked.log, metrics_file=str(tmp_path / "m"))
+    asked = replace(asked, log=log, train=replace(asked.train, train_iters=3))
+    run_threads(partial(train, asked=asked), pp=2, tp=2, timeout_s=60)
+    row = json.loads((tmp_path / "m").read_text().splitlines()[-1])
+    assert 0 < row["exposed_communication"] < 1
+
+
 def test_no_bubble_is_below_nothing_by_rounding():
     """plan.py printed -0.0%: a rank that computes 0.1 + 0.2 + ... is busy for longer than it is there."""
     for costs in (Costs(f=0.1, b=0.2, w=0.3), Costs(f=1 / 3, b=0.7, w=1e-3)):
