@@ -21,7 +21,9 @@ from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, from_csv, simulate, to_csv
+from megapipe.schedule.costs import SHARES
 from megapipe.schedule.views.compare import measure
+from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.page import Case, to_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,8 +39,8 @@ const told = run => {
 };
 const probe = ({cases, texts}) => ({
   numbers: cases.map(([name, v, p, m, c]) => told(() => {
-    const {makespan, period, bubble, share, idle, peak, sent, parameters} = measure(build(name, p, m, v, c), c);
-    return {makespan, period, bubble, share, idle, peak, sent, parameters};
+    const t = build(name, p, m, v, c), {makespan, period, bubble, share, idle, peak, sent, parameters} = measure(t, c);
+    return {makespan, period, bubble, share, idle, peak, sent, parameters, exposed: exposed(t, c)};
   })),
   told: texts.map(text => told(() => { readCsv(text, "mine"); return null; })),
   csv: ["a", "b"].map(side => toCsv(shown[side].t)),
@@ -60,7 +62,8 @@ def drawn_cases() -> list[tuple[Case, Costs]]:
         p, m = draw.randint(2, 6), draw.randint(1, 14)
         f, b, w = (draw.choice([draw.randint(1, 12), draw.uniform(0.1, 12)]) for _ in "fbw")
         comm, overhead = draw.choice([0, 1, draw.uniform(0, 3)]), draw.choice([0, 0, draw.uniform(0, 1)])
-        cases[Case(name, v, p, m)] = Costs(f, b, w, comm=comm, overhead=overhead)
+        links = dict.fromkeys(SHARES, draw.choice([0, draw.uniform(0, 1)]))
+        cases[Case(name, v, p, m)] = replace(Costs(f, b, w, comm=comm, overhead=overhead), **links)
     return [
         *cases.items(),
         *(
@@ -120,7 +123,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("page")
     asked = {
         "cases": [
-            [*case[:4], {x: getattr(costs, x) for x in ("f", "b", "w", "comm", "overhead")}]
+            [*case[:4], {x: getattr(costs, x) for x in ("f", "b", "w", "comm", "overhead")} | {"share": costs.link_f}]
             for case, costs in drawn_cases()
         ],
         "texts": spoilt_tables(),
@@ -168,6 +171,7 @@ def test_the_page_counts_as_the_library_does(seen):
         time = simulate(schedule, costs)
         for key in ("makespan", "period", "bubble", "idle", "peak", "sent", "parameters"):
             assert numbers[key] == pytest.approx(getattr(time, key), rel=1e-9, abs=1e-9), (name, v, p, m, costs, key)
+        assert numbers["exposed"] == pytest.approx(communication(schedule, costs).share)
         assert numbers["share"] == pytest.approx(measure(schedule, costs).bubble_share)
         compared += 1
     assert compared >= 200
