@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
+from megapipe.checks.slices import slice_problems
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import check_flags, counts_of, forwards, schedule_name, schedule_of
@@ -43,6 +44,8 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _reschedule_problems(config, name, placement)
         yield from _vocabulary_problems(config, name, placement)
         yield from _pair_problems(config)
+        if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
+            yield from slice_problems(config, name)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))

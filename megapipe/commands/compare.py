@@ -222,7 +222,8 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
     until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0))
-    why = measured(ran, measured_costs(ran, plan.schedule.placement, plan.costs), plan.schedule, plan)
+    costs = measured_costs(ran, plan.schedule.placement, plan.costs, plan.schedule.cuts)
+    why = measured(ran, costs, plan.schedule, plan)
     return Row(
         mesh.pp.size,
         plan.schedule.name,

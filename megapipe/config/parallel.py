@@ -83,6 +83,12 @@ class ParallelConfig:
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
     vocab_parallel_pipeline: bool = False
     """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
+    pipeline_slices: str | None = None
+    """Slices of each microbatch along its sequence: a number, or auto, which takes the one of least simulated time."""
+    pipeline_slice_cuts: Annotated[Literal["work", "equal"], needs("pipeline_slices", "microbatches are whole")] = (
+        "work"
+    )
+    """work: slices take equally long, later ones are shorter; equal: all are as long."""
     memory_limit_gib: Annotated[float | None, ABOVE_0] = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     use_distributed_optimizer: Annotated[bool, REPLICAS] = False

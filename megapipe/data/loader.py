@@ -40,7 +40,7 @@ class Batch:
 
     def cut(self, cut: Cut) -> Batch:
         """The tokens that are here. Of `more` that is cut too which has s in its second dimension."""
-        if cut.size == 1:
+        if cut.size == 1 and cut.piece is None:
             return self
         s = self.tokens.shape[1]
         more = {name: cut.take(x, 1) if x.ndim > 1 and x.shape[1] == s else x for name, x in self.more.items()}

@@ -23,26 +23,37 @@ Tokens = tuple[range, ...]
 @dataclass(frozen=True)
 class Cut:
     """A cut of sequences over c context-parallel ranks: of 2c equal pieces rank r has the r-th and the r-th from
-    the end, so that causal attention is the same work on each (Dubey et al. 2024, section 3.3.2)."""
+    the end, so that causal attention is the same work on each (Dubey et al. 2024, section 3.3.2).
+
+    Attributes:
+        piece, length: the slice of sequences of this length that ranks share so; None: whole sequences.
+    """
 
     rank: int = 0
     size: int = 1
+    piece: range | None = None
+    length: int = 0
+
+    def whole(self, rows: int) -> int:
+        """Length of the sequences of which so many tokens are here."""
+        return rows * self.size if self.piece is None else self.length
 
     def spans(self, length: int, rank: int | None = None) -> Tokens:
         """The tokens here, or on another rank, of sequences of so many.
 
-        Raises: ConfigError for a length that does not divide by 2c.
+        Raises: ConfigError for a length, or a slice, that does not divide by 2c.
         """
+        piece = range(length) if self.piece is None else self.piece
         if self.size == 1:
-            return (range(length),)
-        if length % (2 * self.size):
-            raise ConfigError(length_problem(length, self.size))
-        n, r = length // (2 * self.size), self.rank if rank is None else rank
-        return tuple(range(i * n, (i + 1) * n) for i in (r, 2 * self.size - 1 - r))
+            return (piece,)
+        if len(piece) % (2 * self.size):
+            raise ConfigError(length_problem(len(piece), self.size))
+        n, r = len(piece) // (2 * self.size), self.rank if rank is None else rank
+        return tuple(piece[i * n : (i + 1) * n] for i in (r, 2 * self.size - 1 - r))
 
     def take(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
         """The rank's tokens of an x that has whole sequences in dimension `dim`."""
-        if self.size == 1:
+        if self.size == 1 and self.piece is None:
             return x
         return torch.cat([x.narrow(dim, r.start, len(r)) for r in self.spans(x.shape[dim], rank)], dim)
 

@@ -168,7 +168,7 @@ class GPTModel(nn.Module):
             assert tokens is not None, "the stage with the embedding needs tokens"
             if position_ids is None:
                 cut = current_stream().cut
-                position_ids = positions(tokens.shape[1] * cut.size, cut, None, tokens.device).expand_as(tokens)
+                position_ids = positions(cut.whole(tokens.shape[1]), cut, None, tokens.device).expand_as(tokens)
             x = self.embedding(tokens, position_ids, self._input)
             self._input = None
         else:

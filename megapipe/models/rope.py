@@ -91,11 +91,11 @@ class Rotary:
 
 
 @eager  # a compiler does not see the cache
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # of each slice
 def rotary_table(
     length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype, cut: Cut = WHOLE
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, each [length/c, 1, 1, dim]; computed in float64, kept in `dtype`."""
+    """cos and sin of position x frequency, each [rows, 1, 1, dim]; computed in float64, kept in `dtype`."""
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
     angle = rows.outer(rotary.frequencies(device))
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
@@ -110,7 +110,7 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
         positions: [s/c, b], below s; default: the index in s.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(x.shape[0] * cut.size, rotary, x.device, wide, cut if positions is None else WHOLE)
+    cos, sin = rotary_table(cut.whole(x.shape[0]), rotary, x.device, wide, cut if positions is None else WHOLE)
     if positions is not None:
         cos, sin = cos[positions, 0], sin[positions, 0]
     return turned(x, cos, sin, rotary.interleaved)

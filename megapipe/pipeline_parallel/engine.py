@@ -22,6 +22,7 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Host, moves_of
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
+from megapipe.pipeline_parallel.slices import Slices, ranks_of_tokens, shape_of_slice, tokens_of_slices
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
@@ -156,10 +157,13 @@ class ForwardBackward:
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
         # Collective, and the same for every step of a run: asked once.
         self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
-        stages = _stages(step, table, chunks, config, self.mesh, self.host)
+        variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
+        length = None if variable else step.decoder_seq_length or step.seq_length
+        lengths = tokens_of_slices(table, length, self.mesh, config)
+        stages = _stages(step, table, chunks, config, self.mesh, self.host, lengths)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
-        comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK)
+        comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK, lengths, variable)
         # At the first step of each placement, before any pass: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
@@ -177,23 +181,24 @@ class ForwardBackward:
             )
         return _reported(stages.values(), step.on_loss)
 
-    def _messenger(self, step: Request, config: Any, dtype: torch.dtype, in_flight: int) -> Messenger:
-        shared = self.mesh.cp.size * (self.mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
+    def _messenger(
+        self, step: Request, config: Any, dtype: torch.dtype, in_flight: int, lengths: tuple[int, ...], variable: bool
+    ) -> Messenger:
+        shared = ranks_of_tokens(self.mesh, config)
         given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
         # One pipeline rank sends nothing, so it need not know the size of a message.
         length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
         shape = (length // shared, batch, hidden)
-        variable = self.variable_seq_lengths or step.variable_seq_lengths
-        variable = variable or getattr(config, "variable_seq_lengths", False)
         place = self.table(step.num_microbatches).placement
         if place.vocabulary:
             check_shares(variable, self.mesh.cp.size)
+        whole = partial(shape_of, place, (shape[0] * shared, batch, hidden), dtype)
         return Messenger(
             self.mesh.pp,
             shape,
             dtype,
             transport=self.transport,
-            shape_of=partial(shape_of, place, (shape[0] * shared, batch, hidden), dtype),
+            shape_of=partial(shape_of_slice, lengths, shape) if lengths else whole,
             beyond_neighbours=place.vocabulary,
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
@@ -209,11 +214,6 @@ class ForwardBackward:
                 f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
                 f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
                 "Build the table for these, or give get_forward_backward_func the schedule's name."
-            )
-        if table.cuts:
-            raise ConfigError(
-                f"the schedule {table.name} cuts microbatches in slices of a sequence, which stages do not run. Take "
-                "a table of whole microbatches."
             )
         return table
 
@@ -243,6 +243,7 @@ def _stages(
     config: Any,
     mesh: ProcessMesh,
     host: Host,
+    lengths: tuple[int, ...],
 ) -> dict[int, PipelineStage]:
     # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
@@ -260,7 +261,8 @@ def _stages(
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
-            stream=partial(_drawn, step, mesh, kept[number]),
+            stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths)),
+            slices=slices,
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
             combines=table.placement.vocabulary and table.placement.is_last(number),
             last=table.last.get(number),
@@ -273,11 +275,12 @@ def _stages(
     }
 
 
-def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], microbatch: int) -> Stream:
-    """The stream that layers draw from for a microbatch; those of `kept` are not computed again."""
+def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slices, number: int) -> Stream:
+    """The stream that layers draw from for a microbatch or a slice; those of `kept` are not computed again."""
     scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
-    weigh = lambda tokens: scale * tokens if per_token else scale / step.num_microbatches  # noqa: E731
-    stream, recomputes = step.stream(microbatch), microbatch not in kept
+    share = slices.share(number) / step.num_microbatches
+    weigh = lambda tokens: scale * tokens if per_token else scale * share  # noqa: E731
+    stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
     return replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
 
 
@@ -287,7 +290,8 @@ def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] |
     results: dict[int, Any] = {}
     for stage in stages:
         stage.finish()
-        losses |= stage.losses
+        n = stage.slices.count
+        losses |= {number // n: stage.slices.loss_of(number, stage.losses) for number in sorted(stage.losses)[::n]}
         results |= stage.results
     if on_loss is not None:
         for mb in sorted(losses):

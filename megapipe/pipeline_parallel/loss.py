@@ -63,7 +63,7 @@ class Loss(NamedTuple):
                 )
         return Loss(value, _count(tokens[0], value) if tokens else None, dict(reported))
 
-    def share(self, microbatches: int, *, per_token: bool, scale: float, cp: Axis = ALONE) -> Tensor:
+    def share(self, microbatches: int, per_token: bool, scale: float, cp: Axis = ALONE) -> Tensor:
         """The gradient of the step's loss with respect to `value`: 1 / microbatches, and of a sum 1 / tokens (at
         least 1) too; per_token leaves both to the end of the step, when the tokens of the whole batch are known.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
+from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.rng import Stream
@@ -41,7 +42,7 @@ class _Saved(NamedTuple):
 
     x: Tensor | None
     output: GradientEdge | None
-    grad: Tensor | None
+    grad: Grad
 
 
 @runtime_checkable
@@ -65,7 +66,8 @@ class PipelineStage:
         stream: randomness of each microbatch.
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
-        last: the microbatches that the table has last, for the two that follow; None without a table.
+        last: the microbatches that the table has last, for those that follow; None without a table.
+        slices: of a microbatch; each is to a stage what a whole one is, by its number among all.
         weights: what is done to the stage as a whole.
         moves: activations that the table moves out of the way; None where it has no O, L or R.
         around_last_backward: makes what is entered while the last backward runs.
@@ -89,6 +91,7 @@ class PipelineStage:
     share: VocabularyShare | None = None
     combines: bool = False
     last: Last | None = None
+    slices: Slices = field(default_factory=Slices)
     weights: Weights | None = None
     moves: Activations | None = None
     around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
@@ -139,7 +142,9 @@ class PipelineStage:
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
         saved = self._saved.pop(microbatch)
-        grad = self._combined.pop(microbatch, saved.grad) if grad is None else grad
+        # The loss of a slice counts by the tokens of its microbatch, which are known by now.
+        kept_grad = saved.grad() if callable(saved.grad) else saved.grad
+        grad = self._combined.pop(microbatch, kept_grad) if grad is None else grad
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
         around = self.around_last_backward if is_last else None
@@ -161,7 +166,8 @@ class PipelineStage:
             # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         second = stream is not None and torch.is_grad_enabled()
-        stream = stream or self.stream(microbatch)
+        if stream is None:
+            stream = self.slices.begun(microbatch, self.stream)
         stream.activate()
         moves = self.moves if torch.is_grad_enabled() else None
         # When the leaf's values leave it is let go of; whoever else keeps the input keeps them here.
@@ -215,6 +221,7 @@ class PipelineStage:
         of_loss = combine(shares, x.shape[-1], tp)
         losses = of_loss.losses.view(-1, x.shape[1]).requires_grad_(torch.is_grad_enabled())
         value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
+        assert not callable(grad), "shares of the vocabulary are of whole microbatches"
         if not torch.is_grad_enabled():
             return None
         # loss_func is the user's and may weigh tokens: what it does to each loss is asked of autograd.
@@ -245,10 +252,9 @@ class PipelineStage:
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
-    def _loss(
-        self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
-    ) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
         """The tensor that is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
+        self.slices.refuse_lossless(loss_func, self.collect_non_loss_data)
         if loss_func is None:
             if torch.is_grad_enabled():
                 raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
@@ -259,7 +265,8 @@ class PipelineStage:
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss._replace(value=loss.value.detach())
-        return loss.value, loss.share(self.loss_divisor, per_token=self.per_token, scale=self.loss_scale(), cp=cp)
+        counts = self.loss_divisor, self.per_token, self.loss_scale(), cp
+        return loss.value, self.slices.share_of(microbatch, self.losses, lambda loss: loss.share(*counts))
 
 
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:

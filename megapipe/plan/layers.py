@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from operator import add
+from typing import Any
 
 from megapipe.config import ModelConfig
 
@@ -16,6 +17,8 @@ class Work:
     Attributes:
         f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
         held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
+        scores_f, scores_b: the part of f and b that is causal attention to all tokens before.
+        keys: bytes of keys and values; kept_keys: those of slices that `held` does not count.
         parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
             unused: those that a token makes no use of.
     """
@@ -28,6 +31,10 @@ class Work:
     parameters: int = 0
     unused: int = 0
     experts: int = 0
+    scores_f: float = 0.0
+    scores_b: float = 0.0
+    keys: float = 0.0
+    kept_keys: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -63,6 +70,11 @@ class Load:
         reach = self.seq if window is None else min(self.seq, window + 1)
         return 2.0 * self.tokens * channels * (reach - reach * reach / 2 / self.seq)
 
+    def sliced(self, scores: float, again: float, channels: int, window: int | None) -> dict[str, Any]:
+        """Fields of Work that say how slices of a sequence differ. Inside a window all tokens see as many others."""
+        growing = scores if window is None or window >= self.seq - 1 else 0.0
+        return {"scores_f": growing, "scores_b": again * growing, "keys": self.bytes(0, channels)}
+
     def bytes(self, between: float, inside: float, masked: float = 0) -> float:
         """Bytes of features between and inside the parallel parts; masked: of the former, those with a dropout byte."""
         return self.tokens * ((self.element * between + masked) / self.shared + self.element * inside / self.tp)
@@ -72,7 +84,13 @@ def layer_work(model: ModelConfig, load: Load) -> Work:
     whole = _attention(model, load) + _mlp(model, load)
     if model.recompute_granularity != "full" or model.recompute_method == "block":
         return whole
-    return replace(whole, b=whole.b + whole.f, held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1))
+    return replace(
+        whole,
+        b=whole.b + whole.f,
+        held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1),
+        scores_b=whole.scores_b + whole.scores_f,
+        kept_keys=whole.keys,
+    )
 
 
 def _attention(model: ModelConfig, load: Load) -> Work:
@@ -97,6 +115,7 @@ def _attention(model: ModelConfig, load: Load) -> Work:
         + logs,
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
+        **load.sliced(scores, 2 + model.recompute_attention, qkv - queries, model.window),
     )
 
 
@@ -128,6 +147,7 @@ def _latents(model: ModelConfig, load: Load) -> Work:
             2 * h + 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm), queries + up_kv + values
         ),
         parameters=down + up + out + h * model.bias + norms,
+        **load.sliced(scores, 2 + model.recompute_attention + again, 2 * wide, model.window),
     )
 
 

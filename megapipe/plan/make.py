@@ -9,17 +9,16 @@ from functools import cached_property, lru_cache
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
-from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import LayerSpan, nearly_even, spans
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.plan.paired import with_pairs
+from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import counts_of, given_costs, is_searched, kept_shares, placements, schedule_name, schedule_of
-from megapipe.plan.state import bytes_of_expert, bytes_of_state
+from megapipe.plan.state import GIB as GIB
+from megapipe.plan.state import bytes_of_expert, bytes_of_state, too_much
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Costs, Schedule, Timeline, simulate
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ class Plan:
     def costs(self) -> Costs:
         """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
         counted = self.pieces.costs(self.counts)
-        return (
+        timed = (
             counted
             if self.given is None
             else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
         )
+        return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -151,6 +151,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     recomputes: count what --num-microbatches-with-partial-activation-checkpoints does not compute again, in FLOPs.
     """
     model, train, par = config.model, config.train, config.parallel
+    if par.pipeline_slices == AUTO:
+        return best_of_slices(config, lambda c: plan_of(c, work, recomputes=recomputes), _step_time)
     if par.vocab_parallel_pipeline and par.pipeline_model_parallel_layout == AUTO:
         return _shared_if_it_pays(config, work, recomputes)
     schedule = schedule_of(config, config.num_microbatches)
@@ -184,6 +186,10 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     return plan
 
 
+def _step_time(plan: Plan) -> float:
+    return plan.timeline.makespan
+
+
 def _paired(plan: Plan, config: Config) -> Plan:
     limit = config.parallel.memory_limit_gib
     room = None if limit is None else limit * GIB - max(plan.state_bytes)
@@ -193,7 +199,8 @@ def _paired(plan: Plan, config: Config) -> Plan:
 def _check_limit(plan: Plan, config: Config) -> None:
     gib = config.parallel.memory_limit_gib
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
-        raise ConfigError(_too_much(plan, gib * GIB))
+        auto = plan.before is None
+        raise ConfigError(too_much(plan.schedule.name, plan.peak_bytes, plan.state_bytes, gib * GIB, auto=auto))
 
 
 def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
@@ -220,6 +227,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
+    config = chosen(config, len(plan.schedule.cuts) or 1)
     place, count = replace(plan.schedule.placement, vocabulary=False), config.num_microbatches
     if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
@@ -282,16 +290,3 @@ def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:
 
     judge = Judge(plan.schedule, plan.pieces, None if limit is None else room)
     return replace(even, counts=search(judge), before=even)
-
-
-def _too_much(plan: Plan, limit: float) -> str:
-    need, rank = max((need, rank) for rank, need in enumerate(plan.peak_bytes))
-    state = plan.state_bytes[rank]
-    auto = "" if plan.before is not None else f", or {LAYOUT} auto, which looks for a split that fits"
-    return (
-        f"--memory-limit-gib {limit / GIB:g} is less than pipeline rank {rank} of {plan.schedule.name} is predicted to "
-        f"need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients and optimizer, "
-        f"{(need - state) / GIB:.3g} for activations.\n"
-        f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger --pipeline-model-parallel-size or "
-        f"--tensor-model-parallel-size, a schedule that holds less (v-min){auto}."
-    )

@@ -15,6 +15,7 @@ from megapipe.errors import ConfigError
 from megapipe.partition.layout import AUTO, parse_layout
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
+from megapipe.plan.slices import in_slices
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -63,10 +64,10 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
         chunks = placements(config)[-1].num_stages // ranks if searched else _chunks(config)
     if not is_file(name) and entry_of(name).grouped:
         group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    schedule = _build(name, ranks, microbatches, chunks, group)
+    schedule = in_slices(config, lambda count: _build(name, ranks, count, chunks, group), microbatches)
     if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
-        schedule = _build(name, ranks, microbatches, chunks, group, costs)
+        schedule = in_slices(config, lambda count: _build(name, ranks, count, chunks, group, costs), microbatches)
     if not config.parallel.hides:  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):

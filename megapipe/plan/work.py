@@ -67,6 +67,25 @@ class Pieces:
         share = self.head.part(self.shares)
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held)
 
+    def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
+        """The costs of these stages with what slices of a sequence make a difference of: attention, and keys that are
+        kept for the slices behind."""
+        ends = list(accumulate(counts, initial=0))
+        stages = [sum(self.layers[a:b], Work()) for a, b in pairwise(ends)]
+        counted = self._columns(counts)
+
+        def part(name: str, of: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(min(1.0, getattr(x, name) / y) if y else 0.0 for x, y in zip(stages, of, strict=True))
+
+        held = (costs.mem_b,) * len(stages) if not isinstance(costs.mem_b, tuple) else costs.mem_b
+        return replace(
+            costs,
+            attention_f=part("scores_f", counted[0]),
+            attention_b=part("scores_b", counted[1]),
+            mem_b=tuple(x + stage.kept_keys for x, stage in zip(held, stages, strict=True)),
+            mem_k=tuple(stage.keys for stage in stages),
+        )
+
     def on(self, ranks: int) -> Pieces:
         """The pieces with the overhead to expect on so many pipeline ranks."""
         whole = sum((x.f for x in self.layers), self.embedding.f + self.head.f)

@@ -43,6 +43,8 @@ class Stream:
         weigh: number of tokens -> what the mean of something over so many tokens of this microbatch counts in the loss
             that the step differentiates. For losses of layers.
         kept: what layers remember of a forward for the one that recomputes it, by a name of theirs.
+        piece, length: the slice of the microbatch's sequences, of this length, that the pass is of; None: all of them.
+        prefix: what layers keep of slices for those behind them, by a name of theirs, the same for all slices.
     """
 
     seed: int
@@ -53,10 +55,13 @@ class Stream:
     dp: Axis = Axis()
     weigh: Callable[[int], float] = field(default=lambda tokens: 1.0, compare=False)
     kept: dict[object, Any] = field(default_factory=dict, compare=False)
+    piece: range | None = None
+    length: int = 0
+    prefix: dict[object, Any] = field(default_factory=dict, compare=False)
 
     @property
     def cut(self) -> Cut:
-        return Cut(self.cp.rank, self.cp.size)
+        return Cut(self.cp.rank, self.cp.size, self.piece, self.length)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -133,7 +138,7 @@ def draws(
     if tp is not None:
         whole[dim] *= tp.size
     # The mask of the whole sequence has a name; a rank takes its part of it, so that no layout changes a bit.
-    whole[0] *= cut.size
+    whole[0] = cut.whole(whole[0])
     rows = cut.spans(whole[0])
     if tp is not None and dim == 0:
         rows = share_of(rows, tp.rank, tp.size)

@@ -25,7 +25,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.provider import find_provider
-from megapipe.plan import Plan, changes, make_plan, summary
+from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
@@ -83,7 +83,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         f"starts from {found}" if found else "",
         changes(plan),
         summary(plan, config),
-        f"pipeline schedule {plan.schedule.name}: predicted bubble "
+        f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
     ]
     print("\n".join(line for line in lines if line), flush=True)

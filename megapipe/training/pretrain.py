@@ -42,7 +42,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
-from megapipe.plan import Plan, changes, make_plan, summary
+from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.logits import most_kept
 from megapipe.training.check import DatasetsProvider, as_here, check, start_block
 from megapipe.training.driver import Driver
@@ -170,7 +170,8 @@ class Training:
         if mesh.world.rank == 0:
             print(summary(plan, config, parameters), flush=True)
         report.say(
-            f"pipeline schedule {schedule.name}: {mesh.pp.size} ranks, {schedule.num_microbatches} microbatches, "
+            f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "
+            f"{schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
         if mesh.device.type == "cuda" and (held_up := held_up_messages(config, schedule)):

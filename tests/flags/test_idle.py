@@ -27,8 +27,8 @@ transformer_impl recompute_granularity recompute_activations per_layer_overrides
 fp8_format
 tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_schedule pipeline_costs
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers
-decoder_last_pipeline_num_layers pipeline_model_parallel_layout memory_limit_gib enable_optimizer_post_validation
-distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
+decoder_last_pipeline_num_layers pipeline_model_parallel_layout memory_limit_gib pipeline_slices
+enable_optimizer_post_validation distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
 micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule seq_length train_iters train_samples
 exit_interval exit_duration_in_mins exit_signal_handler seed calculate_per_token_loss bf16 fp16 loss_scale compile
 deterministic_mode freeze_all_layers optimizer lr decoupled_lr lr_decay_style lr_warmup_fraction lr_warmup_iters
@@ -80,7 +80,7 @@ RUNS = [
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a",
-    "--timing-log-level 1",
+    "--timing-log-level 1 --pipeline-slices 2",
     "--num-experts 8 --moe-use-upcycling",
     "--multi-latent-attention",
     "--multi-latent-attention --rope-type rope --disable-bias-linear",

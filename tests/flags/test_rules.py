@@ -159,6 +159,8 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--moe-router-group-score-topk",
         "--model-provider",
         "--memory-limit-gib",
+        "--pipeline-slices",
+        "--pipeline-slice-cuts",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
         "--save-keep-last",

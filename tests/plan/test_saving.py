@@ -14,7 +14,7 @@ from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.plan import make_plan
-from megapipe.plan.saving import checkpoint_bytes, checkpoint_line
+from megapipe.plan.table import checkpoint_bytes, checkpoint_line
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.schedule import Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
+from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
-from tools.proofs.tables.moved import built, moved
+from tools.proofs.tables.moved import moved
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -111,6 +112,7 @@ class Case:
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
+        slices: lengths of the slices of a microbatch; () leaves it whole.
         moved: seed by which every initial weight is moved by at most an ulp; 0 leaves them.
     """
 
@@ -155,11 +157,12 @@ class Case:
     ep: int = 1
     etp: int | None = None
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
+    slices: tuple[int, ...] = ()
     moved: int = 0
 
     @property
     def whole(self) -> Case:
-        """The same training on one process."""
+        """The same training on one process, in the same slices."""
         return replace(
             self,
             schedule="naive",
@@ -278,8 +281,9 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    plain = built(case.schedule, case.drawn, case.pp, case.microbatches, case.chunks, case.vocabulary, case.paired)
+    of_table = ("chunks", "drawn", "vocabulary", "paired", "slices")
+    plain = built(case.schedule, case.pp, case.microbatches, **{name: getattr(case, name) for name in of_table})
     made = moved(plain if case.joined is None else joined(plain, case.joined), case.memory)
     if case.file is None:
         return made
-    return from_json(to_json(made)) if case.file == "json" else from_csv(to_csv(made))
+    return from_json(to_json(made)) if case.file == "json" else replace(from_csv(to_csv(made)), cuts=made.cuts)

@@ -105,6 +105,8 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
     config = replace(config, world_size=max(1, world_size), check=replace(config.check, world_size=world_size))
     if config.parallel.vocab_parallel_pipeline:
         problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
+    if config.parallel.pipeline_slices:
+        problems.append("--pipeline-slices has passes that are not timed one by one. Rehearse without it.")
     if config.parallel.enable_optimizer_post_validation:
         problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
     if (impl := config.model.transformer_impl) != "local":
@@ -119,7 +121,9 @@ def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]
     vocab = config.model.padded_vocab(vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])[0])
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     config = config.with_batch(config.global_batch_size)
-    return config, make_plan(config)
+    if (plan := make_plan(config)).schedule.cuts:
+        raise ConfigError(f"--pipeline-schedule {plan.schedule.name} has slices, which a rehearsal does not time.")
+    return config, plan
 
 
 def _pipelines(config: Config) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ whole sequences stands. Kept for backward is what is here; keys travel once more
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,25 +26,55 @@ Differentiate = Callable[[Tensor, Tokens], Tensor]
 """The backward of a use; returns their gradient."""
 
 
+@dataclass(eq=False)
+class _Part:
+    """Keys and values of one slice of a microbatch, and what later slices have added to their gradient."""
+
+    cut: Cut
+    kv: Tensor
+    grad: Tensor | None = None
+
+
+def _parts(sight: Sight) -> dict[int, _Part]:
+    """Slices of the microbatch at this layer, by where they begin: forwards add, backwards take away."""
+    parts: dict[int, _Part] = sight.stream.prefix.setdefault(sight.site, {})
+    return parts
+
+
+def _before(sight: Sight) -> list[_Part]:
+    """The slices before this one, in order; none where microbatches are whole."""
+    piece = sight.stream.piece
+    return [] if piece is None else [part for begin, part in sorted(_parts(sight).items()) if begin < piece.start]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sight: Sight, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sums, mine = Sums.empty(q, k.shape[1]), sight.stream.cut.spans(sight.length)
+        stream, kv = sight.stream, torch.stack((k, v))
+        sums, mine = Sums.empty(q, k.shape[1]), stream.cut.spans(sight.length)
 
         def use(kv: Tensor, held: Tokens) -> None:
             attend(sight, q, mine, kv, held, sums)
 
-        (_ring if "p2p" in way else _all_at_once)(sight, torch.stack((k, v)), use)
+        if stream.piece is not None:
+            # Computed again in backward it is there already, with the gradients of the slices behind it.
+            _parts(sight).setdefault(stream.piece.start, _Part(stream.cut, kv))
+        meet = _ring if "p2p" in way else _all_at_once
+        for part in _before(sight):
+            meet(sight, part.cut, part.kv, use)
+        meet(sight, stream.cut, kv, use)
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
-        ctx.save_for_backward(q, k, v, out, sums.lse)
+        # The keys of a slice are kept once, for itself and for those behind it.
+        ctx.save_for_backward(q, *((k, v) if stream.piece is None else ()), out, sums.lse)
         ctx.sight, ctx.way = sight, way
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        sight = ctx.sight
+        q, *own, out, lse = ctx.saved_tensors
+        sight, piece = ctx.sight, ctx.sight.stream.piece
         mine = sight.stream.cut.spans(sight.length)
+        part = _Part(sight.stream.cut, torch.stack(own)) if piece is None else _parts(sight)[piece.start]
         dq = torch.zeros(*lse.shape[:3], q.shape[-1], dtype=lse.dtype, device=q.device)
         delta = (grad.to(lse.dtype) * out).sum(-1).reshape(lse.shape)
 
@@ -51,7 +82,15 @@ class _Attention(torch.autograd.Function):
             return differentiate(sight, q, mine, kv, held, grad, lse, delta, dq)
 
         back = _ring_back if "p2p" in ctx.way else _all_back
-        dk, dv = back(sight, torch.stack((k, v)), use).to(k.dtype)
+        for before in _before(sight):
+            of_part = back(sight, before.cut, before.kv, use)
+            before.grad = of_part if before.grad is None else before.grad.add_(of_part)
+        dkv = back(sight, part.cut, part.kv, use)
+        if part.grad is not None:
+            dkv = dkv.add_(part.grad)
+        if piece is not None:
+            del _parts(sight)[piece.start]
+        dk, dv = dkv.to(q.dtype)
         return None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
 
 
@@ -72,18 +111,18 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, way: str = 
     return _attention(sight, way, q, k, v)
 
 
-def _ring(sight: Sight, kv: Tensor, use: Use) -> None:
+def _ring(sight: Sight, cut: Cut, kv: Tensor, use: Use) -> None:
     """c - 1 messages. Ranks before this one come first."""
-    cp, cut = sight.stream.cp, sight.stream.cut
+    cp = sight.stream.cp
     for step in range(cp.size):
         coming = cp.start_shift(kv) if step < cp.size - 1 else None
         use(kv, cut.spans(sight.length, (cp.rank - step) % cp.size))
         kv = kv if coming is None else coming.wait()
 
 
-def _ring_back(sight: Sight, kv: Tensor, use: Differentiate) -> Tensor:
+def _ring_back(sight: Sight, cut: Cut, kv: Tensor, use: Differentiate) -> Tensor:
     """2 (c - 1) messages: gradients follow their keys one step later, and come home with the last."""
-    cp, cut = sight.stream.cp, sight.stream.cut
+    cp = sight.stream.cp
     own, sums = torch.empty(()), None
     for step in range(cp.size):
         coming = cp.start_shift(kv) if step < cp.size - 1 else None
@@ -97,19 +136,20 @@ def _ring_back(sight: Sight, kv: Tensor, use: Differentiate) -> Tensor:
     return own if sums is None else own.add_(sums.wait())
 
 
-def _all_at_once(sight: Sight, kv: Tensor, use: Use) -> None:
+def _all_at_once(sight: Sight, cut: Cut, kv: Tensor, use: Use) -> None:
     """One all-gather."""
-    cp, cut = sight.stream.cp, sight.stream.cut
+    cp = sight.stream.cp
     parts = cp.all_gather(kv).chunk(cp.size)
-    use(cut.join(parts, 3) if cp.size > 1 else kv, (range(sight.length),))
+    use(cut.join(parts, 3) if cp.size > 1 else kv, replace(cut, rank=0, size=1).spans(sight.length))
 
 
-def _all_back(sight: Sight, kv: Tensor, use: Differentiate) -> Tensor:
+def _all_back(sight: Sight, cut: Cut, kv: Tensor, use: Differentiate) -> Tensor:
     """One all-gather, one reduce-scatter."""
-    cp, cut = sight.stream.cp, sight.stream.cut
+    cp = sight.stream.cp
     whole: list[Tensor] = []
-    _all_at_once(sight, kv, lambda kv, held: whole.append(use(kv, held)))
-    return cp.reduce_scatter(torch.cat([cut.take(whole[0], 3, rank) for rank in range(cp.size)]).to(kv.dtype))
+    _all_at_once(sight, cut, kv, lambda kv, held: whole.append(use(kv, held)))
+    mine = Cut(cut.rank, cut.size)
+    return cp.reduce_scatter(torch.cat([mine.take(whole[0], 3, rank) for rank in range(cp.size)]).to(kv.dtype))
 
 
 class _Trade(torch.autograd.Function):

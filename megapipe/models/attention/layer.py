@@ -64,7 +64,7 @@ class Attention(nn.Module):
             heads = Axis(tp.rank * cp.size + cp.rank, tp.size * cp.size)
             core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
             return self._maybe_again(whole_sequences(core, cp), q, k, v)
-        if cp.size == 1 and not self._drops:
+        if cp.size == 1 and not self._drops and stream.piece is None:
             return self._maybe_again(partial(self._attend_whole, stream, tp), q, k, v)
         return self._attend_blocks(stream, tp, way, q, k, v)
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
     def _attend_blocks(self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = self.config
         sight = Sight(
-            q.shape[0] * stream.cp.size,
+            stream.cut.whole(q.shape[0]),
             stream,
             config.window,
             _isolated(stream),
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
     def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads, d], k and v [s, b, groups, d], of a share of the heads -> [s, b, heads x d]."""
-        if self._drops:
+        if self._drops or stream.piece is not None:
             return self._attend_blocks(stream, heads, "p2p", q, k, v)
         documents = _isolated(stream)
         if self.kernel is not None and documents is None and heads is self.tp:
@@ -159,7 +159,7 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
     documents, cut = current_stream().documents, current_stream().cut
     if documents is None or not documents.restart:
         return None, cut
-    return positions(rows * cut.size, cut, documents, device).t(), cut
+    return positions(cut.whole(rows), cut, documents, device).t(), cut
 
 
 def _isolated(stream: Stream) -> Documents | None:

@@ -63,7 +63,7 @@ _At = tuple[Kind, int]
 """A kind of pass at a position of the chain."""
 
 
-def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
+def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequence[float] = ()) -> Costs:
     """Medians, in seconds.
 
     The overhead is the time between two passes where the second waits for no other rank. A link's latency is the least
@@ -71,11 +71,19 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
     hosts' clocks. A pass that ran in overlapped pairs alone counts as half of them.
 
     Args:
+        cuts: of the table's slices, each of which stands for a microbatch by its share of the counted work.
         counted: says how a whole backward divides into B and W where nothing split was run, and what is held.
     """
     took, halves = defaultdict[_At, list[float]](list), defaultdict[_At, list[float]](list)
     between, pairs = list[float](), list[float]()
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+    work = {n: replace(counted, overhead=0.0).of_slice(cuts, n).durations(place) for n in (None, *range(len(cuts)))}
+
+    def whole(x: Ran) -> float:
+        kind, stage, _, piece = x.item
+        share = work[piece][kind][stage] / (work[None][kind][stage] or 1.0)
+        return (x.end - x.begin) / (share or 1.0)
+
     for step, ranks in enumerate(steps):
         ran = {x.item: x for row in ranks for x in row}
         for rank, row in enumerate(ranks):
@@ -83,9 +91,9 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs) -> Costs:
             for group in in_turn(row):
                 into = took if len(group) == 1 else halves
                 for x in group:
-                    into[x.item.kind, place.position(x.item.stage)].append((x.end - x.begin) / len(group))
+                    into[x.item.kind, place.position(x.item.stage)].append(whole(x) / len(group))
                 if len(group) > 1:
-                    pairs.append(group[0].end - group[0].begin)
+                    pairs.append(whole(group[0]))
                 made = [y for x in group if (y := _made(x.item, place, ran)) and place.rank_of[y.item.stage] != rank]
                 for y in made:
                     of_link = least[place.rank_of[y.item.stage], rank]

@@ -93,6 +93,8 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
         raise ScheduleError(
             f"{schedule.name} has {', '.join(more)}: pairs are made in a table of F, B, W and BW alone, before these."
         )
+    if schedule.cuts:
+        raise ScheduleError(f"{schedule.name} is cut in slices: pairs are made in a table of whole microbatches.")
     refuse_idle(costs)
 
 

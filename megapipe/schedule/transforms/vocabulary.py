@@ -38,8 +38,10 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
-    if schedule.placement.vocabulary or any(kind.traits.per_stage for kind in schedule.kinds):
-        raise ScheduleError(f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW alone.")
+    if schedule.placement.vocabulary or schedule.cuts or any(kind.traits.per_stage for kind in schedule.kinds):
+        raise ScheduleError(
+            f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW of whole microbatches alone."
+        )
     if any(len(place.shares(first)) < place.num_ranks for first in range(0, place.num_stages, place.chain)):
         raise ScheduleError(
             f"{schedule.name}: to share the vocabulary every rank must have a stage of each chain. "

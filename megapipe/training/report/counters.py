@@ -182,7 +182,7 @@ class Counters:
         exposed = exposed_by_all(watches, self.mesh.pp) if self.mesh.hides else None
         if not self._tells:
             return []
-        costs = measured_costs(self._recent, schedule.placement, self.plan.costs)
+        costs = measured_costs(self._recent, schedule.placement, self.plan.costs, schedule.cuts)
         if self.speaks:  # simulated when somebody asks, which is not in every step
             self._now = cache(partial(measured, tuple(self._recent), costs, schedule, self.plan, peaks, exposed))
         if self.steps - self._sampled_at < SAMPLE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Host
+from megapipe.pipeline_parallel.slices import Slices, tokens_of_slices
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule
@@ -200,15 +201,20 @@ class Stages:
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
         reads = Kind.E if shares else Kind.F
-        order = [p.microbatch for step in steps for p in step if p.kind is reads and p.stage == stage]
-        data, cp = self.config.data, self.mesh.cp
+        order = [self.schedule.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
+        data, cp, table = self.config.data, self.mesh.cp, self.schedule
+        slices = Slices(tokens_of_slices(table, self.config.train.seq_length, self.mesh, self.config.model))
 
-        def batch(i: int) -> Batch:
+        @lru_cache(maxsize=1)  # slices of a microbatch follow each other
+        def whole(i: int) -> Batch:
             read = microbatches[i]
             named = {"tokens": read} if isinstance(read, Tensor) else read
             here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
             usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
-            return replace(usual, more=here).cut(Cut(cp.rank, cp.size))
+            return replace(usual, more=here)
+
+        def batch(number: int) -> Batch:
+            return whole(slices.microbatch(number)).cut(Cut(cp.rank, cp.size, *slices.tokens(number)))
 
         return Rewinding(batch, order)
 

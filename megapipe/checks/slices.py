@@ -1,0 +1,37 @@
+"""Checks of slices of a sequence: what they do not go with, each with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config import Config
+from megapipe.plan.slices import FLAG, number_of
+from megapipe.plan.split import is_searched
+
+
+def slice_problems(config: Config, name: str) -> Iterator[str]:
+    """Problems of a run whose schedule, of this name, cuts microbatches in slices."""
+    par, model = config.parallel, config.model
+    given = f"{FLAG} {par.pipeline_slices}" if par.pipeline_slices else f"--pipeline-schedule {name}, which has slices,"
+    if par.pipeline_slices and number_of(config) == 1:
+        return
+    others = {
+        "--vocab-parallel-pipeline": par.vocab_parallel_pipeline,
+        "--overlap-moe-expert-parallel-comm": par.overlap_moe_expert_parallel_comm,
+        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
+        f"--model-provider {model.model_provider}": model.model_provider is not None,
+    }
+    yield from (f"{given} does not go with {other}. Leave one of them out." for other, there in others.items() if there)
+    if is_searched(name):
+        yield f"{given} does not go with --pipeline-schedule {name}, which is searched. Use zb-h1 or interleaved-zb."
+    if not model.has_experts:
+        return
+    for kind in model.balancing:
+        yield (
+            f"{given}: {kind} of --moe-router-load-balancing-type would be of each slice, another loss than of the "
+            "microbatch. Use --moe-router-load-balancing-type none, with --moe-router-enable-expert-bias if wanted."
+        )
+    if model.by_sinkhorn:
+        yield f"{given}: sinkhorn chooses by all tokens of a microbatch. Use --moe-router-load-balancing-type none."
+    if model.capacity_factor is not None:
+        yield f"{given} would drop tokens by slice and not by microbatch. Leave out --moe-expert-capacity-factor."

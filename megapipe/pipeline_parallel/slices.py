@@ -1,0 +1,153 @@
+"""Slices of a microbatch in a run: how many tokens each has, and what its layers and its loss need of the others.
+
+Stages number slices of all microbatches through, as a table of whole microbatches numbers these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.pipeline_parallel.loss import Loss
+from megapipe.schedule import Pass, Schedule
+from megapipe.schedule.kinds import COPIES
+from megapipe.schedule.transforms.cuts import in_tokens
+from megapipe.tensor_parallel.rng import Stream
+
+Grad = Tensor | Callable[[], Tensor] | None
+"""A gradient, which may be known later only."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of a microbatch on one stage.
+
+    Attributes:
+        lengths: in tokens of whole sequences, before ranks share them; () of microbatches that are whole.
+        prefixes: what layers keep for the slices to come, by microbatch, until the last slice has it.
+    """
+
+    lengths: tuple[int, ...] = ()
+    prefixes: dict[int, dict[object, Any]] = field(default_factory=dict, compare=False)
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths) or 1
+
+    def tokens(self, number: int) -> tuple[range | None, int]:
+        """The tokens of a slice, of sequences of this length; None, 0 of whole microbatches."""
+        piece, length = number % self.count, sum(self.lengths)
+        begin = sum(self.lengths[:piece])
+        return (range(begin, begin + self.lengths[piece]), length) if self.lengths else (None, 0)
+
+    def microbatch(self, number: int) -> int:
+        """The microbatch that a slice is of."""
+        return number // self.count
+
+    def stream(self, whole: Stream, number: int) -> Stream:
+        """The stream of a microbatch as the layers of one of its slices see it."""
+        if not self.lengths:
+            return whole
+        tokens, length = self.tokens(number)
+        return replace(whole, piece=tokens, length=length, prefix=self.prefixes.get(self.microbatch(number), {}))
+
+    def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
+        """The stream of a forward that begins: that of the first slice with nothing kept, also when it runs again."""
+        if self.lengths and number % self.count == 0:
+            self.prefixes[self.microbatch(number)] = {}
+        made = stream(number)
+        # From the last slice on the graphs hold what is kept, as long as there are any: an evaluation has none.
+        if self.lengths and (number + 1) % self.count == 0:
+            del self.prefixes[self.microbatch(number)]
+        return made
+
+    def share(self, number: int) -> float:
+        """The part of the microbatch's tokens that a slice has."""
+        return self.lengths[number % self.count] / sum(self.lengths) if self.lengths else 1.0
+
+    def share_of(self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]) -> Grad:
+        """The weight of a slice's loss in the step's: how many tokens the microbatch has is known when all of its
+        forwards have run, before its first backward."""
+        return (lambda: share(self.loss_of(number, losses))) if self.lengths else share(losses[number])
+
+    def refuse_lossless(self, loss_func: object, collects: bool) -> None:
+        """Raises: ConfigError for forwards of slices whose results nobody would put together."""
+        if self.lengths and (loss_func is None or collects):
+            raise ConfigError(
+                "--pipeline-slices runs steps with a loss: let forward_step return (output, loss_func), and leave out "
+                "collect_non_loss_data."
+            )
+
+    def loss_of(self, number: int, losses: Mapping[int, Loss]) -> Loss:
+        """The loss of the microbatch that a slice is of, once all of its forwards have run."""
+        first = self.microbatch(number) * self.count
+        return joined([losses[n] for n in range(first, first + self.count)])
+
+
+def joined(losses: Sequence[Loss]) -> Loss:
+    """The loss of a microbatch from those of its slices. Raises: ConfigError for means of unknown numbers of tokens."""
+    if len(losses) == 1:
+        return losses[0]
+    tokens = [loss.tokens for loss in losses if loss.tokens is not None]
+    if len(tokens) < len(losses):
+        raise ConfigError(
+            "--pipeline-slices divides a microbatch's loss by the tokens of all its slices, and loss_func does not say "
+            "its number: return (sum of token losses, number of tokens, dict) instead of (loss, dict)."
+        )
+    reported: dict[str, Any] = {}
+    for name in losses[0].reported:
+        values = [loss.reported[name] for loss in losses]
+        reported[name] = _sum(name, values)
+    return Loss(sum((x.value for x in losses[1:]), losses[0].value), sum(tokens[1:], tokens[0]), reported)
+
+
+def _sum(name: str, values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, tuple | list) and len(first) == 2:
+        return tuple(sum(of[1:], of[0]) for of in zip(*values, strict=True))
+    if hasattr(first, "numel") and first.numel() == 2:
+        return sum(values[1:], first)
+    raise ConfigError(
+        f"--pipeline-slices adds up what loss_func reports of each slice, and {name!r} is one number, whose mean over "
+        "a microbatch is unknown: report (sum, count)."
+    )
+
+
+def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
+    """Ranks that share the tokens of a message among them."""
+    return mesh.cp.size * (mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
+
+
+def tokens_of_slices(table: Schedule, length: int | None, mesh: ProcessMesh, config: Any) -> tuple[int, ...]:
+    """Lengths of the table's slices in tokens of sequences of this length; () where it has none.
+
+    Raises: ConfigError if the sequence cannot be cut so.
+    """
+    if not table.cuts:
+        return ()
+    moves = any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds)
+    if length is None or table.placement.vocabulary or moves:
+        why = "needs sequences of one length, seq_length"
+        if length is not None:
+            why = f"has no {'O, L or R' if moves else 'shares of the vocabulary'} in them"
+        raise ConfigError(f"the schedule {table.name} cuts sequences in slices and {why}. Take one of whole sequences.")
+    # Each context-parallel rank has two runs of a slice, and of these each tensor-parallel one a part.
+    multiple = ranks_of_tokens(mesh, config) * (2 if mesh.cp.size > 1 else 1)
+    if sum(table.cuts) == length and all(n % multiple == 0 for n in table.cuts):
+        return tuple(int(n) for n in table.cuts)
+    try:
+        return in_tokens(table.cuts, length, multiple)
+    except ScheduleError as error:
+        raise ConfigError(f"the schedule {table.name}: {error}") from None
+
+
+def shape_of_slice(lengths: tuple[int, ...], shape: tuple[int, int, int], made_by: Pass) -> tuple[int, ...] | None:
+    """The shape of a message of a slice, None of a whole microbatch. shape: of the whole, on one rank."""
+    if made_by.slice is None:
+        return None
+    return shape[0] * lengths[made_by.slice] // sum(lengths), *shape[1:]

@@ -1,0 +1,106 @@
+"""Slices of a run's sequences: how long each is by the work of its layers, and the table that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TypeVar
+
+from megapipe.config import Config
+from megapipe.config.layers import layer_config
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan.layers import Load, layer_work
+from megapipe.schedule import Costs, Schedule, is_file, load
+from megapipe.schedule.transforms.cuts import in_tokens, shares
+from megapipe.schedule.transforms.slices import in_place, slices
+
+P = TypeVar("P")
+FLAG, AUTO = "--pipeline-slices", "auto"
+MOST = 64
+"""Slices of a microbatch: what a message's tag can tell apart."""
+CHOICES = (1, 2, 4, 8, 16)
+"""Numbers of slices among which `auto` chooses."""
+
+
+def number_of(config: Config) -> int | None:
+    """The slices asked for; None without the flag, and where `auto` is to choose.
+
+    Raises: ConfigError if it is no number.
+    """
+    given = config.parallel.pipeline_slices
+    if given is None or given == AUTO:
+        return None
+    if not given.isdecimal() or not 1 <= int(given) <= MOST:
+        raise ConfigError(f"{FLAG} {given} is neither a number from 1 to {MOST} nor auto. Use {FLAG} 4.")
+    return int(given)
+
+
+def chosen(config: Config, count: int) -> Config:
+    """The configuration with so many slices in the place of `auto`."""
+    if config.parallel.pipeline_slices != AUTO:
+        return config
+    return replace(config, parallel=replace(config.parallel, pipeline_slices=str(count)))
+
+
+def best_of_slices(config: Config, plan: Callable[[Config], P], time: Callable[[P], float]) -> P:
+    """The plan in as many slices as take least simulated time, of those that fit.
+
+    Raises: ConfigError or ScheduleError if there is none, as for whole microbatches.
+    """
+    plans, errors = list[P](), list[ConfigError | ScheduleError]()
+    for count in CHOICES:
+        try:
+            plans.append(plan(chosen(config, count)))
+        except (ConfigError, ScheduleError) as error:  # too short, too much memory, or a schedule that has no slices
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=time)
+
+
+def in_slices(config: Config, made_for: Callable[[int], Schedule], microbatches: int) -> Schedule:
+    """The table that the flags ask for. made_for: gives it for whole microbatches, so many.
+
+    Raises: ConfigError, ScheduleError if sequences or the table cannot be cut so.
+    """
+    count, name = number_of(config), config.parallel.pipeline_schedule
+    if count in (None, 1):
+        return made_for(microbatches)
+    cuts = lengths(config)
+    return in_place(load(name), cuts) if name and is_file(name) else slices(made_for, microbatches, cuts)
+
+
+def in_words(schedule: Schedule) -> str:
+    """The slices of a table, behind its name; nothing of whole microbatches."""
+    if not schedule.cuts:
+        return ""
+    most, least = max(schedule.cuts), min(schedule.cuts)
+    return f" in {len(schedule.cuts)} slices of {most:g}{f' to {least:g}' if most > least else ''} tokens"
+
+
+@lru_cache(maxsize=32)
+def lengths(config: Config) -> tuple[int, ...]:
+    """Tokens of each slice. Raises: ConfigError if the sequence cannot be cut so."""
+    par, length = config.parallel, config.train.seq_length or 0
+    count, cp = number_of(config) or 1, par.context_parallel_size
+    multiple = cp * (2 if cp > 1 else 1) * (par.tensor_model_parallel_size if config.model.sequence_parallel else 1)
+    try:
+        return in_tokens(shares(count, par.pipeline_slice_cuts, costs_of_layers(config)), length, multiple)
+    except ScheduleError:
+        ranks = " of context and sequence parallelism" if multiple > 1 else ""
+        raise ConfigError(
+            f"{FLAG} {count} cuts --seq-length {length} in slices, each a multiple of {multiple}{ranks}, and it is "
+            f"{'no such multiple' if length % multiple else 'too short'}. Use "
+            f"--seq-length {max(-(-length // multiple), count) * multiple}."
+        ) from None
+
+
+def costs_of_layers(config: Config) -> Costs:
+    """Work of all layers, with attention's share of each pass."""
+    model, par, train = config.model, config.parallel, config.train
+    load = Load(train.seq_length or 1, train.seq_length or 1, par.tensor_model_parallel_size, 1, 4, False)
+    works = [layer_work(layer_config(model, layer), load) for layer in range(model.layers)]
+    f, b, w = (sum(getattr(work, name) for work in works) for name in ("f", "b", "w"))
+    scores_f, scores_b = (sum(getattr(work, name) for work in works) for name in ("scores_f", "scores_b"))
+    return Costs(f, b, w, attention_f=scores_f / f if f else 0.0, attention_b=scores_b / b if b else 0.0)

@@ -1,0 +1,101 @@
+"""A run whose sequences are cut in slices trains what one on whole sequences trains.
+
+Attention of a slice adds up in another order than that of a whole sequence: the same to 1e-12 in float64. With the same
+cuts every schedule and number of ranks has the same bits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.slices import joined
+from megapipe.pipeline_parallel.threads import run_threads
+from tools.proofs.equivalence import alone, differences, train
+from tools.proofs.equivalence_case import Case, table
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def case_of(schedule="1f1b", pp=1, **settings):
+    case = replace(Case(schedule, pp, 4, (), slices=(3, 3, 2), steps=2), **settings)
+    return replace(case, layers=(max(1, 2 // pp),) * table(case).placement.chain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"style": "llama", "window": 3, "recompute": "full", "batch": 2},
+        {"style": "latent", "documents": "both", "recompute": "selective", "tied": False},
+        {"documents": "attention", "window": 2, "per_token_loss": True},
+        {"slices": (1, 1, 1, 1, 1, 1, 1, 1), "style": "llama", "documents": "positions"},
+    ],
+)
+def test_slices_train_what_whole_sequences_train(settings):
+    case = case_of(**settings)
+    mine, whole = alone(case.whole), alone(replace(case.whole, slices=()))
+    assert mine.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert mine.norms == pytest.approx(whole.norms, rel=1e-12)
+    for name, (gradient, _) in mine.gradients.items():
+        torch.testing.assert_close(gradient, whole.gradients[name].tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of("1f1b", 2, dtype="float32", recompute="full"),
+        case_of("zb-h1", 2, dtype="float32", style="llama", file="json"),
+        case_of("interleaved", 2, chunks=2, documents="both"),
+        case_of("zb-v", 2, dtype="bfloat16", p2p="batched"),
+        case_of("interleaved-zb", 4, chunks=2, window=3),
+        case_of("dualpipe", 2, style="latent"),
+    ],
+    ids=lambda case: case.schedule,
+)
+def test_with_the_same_cuts_schedules_and_ranks_have_the_same_bits(case):
+    assert case.same_bits or case.schedule == "dualpipe"
+    assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=case.pp, timeout_s=60)) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, "sequence_parallel": True, "slices": (4, 2, 2), "recompute": "full"},
+        {"cp": 2, "slices": (4, 4), "documents": "both", "schedule": "zb-h1"},
+        {"cp": 2, "slices": (4, 4), "way": "a2a", "recompute": "selective"},
+        {"cp": 2, "slices": (4, 4), "way": "all_gather", "window": 3, "pp": 1},
+        {"dp": 2, "distributed": True, "overlap": True, "buckets": 2, "style": "llama"},
+    ],
+    ids=lambda x: "-".join(x),
+)
+def test_ranks_share_the_tokens_of_each_slice(settings):
+    case = case_of(**{"pp": 2} | settings)
+    sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp")}
+    assert differences(case, run_threads(lambda mesh: train(mesh, case), timeout_s=60, **sizes)) == []
+
+
+def test_a_mean_of_a_slice_is_no_part_of_a_microbatchs():
+    part = Loss(torch.tensor(1.0), None, {})
+    with pytest.raises(ConfigError, match=r"return \(sum of token losses, number of tokens, dict\)"):
+        joined([part, part])
+    part = Loss(torch.tensor(1.0), torch.tensor(3), {"a": 2.0})
+    with pytest.raises(ConfigError, match=r"'a' is one number, .* report \(sum, count\)"):
+        joined([part, part])
+
+
+def test_what_slices_report_is_added_up():
+    def part(x, n):
+        return Loss(torch.tensor(x), torch.tensor(n), {"a": (x, n), "b": torch.tensor([x, 1.0])})
+
+    whole = joined([part(1.0, 3), part(4.0, 1)])
+    assert (whole.value.item(), whole.tokens.item(), whole.reported["a"]) == (5.0, 4, (5.0, 4))
+    assert whole.reported["b"].tolist() == [5.0, 2.0]

@@ -1,0 +1,83 @@
+"""--pipeline-slices: how a run's sequences are cut, what the plan says of it, what it does not go with."""
+
+from itertools import pairwise
+
+import pytest
+
+from megapipe.checks.run import flag_problems
+from megapipe.config import Config
+from megapipe.flags.parse import parse
+from megapipe.plan import make_plan
+from megapipe.plan.slices import lengths
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--padded-vocab-size 128 --lr 1e-3 --train-iters 2 --pipeline-model-parallel-size 4"
+)
+
+
+def config(*more):
+    made = parse(Config, [*FLAGS.split(), *more])
+    size = made.parallel.ranks_of_a_replica
+    return Config(**{**vars(made), "world_size": size}).with_batch(2)
+
+
+def test_slices_have_equal_work_of_forward_and_backward():
+    tokens = lengths(config("--pipeline-slices", "4"))
+    assert sum(tokens) == 1024
+    assert list(tokens) == sorted(tokens, reverse=True)
+    # A layer's products are 24 h^2 a token forward and as much twice more, its scores 4 h s / 2 and twice that again.
+    work = [72 * 64 + 12 * (t + 0.5) for t in range(1024)]
+    ends = [sum(tokens[:k]) for k in range(5)]
+    parts = [sum(work[a:b]) / sum(work) for a, b in pairwise(ends)]
+    assert parts == pytest.approx([0.25] * 4, abs=0.01)
+    assert lengths(config("--pipeline-slices", "4", "--pipeline-slice-cuts", "equal")) == (256,) * 4
+
+
+def test_slices_are_multiples_of_what_ranks_share_them_among():
+    shared = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    tokens = lengths(config("--pipeline-slices", "3", *shared.split()))
+    assert sum(tokens) == 1024
+    assert all(n % 8 == 0 for n in tokens)
+
+
+def test_auto_takes_as_many_as_a_short_batch_gains_by():
+    given = (), ("--pipeline-slices", "4"), ("--pipeline-slices", "auto")
+    whole, four, best = (make_plan(config(*more)) for more in given)
+    assert not whole.schedule.cuts
+    assert len(four.schedule.cuts) == 4
+    assert len(best.schedule.cuts) >= 4
+    assert best.timeline.makespan <= four.timeline.makespan < 0.6 * whole.timeline.makespan
+    assert max(four.peak_bytes) < max(whole.peak_bytes) * 1.1
+
+
+def test_recomputed_layers_keep_their_keys_for_later_slices():
+    given = ("--pipeline-slices", "2", "--recompute-granularity", "full")
+    costs = make_plan(config(*given)).costs
+    # An input of [s, b, h] in float32, and keys and values as wide each.
+    assert costs.mem_b[1] == 3 * 1024 * 64 * 4
+    assert costs.mem_k[1] == 2 * 1024 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--pipeline-slices", "x"), "--pipeline-slices x is neither a number from 1 to 64 nor auto"),
+        (("--pipeline-slices", "0"), "--pipeline-slices 0 is neither a number from 1 to 64 nor auto"),
+        (("--pipeline-slices", "2", "--vocab-parallel-pipeline"), "does not go with --vocab-parallel-pipeline"),
+        (("--pipeline-slices", "2", "--pipeline-schedule", "zb-auto"), "zb-auto, which is searched. Use zb-h1"),
+        (("--pipeline-slices", "2", "--reschedule-after", "3"), "does not go with --reschedule-after 3"),
+        (
+            ("--pipeline-slices", "2", "--num-experts", "4", "--moe-aux-loss-coeff", "0.1"),
+            "aux_loss of --moe-router-load-balancing-type would be of each slice",
+        ),
+        (
+            ("--pipeline-slices", "2", "--num-experts", "4", "--moe-expert-capacity-factor", "1"),
+            "would drop tokens by slice and not by microbatch. Leave out --moe-expert-capacity-factor.",
+        ),
+        (("--pipeline-slices", "8", "--seq-length", "7"), "and it is too short. Use --seq-length 8."),
+    ],
+)
+def test_what_does_not_go_with_slices_is_said(more, said):
+    assert any(said in problem for problem in flag_problems(config(*more)))
