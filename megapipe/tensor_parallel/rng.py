@@ -63,6 +63,11 @@ class Stream:
     def cut(self) -> Cut:
         return Cut(self.cp.rank, self.cp.size, self.piece, self.length)
 
+    @property
+    def begin(self) -> int:
+        """The first token of its slice in the whole sequences."""
+        return 0 if self.piece is None else self.piece.start
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Layers that run in this context draw from this stream and heed its documents."""

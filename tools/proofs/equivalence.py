@@ -130,7 +130,7 @@ def train(mesh: ProcessMesh, case: Case) -> Outcome:
 
 def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     """What is not as in one process, given every rank's outcome in rank order."""
-    whole, found = alone(case.whole), []
+    whole, found = alone(case.whole), _differences_of_slices(case)
     for rank, mine in enumerate(ranks):
         if mine.tokens != whole.tokens:
             found.append(f"rank {rank}: experts have {mine.tokens}, not {whole.tokens}")
@@ -157,6 +157,22 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     return found
 
 
+def _differences_of_slices(case: Case) -> list[str]:
+    """What slices change of one process's numbers in float64, but for losses of routers, which are of each slice."""
+    if not case.slices or case.dtype != "float64" or case.experts != "none":
+        return []
+    mine, whole = alone(case.whole), alone(replace(case.whole, slices=()))
+    found = [
+        f"slices change {kind}: {getattr(mine, kind)}, not {getattr(whole, kind)}"
+        for kind in ("losses", "norms")
+        if not _numbers_agree(case, kind, mine, whole, TOLERANCE["float64"])
+    ]
+    for name, (gradient, _) in mine.gradients.items():
+        if not torch.allclose(gradient, whole.gradients[name].tensor, rtol=1e-9, atol=1e-11, equal_nan=True):
+            found.append(f"slices change the gradient of {name}")
+    return found
+
+
 @cache
 def alone(case: Case) -> Outcome:
     """A case of one process."""
@@ -168,12 +184,13 @@ def _loss(losses: dict[str, float]) -> float:
     return losses.get("lm loss", math.nan)
 
 
-def _equal(case: Case, a: Tensor, b: Tensor) -> bool:
-    rtol = 0.0 if case.same_bits else TOLERANCE[case.dtype]
+def _equal(case: Case, a: Tensor, b: Tensor, rtol: float | None = None) -> bool:
+    if rtol is None:
+        rtol = 0.0 if case.same_bits else TOLERANCE[case.dtype]
     return torch.allclose(a, b, rtol=rtol, atol=rtol / 100, equal_nan=True)
 
 
-def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome) -> bool:
+def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome, rtol: float | None = None) -> bool:
     """Of losses or norms. In 16 bits they may also lie apart as far as two runs do that are each as far from float64 as
     one process is, or as it is after every initial weight was moved by at most an ulp: Adam's steps make much of
     little, and ten layers of small vectors behind RMSNorm double a token's gradient each. Norms of one such case, in
@@ -181,7 +198,7 @@ def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome) -> bool
     """
     a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
     if case.same_bits or case.dtype in ("float64", "float32"):
-        return _equal(case, a, b)
+        return _equal(case, a, b, rtol)
     exact = torch.tensor(getattr(alone(replace(case.whole, dtype="float64")), kind), dtype=torch.float64)
     alike = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
     off = torch.zeros_like(b)

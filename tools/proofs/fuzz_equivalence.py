@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,13 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
 from tools.proofs.equivalence import differences, train
-from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, STYLES, VOCAB, Case, table
+from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MOVED
 
-COMPILED = 0.02
-"""Share of the cases of one or two ranks that are compiled, which takes a minute."""
+SLICED, COMPILED = 0.25, 0.02
+"""Share of the cases whose microbatches go in slices, where they can; of those of one or two ranks that are compiled,
+which takes a minute."""
 
 
 def run(case: Case) -> list[str]:
@@ -51,7 +53,7 @@ def run(case: Case) -> list[str]:
         outcomes = run_threads(partial(train, case=case), **sizes, timeout_s=seconds)
         found = differences(case, outcomes)
         if case.drawn is not None:
-            own = table(replace(case, vocabulary=False))
+            own = table(replace(case, vocabulary=False, slices=()))
             found += [problem for way in WAYS for problem in too_early(own, way)]
         return found
     except Exception as error:
@@ -110,14 +112,25 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
         if case.experts != "none" and (tp == 1 or case.sequence_parallel):
             case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
+        case = _perhaps_sliced(rng, case)
         try:
             chain = table(case).placement.chain
         except ScheduleError:
             continue
-        layers = tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain))
-        case = replace(case, layers=layers)
-        if 0 < sum(layers) <= 10 and not list(context_problems(case.config)):
+        case = replace(case, layers=tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain)))
+        if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
             return case
+
+
+def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
+    """The case in slices, of which ranks have equal parts, where it can be cut."""
+    if case.vocabulary or case.variable or rng.random() >= SLICED:
+        return case
+    multiple = case.cp * (2 if case.cp > 1 else 1) * (case.tp if case.sequence_parallel else 1)
+    ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
+    lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
+    metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
+    return replace(case, slices=lengths, paired=False, joined=None, memory="none", metrics=metrics)
 
 
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def command(case: Case) -> str:
 def read(text: str) -> Case:
     """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
     given = json.loads(text)
-    case = Case(**given | {"layers": tuple(given["layers"])})
+    case = Case(**given | {name: tuple(given[name]) for name in ("layers", "slices") if name in given})
     if len(case.layers) != (chain := table(case).placement.chain):
         raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
     return case

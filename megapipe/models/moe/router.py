@@ -98,7 +98,7 @@ class Seen(NamedTuple):
 
 class Router(nn.Module):
     """Attributes:
-    seen: of each microbatch of training since `forget`, by its first sample.
+    seen: of each microbatch of training since `forget`, by its first sample and its slice's first token.
     expert_bias: [E] in float32 whatever the model's type; the training moves it, no gradient does.
     """
 
@@ -116,7 +116,7 @@ class Router(nn.Module):
             self.bias = set_layout(nn.Parameter(torch.empty(shape[:1])), Layout(shape[:1], sum_over_tp=split))
         bias = torch.zeros(config.experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[tuple[int, int], Seen] = {}
         self._load: dict[int, Tensor] = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -155,8 +155,10 @@ class Router(nn.Module):
             weights = weights.masked_fill(~kept, 0.0)
         if self.training:
             weights = self._balanced(weights, logits, experts, x.shape[1], stream, losses, compute)
-            # By sample, not in a list: a forward that is computed again in backward writes the same entry once more.
-            self.seen[stream.sample] = Seen(self._counted(experts, kept, most), losses)
+            # By sample and slice: a forward that is computed again in backward writes the same entry once more.
+            if stream.piece is not None:  # its part in the mean over the microbatch's tokens
+                losses = {kind: loss * (len(stream.piece) / stream.length) for kind, loss in losses.items()}
+            self.seen[stream.sample, stream.begin] = Seen(self._counted(experts, kept, most), losses)
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
     def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:

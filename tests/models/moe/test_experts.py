@@ -182,7 +182,7 @@ def test_output_losses_counts_and_gradients_are_those_of_the_formula(name):
     torch.testing.assert_close(x.grad, want_x.grad, **close)
     for key, value in wanted.items():
         torch.testing.assert_close(gradients(layer)[key], value, msg=lambda text, key=key: f"{key}: {text}", **close)
-    seen = layer.router.seen[3]
+    seen = layer.router.seen[3, 0]
     assert seen.tokens.tolist() == counts
     assert {key: float(loss) for key, loss in seen.losses.items()} == pytest.approx(losses, rel=1e-9)
 
@@ -191,7 +191,7 @@ def test_an_even_load_with_even_scores_costs_one_times_its_weight():
     layer = layer_of(replace(SWIGLU, moe_router_topk=E, moe_aux_loss_coeff=(0.01,)))
     nn.init.zeros_(layer.router.weight)
     layer(inputs()[0])
-    assert float(layer.router.seen[0].losses["aux_loss"]) == pytest.approx(1.0)
+    assert float(layer.router.seen[0, 0].losses["aux_loss"]) == pytest.approx(1.0)
 
 
 def test_of_equal_scores_the_expert_of_the_lower_number_is_chosen():
@@ -205,7 +205,7 @@ def test_an_expert_without_tokens_has_gradient_zero_not_none():
     layer = layer_of(SIGMOID)
     layer.router.expert_bias[0] = -9.0  # type: ignore[index]
     layer(inputs()[0]).sum().backward()
-    tokens, grad = layer.router.seen[0].tokens, layer.experts.linear_fc1.weight.grad
+    tokens, grad = layer.router.seen[0, 0].tokens, layer.experts.linear_fc1.weight.grad
     assert tokens[0] == 0
     assert torch.equal(grad.abs().amax((1, 2)) > 0, tokens > 0)
 
@@ -225,7 +225,7 @@ def test_what_is_computed_again_is_routed_as_before(name, monkeypatch):
             monkeypatch.setattr("megapipe.models.moe.router.best", reversed_best)
         y.backward(dy)
         found.append({"y": y.detach(), "x": mine.grad, **gradients(layer)})
-        assert list(layer.router.seen) == [3]
+        assert list(layer.router.seen) == [(3, 0)]
     for key, value in found[0].items():
         assert torch.equal(found[1][key], value), key
 
