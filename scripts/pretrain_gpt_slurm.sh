@@ -11,6 +11,8 @@
 #   DATA=prefix_text_document TOKENIZER=tokenizer.model RUN=/shared/run sbatch scripts/pretrain_gpt_slurm.sh [more flags]
 # It runs in the folder of the submission: pretrain_gpt.py there, or PROGRAM=its path, and the Python that is active there,
 # or VENV=a virtual environment that each rank finds.
+# MODEL="--num-layers ..." is another model with its parallelism, batch and learning rate, as
+# scripts/pretrain_deepseek_v3_slurm.sh gives one. ONLY=python PROGRAM=tools/plan.py plans it, and starts no rank.
 # MOCK=1 trains on synthetic tokens instead of DATA, SAVE=no without RUN. RUN must be on a disk that all nodes share.
 #
 # Slurm starts the ranks, no torchrun between: 300 s before the end of the job's time each gets SIGTERM, saves and exits
@@ -29,7 +31,7 @@ if [ -n "${DATA:-}" ]; then
   TOKENS=(--data-path "$DATA" --split "949,50,1" --tokenizer-model "${TOKENIZER:?names the SentencePiece model of DATA}")
 else
   : "${MOCK:?set DATA to the prefix of a .bin/.idx pair, or MOCK=1 for synthetic tokens}"
-  TOKENS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
+  TOKENS=(--mock-data --tokenizer-type NullTokenizer --vocab-size "${VOCAB_SIZE:-32000}")
 fi
 if [ "${SAVE:-}" = no ]; then
   FILES=()
@@ -47,16 +49,17 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
      exec python "$@"' python)
 else
   LAUNCH=(torchrun --nproc-per-node "${NPROC:-8}")
+  [ -z "${ONLY:-}" ] || LAUNCH=("$ONLY")
 fi
-
-COMMAND=("${LAUNCH[@]}" "$PROGRAM"
+read -r -d '' -a MODEL <<< "${MODEL:-
   --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --pipeline-schedule 1f1b
   --num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16
   --group-query-attention --num-query-groups 4 --seq-length 4096 --max-position-embeddings 4096
   --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear
-  --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-  --micro-batch-size 1 --global-batch-size 64 --train-iters 100000
-  --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
+  --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 64 --train-iters 100000
+  --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000}" || true
+
+COMMAND=("${LAUNCH[@]}" "$PROGRAM" "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0
   --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16 --exit-signal-handler
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 4
   --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 "${TOKENS[@]}" "${FILES[@]}" "$@")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from programs import ROOT, forked_python, run_ranks
 
-from megapipe.commands.start import quickstart
+from megapipe.commands.plan import main as plan
+from megapipe.commands.plan.parts import parts
+from megapipe.commands.start import ended, quickstart
+from megapipe.flags.parse import parse_among
 from megapipe.schedule.measured.traces import read
 
 SMALL = (
@@ -165,3 +170,65 @@ def test_the_quickstart_goes_from_text_to_a_sample(tmp_path, monkeypatch, capsys
     assert "def main(" in output.split("== 5/5")[1]
     names = ("log.txt", "tensorboard", "torch_profile/rank-1.json.gz", "checkpoints/iter_0000004/manifest.json")
     assert [name for name in names if not (tmp_path / name).exists()] == []
+
+
+def commands_of(name: str, run: Path, *flags: str, **env: str) -> list[list[str]]:
+    """Words behind `python` of what a script starts; nothing of it runs."""
+    lines = [
+        "#!/bin/sh",
+        f'case "$1 $2" in "-c import sys; print(sys.prefix)") exec echo {run};; "-m pip") exit;; esac',
+        f'[ "$1" != -c ] || exec {shutil.which("python")} "$@"',
+        f'printf "%s\\037" "$@" >> {run}/started',
+    ]
+    (run / "python").write_text("\n".join([*lines, f"echo >> {run}/started", ""]))
+    (run / "python").chmod(0o755)
+    env = os.environ | {"RUN": str(run), "PATH": f"{run}:{os.environ['PATH']}"} | env
+    done = subprocess.run(
+        ["bash", f"scripts/{name}", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.split("\037")[:-1] for line in (run / "started").read_text().splitlines()]
+
+
+def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, monkeypatch, capsys):
+    """All of its flags, in a model of 4 layers and 8 experts on 12 modules of the standard library."""
+    small = (
+        "--num-layers 4 --hidden-size 16 --ffn-hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
+        "--moe-layer-freq [0,1,1,1] --num-experts 8 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 8 "
+        "--global-batch-size 16 --train-iters 3 --lr-warmup-iters 1 --log-interval 1 --split 90,10,0 --eval-iters 1 "
+        "--eval-interval 3 --save-interval 3 --profile-step-start 1 --profile-step-end 2"
+    )
+    found = commands_of("pretrain_deepseek_v3_local.sh", tmp_path, *small.split(), VOCAB_SIZE="400")
+    texts = [path.read_text("utf-8") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:12]]
+    (tmp_path / "stdlib.jsonl").write_text("\n".join(json.dumps({"text": x, "path": "a"}) for x in texts))
+
+    def train(flags, log):
+        assert flags[:2] == ["--nproc", "4"]
+        print(said := run_ranks(4, ["-m", "megapipe", "pretrain", *flags[2:]]))
+        log.write_text(said)
+
+    monkeypatch.setattr(quickstart, "train", train)
+    doors = {"megapipe": lambda argv: quickstart.main(argv[1:]), "megapipe.commands.start.ended": ended.main}
+    for words in found:
+        (doors[words[1]](words[2:]) if words[0] == "-m" else plan.main(words[1:]))
+    output = capsys.readouterr().out
+    assert "iteration        3/       3 |" in output
+    assert "bubble: predicted" in output.split("== 5/5")[1]
+    loads = [[int(n) for n in line.split()[2:-1]] for line in output.splitlines() if line.startswith("  layer")]
+    assert [sum(load) for load in loads] == [16 * 16 * 4] * 3, "each of 256 tokens has four experts, in three layers"
+    assert re.search(r"latent attention +4 ", output)
+    assert re.search(r"router and experts +3 ", output)
+
+
+def test_deepseek_v3_at_full_size_has_the_parameters_that_are_published(tmp_path):
+    """671B in all, 37B of them for a token (DeepSeek-AI 2024, section 4.2), on 2,048 GPUs."""
+    env = {"ONLY": "python", "PROGRAM": "tools/plan.py", "MOCK": "1", "SAVE": "no"}
+    ((program, *flags),) = commands_of("pretrain_deepseek_v3_slurm.sh", tmp_path, "--world-size", "2048", **env)
+    _, config = parse_among(plan.Flags, flags)
+    assert program == "tools/plan.py"
+    config = replace(config, model=replace(config.model, padded_vocab_size=129_280))
+    found = {part.name: part.work for part in parts(config)}
+    whole = sum(work.parameters for work in found.values())
+    assert whole == 671_026_404_352
+    assert whole - sum(work.unused for work in found.values()) == 37_552_282_624
+    assert found["router and experts"].experts == 58 * 256 * 3 * 7168 * 2048

@@ -19,6 +19,7 @@ from megapipe.checks.run import flag_problems, validate
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
+from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search import BEST, Search, Timed, search
 from megapipe.commands.progress import Progress
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -32,7 +33,7 @@ from megapipe.flags.stop import say
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
-from megapipe.plan import GIB, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.plan import GIB, Pieces, Plan, changes, make_plan, pieces_of, plan_of, table
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.training.check import vocabulary
@@ -48,6 +49,8 @@ class Flags:
 
     measure: bool = False
     """Time the model's pieces here instead of counting FLOPs."""
+    parts: bool = False
+    """Also what the kinds of parts cost of a microbatch: attention, MLP, experts, both ends."""
     costs: str | None = None
     """A .json of what passes and messages take, as --pipeline-costs of a run."""
     save_costs: str | None = None
@@ -79,10 +82,13 @@ def main(argv: Sequence[str]) -> None:
     if flags.search:
         tell(*_search(config, flags), flags.json)
         return
-    plan = _plan(config, flags)
+    config, plan = _plan(config, flags)
     layout = f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'"
     text = [changes(plan), table(plan, seconds=flags.measure), layout]
-    tell("\n".join(filter(None, text)), numbers(plan, seconds=flags.measure), flags.json)
+    if flags.parts:
+        timed = (lambda model: _cost(config, model, flags)) if flags.measure else None
+        text += ["", parts_table(parts(config, timed), seconds=flags.measure)]
+    tell("\n".join(line for line in text if line), numbers(plan, seconds=flags.measure), flags.json)
     if flags.save_costs:
         _save(plan.costs, flags.save_costs)
     if flags.emulate_ms is not None:
@@ -96,7 +102,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
     if flags.repeats < 1:
         yield f"--repeats must be at least 1, got {flags.repeats}."
-    for name in ("measure", "costs", "save_costs", "emulate_ms") if flags.search else ():
+    for name in ("measure", "parts", "costs", "save_costs", "emulate_ms") if flags.search else ():
         if getattr(flags, name):
             yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
     if flags.device and not flags.search:
@@ -156,7 +162,8 @@ def _best(found: Search) -> list[Timed]:
     return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
 
 
-def _plan(config: Config, flags: Flags) -> Plan:
+def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
+    """The plan, and the configuration with its vocabulary and ranks."""
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
     if flags.costs is not None:
@@ -169,9 +176,16 @@ def _plan(config: Config, flags: Flags) -> Plan:
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     if not flags.measure:
-        return make_plan(config)
-    counted = pieces_of(config, config.model)
-    return plan_of(config, measure(config, counted, gpt_provider, pick_device(config.parallel)).on(pipeline))
+        return config, make_plan(config)
+    return config, plan_of(config, _cost(config, config.model, flags).on(pipeline))
+
+
+def _cost(config: Config, model: ModelConfig, flags: Flags) -> Pieces:
+    """The pieces of a model of this run, counted or timed."""
+    counted = pieces_of(config, model)
+    if not flags.measure:
+        return counted
+    return measure(replace(config, model=model), counted, gpt_provider, pick_device(config.parallel))
 
 
 def report(found: Search, memory: float) -> str:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     prefix = ["--output-prefix", str(folder / "stdlib"), "--tokenizer-model", str(model)]
     preprocess.main([*made, *prefix, "--append-eod", "--workers", "2"])
     of = config.parallel
-    ranks = of.pipeline_model_parallel_size * of.tensor_model_parallel_size * of.context_parallel_size
+    ranks = of.least_ranks
     say(f"== 4/5 Pretraining: {ranks} processes, {of.pipeline_schedule}")
     if code := train(["--nproc", str(ranks), *_device(ranks), *run], folder / "log.txt"):
         return code

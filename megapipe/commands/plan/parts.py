@@ -1,0 +1,120 @@
+"""A model by its kinds of parts, each counted, or timed here, as a layer that has nothing else.
+
+`--parts` prints it below the plan: what attention, an MLP, experts, the shared expert and both ends cost of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import sub
+from typing import NamedTuple
+
+from megapipe.config import Config, ModelConfig
+from megapipe.config.layers import layer_config
+from megapipe.plan import Pieces, Work, pieces_of
+from megapipe.plan.experts import MIB, expert_bytes
+
+_HEADER = ("part", "layers", "parameters", "of a token", "forward GFLOP", "of the work", "held MiB", "sent MiB")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of part. Attributes:
+    layers: how many have it; both ends are no layers.
+    work: of all of them, for a microbatch on a rank that had them all.
+    sent: bytes of a microbatch, from a rank to the others that share experts.
+    """
+
+    name: str
+    layers: int
+    work: Work
+    sent: float = 0.0
+
+
+class Layer(NamedTuple):
+    """A part of a layer by itself. Attributes:
+    model: its only layer has the part.
+    without: that has all of it but the part, where it has more.
+    timed: that is timed for it; None for model.
+    """
+
+    name: str
+    model: ModelConfig
+    without: ModelConfig | None = None
+    timed: ModelConfig | None = None
+
+
+def alone(model: ModelConfig) -> Iterator[Layer]:
+    """The parts of a layer."""
+    bare = replace(model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1")
+    if not model.no_attention:
+        yield Layer("latent attention" if model.multi_latent_attention else "attention", replace(bare, no_mlp=True))
+    if model.no_mlp:
+        return
+    mlp = replace(bare, no_attention=True)
+    if not model.has_experts:
+        yield Layer("MLP", mlp)
+        return
+    shared = model.moe_shared_expert_intermediate_size
+    routed = replace(mlp, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
+    yield Layer("router and experts", routed)
+    if shared:  # a difference of two times is mostly their noise
+        yield Layer("shared expert", mlp, routed, replace(routed, num_experts=None, ffn_hidden_size=shared))
+
+
+def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) -> list[Part]:
+    """The parts of a model in the order of their first layers. timed: times of a model's pieces, in place of FLOPs."""
+    model, train, par = config.model, config.train, config.parallel
+    sent = sum(expert_bytes(model, par, train.sequence * train.micro_batch, element_bytes=2 if train.half else 4))
+    took = cache(timed) if timed else None
+
+    @cache
+    def work(part: Layer) -> Work:
+        whole = pieces_of(config, part.model).layers[0]
+        if part.without is not None:
+            whole = Work(*map(sub, vars(whole).values(), vars(pieces_of(config, part.without).layers[0]).values()))
+        if took is None:
+            return whole
+        x = took(part.timed or part.model).layers[0]
+        return replace(whole, f=x.f, b=x.b, w=x.w)
+
+    found: dict[str, list[Work]] = {}
+    for layer in range(model.layers):
+        for part in alone(layer_config(model, layer)):
+            found.setdefault(part.name, []).append(work(part))
+    middle = [
+        Part(name, len(works), sum(works, Work()), sent * len(works) * (name == "router and experts"))
+        for name, works in found.items()
+    ]
+    bare = replace(model, num_layers=1, per_layer_overrides=None, moe_layer_freq="1", num_experts=None)
+    ends = pieces_of(config, bare) if took is None else took(bare)
+    return [Part("embedding", 0, ends.embedding), *middle, Part("head and loss", 0, ends.head)]
+
+
+def parts_table(found: list[Part], *, seconds: bool = False) -> str:
+    """A line for each part, and for all of them. seconds: they were timed."""
+    whole = Part("all", 0, sum((part.work for part in found), Work()), sum(part.sent for part in found))
+    rows = [
+        (
+            part.name,
+            str(part.layers or "-"),
+            f"{part.work.parameters:,}",
+            f"{part.work.parameters - part.work.unused:,}",
+            f"{part.work.f * (1e3 if seconds else 1e-9):,.4g}",
+            f"{part.work.time / (whole.work.time or 1):.1%}",
+            f"{part.work.held / MIB:,.4g}",
+            f"{part.sent / MIB:,.4g}",
+        )
+        for part in [*found, whole]
+    ]
+    header = tuple("forward ms" if seconds and name == "forward GFLOP" else name for name in _HEADER)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if n else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (header, *rows)
+    )

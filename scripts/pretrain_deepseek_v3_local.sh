@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# DeepSeek-V3 in all its parts at a size for two cores: latent attention, experts chosen in groups by a sigmoid and a bias,
+# shared expert, first layer dense; 4 processes, pipeline parallel 2 x expert parallel 2, DualPipe-V with pairs, ZeRO-1. It
+# makes its text as scripts/quickstart.sh does, trains for about three minutes, samples, and tells what each part costs.
+# RUN=folder puts everything elsewhere than runs/deepseek-v3; flags given here come last and win. docs/deepseek.md has its log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/env.sh
+install_megapipe ""
+RUN="${RUN:-runs/deepseek-v3}"
+RUN_FLAGS=(
+  --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --pipeline-model-parallel-layout auto
+  --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --use-distributed-optimizer
+  --num-layers 6 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4
+  --seq-length 256 --max-position-embeddings 256
+  --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
+  --qk-layernorm --position-embedding-type rope --rope-type rope
+  --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+  --num-experts 16 --moe-layer-freq "([0]*1+[1]*5)" --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64
+  --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2
+  --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+  --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2
+  --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-token-dispatcher-type alltoall
+  --micro-batch-size 2 --global-batch-size 32 --train-iters "${ITERS:-100}" --lr 3e-3 --lr-warmup-iters 10)
+python -m megapipe quickstart --folder "$RUN" --ids "${VOCAB_SIZE:-4096}" "${RUN_FLAGS[@]}" \
+  --metrics-file "$RUN/metrics.jsonl" --moe-per-layer-logging --eval-interval "${ITERS:-100}" --eval-iters 4 \
+  --save-interval "${ITERS:-100}" "$@"
+echo "== What it did"
+python -m megapipe.commands.start.ended "$RUN/metrics.jsonl"
+echo "== What each part costs of a microbatch, timed here in one process"
+python tools/plan.py "${RUN_FLAGS[@]}" --data-path "$RUN/stdlib_text_document" --tokenizer-model "$RUN/tokenizer.model" \
+  --parts --measure "$@" | sed -n '/^part /,$p'
