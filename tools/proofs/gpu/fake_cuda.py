@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,19 @@ class Event:
         return 1.0
 
 
+class Stream:
+    """torch.cuda.Stream of that device."""
+
+    def __init__(self, device: object = None) -> None:
+        """Of any device."""
+
+    def wait_stream(self, other: object) -> None:
+        """It is never behind."""
+
+    def wait_event(self, event: object) -> None:
+        """It has happened."""
+
+
 @contextmanager
 def running(host_waits: Callable[[str], None], counted: int = 0) -> Iterator[None]:
     """Inside, tensors without data are zeros to a host that reads them, and events, memory and names are there.
@@ -106,6 +119,9 @@ def running(host_waits: Callable[[str], None], counted: int = 0) -> Iterator[Non
 
     fakes: dict[str, Any] = {
         "Event": Event,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": nullcontext,
         "synchronize": lambda device=None: host_waits("synchronize"),
         "memory_stats": lambda device=None: dict.fromkeys(_STATS, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 << 30),

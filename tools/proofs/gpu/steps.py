@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +21,7 @@ from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import num_links
 from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.flags.parse import parse
+from megapipe.pipeline_parallel import together
 from megapipe.plan import Plan, with_batch
 from megapipe.training.check import as_here
 from megapipe.training.pretrain import Training
@@ -89,7 +91,8 @@ def started(config: Config, plan: Plan, by: Recorder, answers: Answers) -> Itera
     with (
         recording(),
         fake_cuda.running(by.host_waits, _rows_of_an_expert(config)),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        mock.patch.object(together, "same_stream", return_value=lambda: mode),  # a mode is of one thread alone
         open(os.devnull, "w", encoding="utf-8") as quiet,
         contextlib.redirect_stdout(quiet),
     ):
