@@ -176,16 +176,13 @@ class Costs:
     def of_step(self, step: Step, placement: Placement, cuts: Sequence[float] = ()) -> float:
         """Duration of a step: of one pass, or of two run together. cuts: of the table's slices."""
         parts = [self.of_slice(cuts, x.slice) for x in step]
-        tables = [part.durations(placement) for part in parts]
-        alone = [table[x.kind][x.stage] for x, table in zip(step, tables, strict=True)]
+        alone = [part._of_pass(x.kind, x.stage, placement) for x, part in zip(step, parts, strict=True)]
         if len(step) == 1:
             return alone[0]
         if self.fb is not None and step[0].kind.is_forward and step[1].kind.is_backward:
             whole = sum(part.fb or 0.0 for part in parts) / 2 * placement.num_ranks / placement.chain
-            split = sum(
-                table[Kind.W][x.stage] - self.overhead for x, table in zip(step, tables, strict=True) if x.kind.is_split
-            )
-            return max(whole - split + self.overhead, *alone)
+            splits = [part._at("w", x.stage, placement) for x, part in zip(step, parts, strict=True) if x.kind.is_split]
+            return max(whole - sum(splits) + self.overhead, *alone)
         if not any(getattr(self, name) for name in SHARES):
             return sum(alone)
         chains = [
@@ -198,24 +195,32 @@ class Costs:
         lead = "f" if kind.is_forward else "b"  # W's products stand between the turns of its B
         turns = 0
         if self.piece:
-            whole = self._by_stage(lead, placement)[stage] * getattr(self, f"link_{lead}")
+            whole = self._at(lead, stage, placement) * getattr(self, f"link_{lead}")
             turns = min(max(1, round(whole / self.piece)), _TURNS)
         chains: list[Chain] = []
         for letter in kind.traits.costs:
-            time, share = self._by_stage(letter, placement)[stage], getattr(self, f"link_{letter}", 0.0)
+            time, share = self._at(letter, stage, placement), getattr(self, f"link_{letter}", 0.0)
             chains.append(Chain((1 - share) * time, share * time, turns, letter == "b", bool(chains)))
         return chains
 
+    def _of_pass(self, kind: Kind, stage: int, placement: Placement) -> float:
+        """Duration of one pass, as `durations` has it: a search asks of pairs one by one."""
+        letters = kind.traits.costs
+        parts = [self._at(letter, stage, placement) for letter in letters]
+        return sum(parts, self.overhead if letters[0] in _OF_LAYERS else 0.0)
+
     def _by_stage(self, name: str, placement: Placement) -> list[float]:
+        if isinstance(getattr(self, name), tuple):
+            return [self._at(name, stage, placement) for stage in range(placement.num_stages)]
+        return [self._at(name, 0, placement)] * placement.num_stages
+
+    def _at(self, name: str, stage: int, placement: Placement) -> float:
         value: PerStage = getattr(self, name)
-        if isinstance(value, tuple):
-            if len(value) != placement.chain:
-                raise ScheduleError(
-                    f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}."
-                )
-            return [value[placement.position(s)] for s in range(placement.num_stages)]
-        share = 1 if name in _AS_THEY_ARE else placement.num_ranks / placement.chain
-        return [value * share] * placement.num_stages
+        if not isinstance(value, tuple):
+            return value * (1 if name in _AS_THEY_ARE else placement.num_ranks / placement.chain)
+        if len(value) != placement.chain:
+            raise ScheduleError(f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}.")
+        return value[placement.position(stage)]
 
 
 _BY_LENGTH = ("s", "t", "e", "mem_b", "mem_w", "mem_s", "mem_k")

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -130,7 +130,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
     rows, slots = schedule.ranks, _slots(schedule)
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
     m = schedule.all_microbatches * slots
-    by_kind = _lengths(costs, schedule)
+    by_kind = _lengths(costs, schedule.placement, schedule.cuts)
     length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
     done: dict[Pass, float] = {}
 
@@ -254,9 +254,9 @@ def _travels(maker: Pass, item: Pass, place: Placement, costs: Costs) -> float:
 _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 
 
-def _lengths(costs: Costs, schedule: Schedule) -> Callable[[Step], float]:
-    place, cuts = schedule.placement, schedule.cuts
-    duration = {n: costs.of_slice(cuts, n).durations(place) for n in (None, *schedule.slices)}
+@lru_cache(maxsize=8)  # a search plays table after table under the same costs
+def _lengths(costs: Costs, place: Placement, cuts: tuple[float, ...]) -> Callable[[Step], float]:
+    duration = {n: costs.of_slice(cuts, n).durations(place) for n in (None, *range(len(cuts)))}
     whole = duration[None]
     pairs: dict[tuple[Kind | int | None, ...], float] = {}
 

@@ -15,7 +15,7 @@ from random import Random
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import run_clock, simulate, uncollected
 
 _SMALL = 1e-9  # rounding
 
@@ -46,6 +46,7 @@ class Manner:
 GRID = [Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))]
 
 
+@uncollected()
 def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
@@ -63,10 +64,11 @@ def best_play(
         if rows is None:
             continue
         table = replace(schedule, ranks=rows)
-        time = simulate(table, costs)
-        makespan, held = float(f"{time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
-        if best is None or (makespan, held) < best[:2]:
-            best = makespan, held, table
+        makespan = float(f"{max(ends[-1] for ends in run_clock(table, costs).end if ends):.12g}")
+        if best is None or makespan <= best[0]:  # what ranks hold is asked of the best alone
+            held = float(f"{sum(simulate(table, costs).peak):.9g}")
+            if best is None or (makespan, held) < best[:2]:
+                best = makespan, held, table
         if near is None or makespan < near[0] * (1 if n < len(grid) else 1.003):
             near = makespan, manner
     return best and (best[0], best[2])

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it befo
 
 import contextlib
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megapipe.config import Config
 from megapipe.distributed.meeting.agreement import agree
