@@ -171,58 +171,66 @@ def _weight_pass(device: Device, share: Share, turns: int = 1) -> None:
 _NOTHING = torch.empty(0)
 
 
+Part = tuple[Mapping[Kind, float], float]
+
+
 class Shared:
-    """A stage whose rank has a share of the vocabulary, as the executor calls it: passes that only take their time.
+    """A stage whose rank has a share of the vocabulary, or whose microbatches are in slices, as the executor calls it:
+    passes that only take their time.
 
     Args:
-        length: seconds of each kind of pass; size: device shares that it holds from F to W.
+        parts: of each slice, or of whole microbatches, the seconds of each kind of pass and the device shares that it
+            holds from F to W.
         message: what every pass makes.
         weights: what is done to it as a whole.
     """
 
-    def __init__(self, device: Device, length: Mapping[Kind, float], size: float, message: Tensor, weights: Weights):
-        self.device, self.length, self.size, self.message, self.weights = device, length, size, message, weights
+    def __init__(self, device: Device, parts: Sequence[Part], message: Tensor, weights: Weights):
+        self.device, self.parts, self.message, self.weights = device, parts, message, weights
         self.share = self
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """F."""
-        self.device.hold(self.size)
-        return self._take(Kind.F)
+        self.device.hold(self._part(microbatch)[1])
+        return self._take(Kind.F, microbatch)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor:
         """B, with or without W."""
-        made = self._take(Kind.B)
+        made = self._take(Kind.B, microbatch)
         if weights:
             self.weight(microbatch)
         return made
 
     def weight(self, microbatch: int) -> None:
         """W."""
-        self._take(Kind.W)
-        self.device.hold(-self.size)
+        self._take(Kind.W, microbatch)
+        self.device.hold(-self._part(microbatch)[1])
 
     def look_up(self, microbatch: int) -> Tensor:
         """E."""
-        return self._take(Kind.E)
+        return self._take(Kind.E, microbatch)
 
     def give(self, microbatch: int, x: Tensor) -> Tensor:
         """S."""
-        return self._take(Kind.S)
+        return self._take(Kind.S, microbatch)
 
     def combine(self, microbatch: int, given: Sequence[Tensor]) -> Tensor:
         """C."""
-        return self._take(Kind.C)
+        return self._take(Kind.C, microbatch)
 
     def head_gradient(self, microbatch: int, loss: Tensor) -> None:
         """T."""
-        self._take(Kind.T)
+        self._take(Kind.T, microbatch)
 
     def rows_gradient(self, microbatch: int, grad: Tensor) -> None:
         """EW."""
-        self._take(Kind.EW)
+        self._take(Kind.EW, microbatch)
 
-    def _take(self, kind: Kind) -> Tensor:
-        self.device.compute(self.length[kind])
+    def _part(self, number: int) -> Part:
+        return self.parts[number % len(self.parts)]
+
+    def _take(self, kind: Kind, number: int) -> Tensor:
+        self.device.compute(self._part(number)[0][kind])
         return self.message.clone()
 
 

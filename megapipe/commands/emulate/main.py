@@ -30,7 +30,9 @@ from megapipe.schedule import (
     simulate,
     unpaired,
 )
+from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.measured.costs import measured_costs
+from megapipe.schedule.views.sliced import in_slices
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ class Flags:
     """Most activation of a rank, in device shares, of --pairs. Default: what pairs ask for."""
     comm_pieces: int = 4
     """How often it takes turns with arithmetic in F of a device share."""
+    slices: int = 0
+    """Each schedule with its microbatches in so many slices of equal work too."""
+    attention_share: float = 0.0
+    """Part of all passes that is causal attention, of --slices."""
     no_torch: bool = False
     """Leave torch.distributed.pipelining out."""
     json: str | None = None
@@ -120,10 +126,11 @@ def main(argv: Sequence[str]) -> None:
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
     f, b, w = (x / 1000 for x in times(flags.ms))
-    known = costs = Costs(f, b, w, comm=flags.link_ms / 1000)
+    attention = dict.fromkeys(ATTENTION, flags.attention_share)
+    known = costs = Costs(f, b, w, comm=flags.link_ms / 1000, **attention)
     if flags.measure_overhead:
         overhead, comm = overhead_here(flags.pp, flags.message_kib, costs, flags.repeats)
-        known = Costs(f, b, w, comm=flags.link_ms / 1000 + comm, overhead=overhead)
+        known = replace(costs, comm=flags.link_ms / 1000 + comm, overhead=overhead)
         print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms")
     jobs = _jobs(flags, known)
     own = [job.schedule for job in jobs if job.runtime == "megapipe"]
@@ -157,6 +164,11 @@ def _wrong(flags: Flags) -> Iterator[str]:
     for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp", "comm_pieces"):
         if getattr(flags, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1"
+    if not 0 <= flags.attention_share < 1 or flags.slices < 0:
+        yield f"--slices {flags.slices} and --attention-share {flags.attention_share:g}: give 4 and 0.6, say"
+    other = flags.pairs or flags.post_validation or flags.reduction is not None or flags.reduction_mib
+    if (flags.slices or flags.attention_share) and (other or not flags.slices):
+        yield "--slices and --attention-share go together, and not with --pairs, --post-validation or --reduction"
     if flags.reduction_mib and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
     if not 0 < flags.comm_share < 1:
@@ -173,6 +185,9 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
         options: dict[str, Any] = {"objective": "period"} if searched else {}
         schedule = build(name, flags.pp, flags.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
+        if flags.slices and not (entry and entry.searched):
+            cut = in_slices(name, flags.pp, flags.microbatches, costs, count=flags.slices, chunks=chunks)
+            jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
             jobs.append(Job("torch", schedule))
     return jobs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as peers
 from torch import Tensor
 
-from megapipe.commands.emulate.device import Device, Layers, Share, Shared
+from megapipe.commands.emulate.device import Device, Layers, Part, Share, Shared
 from megapipe.distributed.axis import CPU, Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
@@ -154,7 +154,7 @@ class Ours(Runner):
         weights = {s: self._weights(s) for s in place.stages_on(self.mesh.pp.rank)}
         stages: Any = (
             self._shared(weights)
-            if place.vocabulary
+            if place.vocabulary or self.schedule.cuts
             else {
                 number: PipelineStage(
                     module,
@@ -191,10 +191,15 @@ class Ours(Runner):
         return lambda: time.sleep(max(0.0, free - time.perf_counter()))
 
     def _shared(self, weights: Mapping[int, Weights]) -> dict[int, Shared]:
-        place, length = self.schedule.placement, self.costs.durations(self.schedule.placement)
-        size = place.num_ranks / place.chain
-        own = {s: {kind: stages[s] for kind, stages in length.items()} for s in place.stages_on(self.mesh.pp.rank)}
-        return {s: Shared(self.device, of, size, self.x, weights[s]) for s, of in own.items()}
+        place, cuts = self.schedule.placement, self.schedule.cuts
+        lengths = [self.costs.of_slice(cuts, n).durations(place) for n in self.schedule.slices]
+        sizes = [cut / sum(cuts) * place.num_ranks / place.chain for cut in cuts] or [place.num_ranks / place.chain]
+
+        def parts(stage: int) -> list[Part]:
+            rows = zip(lengths, sizes, strict=True)
+            return [({kind: stages[stage] for kind, stages in length.items()}, size) for length, size in rows]
+
+        return {s: Shared(self.device, parts(s), self.x, weights[s]) for s in place.stages_on(self.mesh.pp.rank)}
 
     def _update(self, stage: int) -> None:
         """The update at the last stage of the rank: its part of the norm; a table with V does not wait for it here."""

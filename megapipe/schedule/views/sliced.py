@@ -11,6 +11,13 @@ from megapipe.schedule.transforms.cuts import shares
 from megapipe.schedule.transforms.slices import in_place, slices
 
 
+def in_slices(
+    name: str, ranks: int, microbatches: int, costs: Costs, *, count: int, chunks: int | None = None
+) -> Schedule:
+    """The table in slices of equal work. Raises: ScheduleError as `told_slices`."""
+    return told_slices(name, ranks, microbatches, costs, count=count, how="work", chunks=chunks, memory=None)[0]
+
+
 def told_slices(
     name: str,
     ranks: int | None,

@@ -1,11 +1,15 @@
 """`show --slices`: what it prints and writes, and what it refuses."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megapipe.commands import schedules
+from megapipe.commands.emulate.device import Shared
 from megapipe.errors import ScheduleError
+from megapipe.schedule import Kind
 
 ASKED = ["show", "1f1b", "--pp", "4", "--microbatches", "4", "--slices", "2", "--attention-share", "0.6"]
 
@@ -49,3 +53,16 @@ def test_flags_of_slices_need_slices(flags):
 def test_a_searched_schedule_is_not_cut():
     with pytest.raises(ScheduleError, match=r"zb-auto is searched for whole microbatches\. Cut another, such as zb-h1"):
         schedules.main(["show", "zb-auto", *ASKED[2:8]])
+
+
+def test_an_emulated_device_takes_what_its_slice_takes():
+    slept, held = [], []
+    device = SimpleNamespace(compute=slept.append, hold=held.append)
+    stage = Shared(
+        device, [({Kind.F: 1.0, Kind.B: 2.0, Kind.W: 3.0}, 0.75), ({Kind.F: 0.5}, 0.25)], torch.zeros(1), None
+    )
+    stage.forward(0, None)
+    stage.forward(1, None)
+    stage.backward(2, None, weights=True)
+    assert slept == [1.0, 0.5, 2.0, 3.0]
+    assert held == [0.75, 0.25, -0.75]
