@@ -21,6 +21,7 @@ class Work:
         keys: bytes of keys and values; kept_keys: those of slices that `held` does not count.
         parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
             unused: those that a token makes no use of.
+        rounded: bytes on each rank of weights in eight bits, beside the parameters.
     """
 
     f: float = 0.0
@@ -35,6 +36,7 @@ class Work:
     scores_b: float = 0.0
     keys: float = 0.0
     kept_keys: float = 0.0
+    rounded: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -43,6 +45,11 @@ class Work:
         """The work of one of so many equal shares."""
         f, b, w, held, kept = (x / shares for x in (self.f, self.b, self.w, self.held, self.kept))
         return Work(f, b, w, held, kept, self.parameters // shares)
+
+    def in_fp8(self, load: Load) -> Work:
+        """This layer with its weights quantised for both of their products, while the passes of a step run."""
+        here = (self.parameters - self.experts) / load.tp + self.experts / (load.ep * load.etp)
+        return replace(self, rounded=2 * here)
 
     @property
     def time(self) -> float:

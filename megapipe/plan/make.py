@@ -117,7 +117,7 @@ class Plan:
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
                 total -= (each - self.gradient) * self.vocab_weights / shares  # one weight, and a gradient for each use
-        return total / self.tp
+        return total / self.tp + sum(self.works[stage].rounded for stage in stages)
 
 
 @lru_cache(maxsize=8)

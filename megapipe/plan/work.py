@@ -142,9 +142,11 @@ def pieces(
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
-    alike = model.per_layer_overrides is None and not model.has_experts
+    alike = model.per_layer_overrides is None and not model.has_experts and not model.first_last_layers_bf16
     different = 1 if alike else model.layers
-    layers = tuple(layer_work(layer_config(model, layer), load) for layer in range(different))
+    configs = [layer_config(model, layer) for layer in range(different)]
+    works = [(config, layer_work(config, load)) for config in configs]
+    layers = tuple(work.in_fp8(load) if config.fp8_format else work for config, work in works)
     embedding = Work(held=masks, parameters=rows * h)
     return Pieces(embedding, layers * (model.layers // different), _head(model, load))
 

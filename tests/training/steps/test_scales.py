@@ -17,8 +17,9 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.parts import recipe_of
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan.make import make_plan
 from megapipe.schedule import build
-from megapipe.tensor_parallel.fp8.products import GRADIENT, INPUT, WEIGHT, Delayed, Recipe
+from megapipe.tensor_parallel.fp8.products import GRADIENT, INPUT, WEIGHT, Delayed, Recipe, Scaled
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 
@@ -148,6 +149,22 @@ def test_a_weight_is_quantised_once_in_the_passes_of_a_step(monkeypatch):
     assert asked.count(WEIGHT) == 2 * 16
     assert asked.count(INPUT) == asked.count(GRADIENT) == 2 * 4 * 16
     assert all(part.weights is None for part in quantised_layers(training).values())
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "experts"])
+def test_the_plan_counts_the_weights_that_are_kept_quantised(name, monkeypatch):
+    """With norms and routers, which are not: a hundredth here."""
+    held, keeping = [], Scaled.keeping
+
+    def let_go(own: Scaled, on: bool) -> None:
+        held.extend(one.values.nbytes for one in ({} if on else own.weights or {}).values())
+        keeping(own, on)
+
+    monkeypatch.setattr(Scaled, "keeping", let_go)
+    run = config(replace(MODELS[name], first_last_layers_bf16=True))
+    run_of(ONE, run).driver.whole()
+    plain = replace(run, model=replace(run.model, fp8_format=None))
+    assert sum(held) == pytest.approx(make_plan(run).state_bytes[0] - make_plan(plain).state_bytes[0], rel=0.03)
 
 
 def trained(mesh: ProcessMesh, run: Config, steps: int, **flags: object) -> dict[str, Tensor]:
