@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, entry_of, is_file
 from megapipe.schedule.costs import MOST
 from megapipe.schedule.costs_file import load_costs
 from megapipe.schedule.transforms.cuts import CUTS
+from megapipe.schedule.views.figure import COLUMN, PAGE
 
 
 def count(text: str) -> int:
@@ -49,6 +51,17 @@ def share(text: str) -> float:
     if len(numbers := _numbers(text)) != 1 or numbers[0] >= 1:
         raise argparse.ArgumentTypeError(f"a number from 0 to below 1 is needed, got {text!r}")
     return numbers[0]
+
+
+def copies(one: argparse.ArgumentParser) -> None:
+    """Flags of activations that leave the device."""
+    ratio = "copy activations to the host and back, wherever a copy, which takes K of a forward each way, is in time"
+    one.add_argument("--copy-ratio", type=positive, metavar="K", help=ratio)
+    one.add_argument(
+        "--switch", type=count, metavar="N", help="with --copy-ratio: so many neighbours share the way there"
+    )
+    solved = "hold, copy or compute again, whatever is fastest within --memory; zb-auto: of all tables"
+    one.add_argument("--solve", action="store_true", help=f"with --copy-ratio: {solved}")
 
 
 def slices(one: argparse.ArgumentParser) -> None:
@@ -92,3 +105,30 @@ def _numbers(text: str) -> list[float]:
     except ValueError:
         return []
     return numbers if all(0 <= x <= MOST for x in numbers) else []
+
+
+def shared(one: argparse.ArgumentParser, *, several: bool) -> None:
+    """Flags that show takes once, and compare at several points."""
+    many: dict[str, Any] = {"nargs": "+"} if several else {}
+    also = "; several of these three make a study" * several
+    one.add_argument("--pp", type=count, required=several, metavar="P", help=f"pipeline ranks{also}", **many)
+    one.add_argument("--microbatches", type=count, required=several, metavar="M", **many)
+    one.add_argument(
+        "--costs",
+        type=costs,
+        default=[Costs()] if several else Costs(),
+        metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
+        help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
+        "what every pass costs beside; or a .json of them, also by stage and by link",
+        **many,
+    )
+    hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
+    one.add_argument("--comm-share", type=share, metavar="Q", help=hidden)
+    most = "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask for)"
+    one.add_argument("--memory", type=positive, metavar="X", help=most)
+    together = "run passes together so that the communication of one hides; compare: beside the tables without"
+    one.add_argument("--pairs", action="store_true", help=together)
+    for kind in ("png", "pdf"):
+        one.add_argument(f"--{kind}", type=path, metavar="FILE", help=f"write a figure, {kind}")
+    wide = f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}"
+    one.add_argument("--width", type=positive, default=COLUMN, metavar="IN", help=wide)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megapipe.commands import given
 from megapipe.commands.progress import Progress
@@ -31,6 +31,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.memory.solve import tables
 from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
@@ -38,7 +39,8 @@ from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import to_svg
-from megapipe.schedule.views.figure import COLUMN, PAGE, Files
+from megapipe.schedule.views.figure import Files
+from megapipe.schedule.views.moved import refuse_unfinished, told_choices, told_copies, with_copies
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
@@ -87,12 +89,13 @@ def parser() -> Parser:
         "--only", type=given.schedule, metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)"
     )
     both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
-    _shared(show, several=False)
-    _shared(both, several=True)
+    given.shared(show, several=False)
+    given.shared(both, several=True)
     show.add_argument(
         "--chunks", type=given.count, metavar="V", help="stages per rank, where the schedule leaves a choice"
     )
     given.slices(show)
+    given.copies(show)
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
@@ -127,33 +130,6 @@ def _priced(costs: Costs, share: float | None) -> Costs:
     return costs if share is None else replace(costs, **dict.fromkeys(SHARES, share))
 
 
-def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
-    """Flags that show takes once, and compare at several points."""
-    many: dict[str, Any] = {"nargs": "+"} if several else {}
-    also = "; several of these three make a study" * several
-    one.add_argument("--pp", type=given.count, required=several, metavar="P", help=f"pipeline ranks{also}", **many)
-    one.add_argument("--microbatches", type=given.count, required=several, metavar="M", **many)
-    one.add_argument(
-        "--costs",
-        type=given.costs,
-        default=[Costs()] if several else Costs(),
-        metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
-        help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
-        "what every pass costs beside; or a .json of them, also by stage and by link",
-        **many,
-    )
-    hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
-    one.add_argument("--comm-share", type=given.share, metavar="Q", help=hidden)
-    most = "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask for)"
-    one.add_argument("--memory", type=given.positive, metavar="X", help=most)
-    together = "run passes together so that the communication of one hides; compare: beside the tables without"
-    one.add_argument("--pairs", action="store_true", help=together)
-    for kind in ("png", "pdf"):
-        one.add_argument(f"--{kind}", type=given.path, metavar="FILE", help=f"write a figure, {kind}")
-    wide = f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}"
-    one.add_argument("--width", type=given.positive, default=COLUMN, metavar="IN", help=wide)
-
-
 def run_list(args: argparse.Namespace) -> int:
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
     for name, entry in {**SCHEDULES, **{name: own_entry(name) for name in args.files}}.items():
@@ -171,7 +147,8 @@ def run_show(args: argparse.Namespace) -> int:
     args.costs = _priced(args.costs, args.comm_share)
     if not args.slices and (args.cuts or args.attention_share):
         raise ScheduleError("--cuts and --attention-share are of slices: add --slices 4, or leave them out")
-    schedule, found = _sliced(args) if args.slices else _schedule(args)
+    refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
+    schedule, found = _sliced(args) if args.slices else _moved(args) if args.copy_ratio else _schedule(args)
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
     if args.pairs:
@@ -248,6 +225,18 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
     """Refuse before the work. Raises: ScheduleError for each that is to be written where no file can be."""
     if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
         raise ScheduleError(found)
+
+
+def _moved(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """The schedule that the arguments name with copies; what these take is in the costs then."""
+    args.costs = with_copies(args.costs, args.copy_ratio)
+    searched = args.name.lower() in SCHEDULES and entry_of(args.name).searched
+    if args.solve and searched and args.pp and args.microbatches:
+        return told_choices(list(tables(args.pp, args.microbatches, args.costs)), args.costs, args.memory)
+    plain, _ = _schedule(argparse.Namespace(**vars(args) | {"memory": None}))
+    if args.solve:
+        return told_choices([plain], args.costs, args.memory)
+    return told_copies(plain, args.costs, args.memory, args.switch)
 
 
 def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

@@ -1,0 +1,85 @@
+"""A table whose activations are moved out of the way, and what is said of it: what, what it saves, what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import Costs, PerStage
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.solve import solve
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.transforms.memory import with_offload
+from megapipe.schedule.verify import verify
+from megapipe.schedule.views.draw import short
+
+_HEAD = ("rank", "held", "copied", "again", "peak", "without", "copies take", "again takes")
+
+
+def with_copies(costs: Costs, ratio: float) -> Costs:
+    """The costs, a copy of which takes so much of a forward, out and back each."""
+
+    def part(f: PerStage) -> PerStage:
+        return tuple(ratio * x for x in f) if isinstance(f, tuple) else ratio * f
+
+    return replace(costs, o=part(costs.f), l=part(costs.f))
+
+
+def told_copies(plain: Schedule, costs: Costs, memory: float | None, switch: int | None) -> tuple[Schedule, list[str]]:
+    """The table with all copies that are back in time. switch: so many neighbouring ranks share the way to the host.
+
+    Raises: ScheduleError if it holds more than `memory`.
+    """
+    ranks = len(plain.ranks)
+    groups = [range(r, min(r + switch, ranks)) for r in range(0, ranks, switch)] if switch else []
+    made = with_offload(plain, costs, switches=groups)
+    verify(made, memory=memory, costs=costs)
+    return made, _told(plain, made, costs)
+
+
+def told_choices(plain: Sequence[Schedule], costs: Costs, memory: float) -> tuple[Schedule, list[str]]:
+    """The best of the tables with choices that fit, and what they are."""
+    found = solve(plain, costs, memory)
+    verify(found.schedule, memory=memory, costs=costs)
+    return found.schedule, _told(found.plain, found.schedule, costs)
+
+
+def _told(plain: Schedule, made: Schedule, costs: Costs) -> list[str]:
+    before, time, place = simulate(plain, costs), simulate(made, costs), plain.placement
+    duration = costs.durations(place)
+    rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}
+    total: Counter[Kind] = Counter()
+    for rank, row in enumerate(made.ranks):
+        count = Counter(x.kind for step in row for x in step)
+        total += count
+        took = [
+            sum(duration[x.kind][x.stage] for step in row for x in step if x.kind in kinds)
+            for kinds in ({Kind.O, Kind.L}, {Kind.R})
+        ]
+        numbers = (count[Kind.F] - count[Kind.O] - count[Kind.R], count[Kind.O], count[Kind.R])
+        shown = map(short, (time.peak[rank], before.peak[rank], *took))
+        rows.append((str(rank), *map(str, numbers), *shown))  # type: ignore[arg-type]
+    if not any(total[kind] for kind in verbs):
+        return [f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
+    return [
+        f"of {total[Kind.F]} activations of a stage and microbatch {chosen}; "
+        f"without, {plain.name} takes {short(before.makespan)} at a memory of {short(max(before.peak))}",
+        *("  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows),
+    ]
+
+
+def refuse_unfinished(ratio: float | None, solved: bool, switch: int | None, memory: float | None) -> None:
+    """Raises: ScheduleError for flags that need others."""
+    if ratio is None and (solved or switch):
+        raise ScheduleError(
+            f"--{'solve' if solved else 'switch'} is about copies: add --copy-ratio 0.5, what one takes of F"
+        )
+    if solved and memory is None:
+        raise ScheduleError("--solve chooses at a memory limit: add --memory 4; 1F1B peaks at the number of ranks")
+    if solved and switch:
+        raise ScheduleError("--solve knows no lanes that ranks share yet: leave out --switch, or --solve")
