@@ -124,9 +124,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
 
 def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
     """The case in slices, of which ranks have equal parts, where it can be cut."""
-    if case.vocabulary or case.variable or rng.random() >= SLICED:
-        return case
     multiple = case.cp * (2 if case.cp > 1 else 1) * (case.tp if case.sequence_parallel else 1)
+    if case.vocabulary or case.variable or multiple > SEQ or rng.random() >= SLICED:
+        return case
     ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
     metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
