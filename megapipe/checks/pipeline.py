@@ -8,8 +8,8 @@ from megapipe.checks.inputs import ask
 from megapipe.checks.slices import slice_problems
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
-from megapipe.plan import check_flags, counts_of, forwards, schedule_name, schedule_of
-from megapipe.schedule import SCHEDULES, Placement, build, is_file, load
+from megapipe.plan import check_flags, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of
+from megapipe.schedule import SCHEDULES, Placement, Schedule, build, is_file, load
 
 FORWARDS = 500_000
 """Most of a step that a table is made of, which takes half a minute."""
@@ -43,6 +43,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _twin_problems(name, placement)
         yield from _reschedule_problems(config, name, placement)
         yield from _vocabulary_problems(config, name, placement)
+        yield from _depth_problems(config, name, schedule_of(config, microbatches or usual))
         yield from _pair_problems(config)
         if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
             yield from slice_problems(config, name)
@@ -125,6 +126,34 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
         "--account-for-loss-in-pipeline-split": par.account_for_loss_in_pipeline_split,
     }
     yield from (f"{flag} does not go with {other}. Leave one of them out." for other, given in without.items() if given)
+
+
+def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[str]:
+    """Depths of multi-token prediction that a layout lists otherwise, and settings that they do not go with."""
+    par, depths, place = config.parallel, config.model.depths, schedule.placement
+    yield from ask(lambda: ranks_of_depths(config, place))
+    if not depths:
+        return
+    flag, others = f"--mtp-num-layers {depths}", [kind for kind in schedule.kinds if kind.traits.per_stage]
+    if others:
+        yield f"--pipeline-schedule {name} has {', '.join(others)}, and {flag} is put into tables of F, B, W, BW alone."
+    without = {
+        "--vocab-parallel-pipeline": par.vocab_parallel_pipeline,
+        f"--pipeline-costs {par.pipeline_costs}": par.pipeline_costs is not None,
+        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
+        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
+        f"--pipeline-slices {par.pipeline_slices}": par.pipeline_slices is not None,
+    }
+    yield from (f"{flag} does not go with {other}. Leave one of them out." for other, given in without.items() if given)
+    ends = {0, place.num_ranks - 1}
+    if place.num_chains > 1 and not ask(lambda: ranks_of_depths(config, place)):
+        for ranks in ranks_of_depths(config, place):
+            if apart := sorted({*ranks} - ends):
+                yield (
+                    f"--pipeline-schedule {name} has two copies of the model, whose ends are on ranks 0 and "
+                    f"{place.num_ranks - 1}: --pipeline-model-parallel-layout {par.pipeline_model_parallel_layout} has "
+                    f"m on rank {apart[0]}. List m with E or L, or use dualpipe-v."
+                )
 
 
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:

@@ -52,10 +52,13 @@ def inline(model: ModelConfig) -> ModelConfig:
 
 
 def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
-    """The model that a layer is built from. layer: its number in the whole model, from 0.
+    """The model that a layer is built from.
+
+    layer: its number in the whole model, from 0; depths of multi-token prediction go on counting, and are as the last.
 
     Raises: ConfigError with every problem of the overrides.
     """
+    layer = min(layer, model.layers - 1)
     if model.has_experts and not model.has_experts_in(layer):
         model = replace(model, num_experts=None)
     if model.fp8_format and not model.has_fp8_in(layer, model.layers):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.fp8 import FP8Config
-from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig
+from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig, MTPConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.notes import (
     ABOVE_0,
@@ -31,7 +31,7 @@ RECOMPUTED = Idle(
 
 
 @dataclass(frozen=True)
-class ModelConfig(FP8Config, MoEConfig, MLAConfig):
+class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     """The architecture. Nothing about layout, data or training."""
 
     num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None

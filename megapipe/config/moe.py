@@ -98,7 +98,7 @@ class MoEConfig:
         return self.num_experts
 
     def has_experts_in(self, layer: int) -> bool:
-        """Are there experts in this layer of the whole model? Raises: ValueError for a frequency that is none."""
+        """Are there experts in this layer of the model? Raises: ValueError for a frequency that is none."""
         if not self.has_experts:
             return False
         frequency = layer_frequency(self.moe_layer_freq)

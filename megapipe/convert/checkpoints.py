@@ -21,6 +21,7 @@ from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes
+from megapipe.convert.huggingface.deepseek import depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
@@ -74,6 +75,7 @@ def import_checkpoint(
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
     saved = SavedTensors(source)
+    model = replace(model, mtp_num_layers=depths_in(saved.shapes, model.layers) or None)
     if model.layers > len(saved.shapes):
         raise CheckpointError(
             f"config.json means {model.layers} layers, but {source} holds {len(saved.shapes)} tensors"

@@ -19,7 +19,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
-from megapipe.partition.spans import LayerSpan
+from megapipe.partition.spans import LayerSpan, whole
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
@@ -165,6 +165,6 @@ def is_trained(name: str) -> bool:
 def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes in which we save a model's parameters, by name, without those that repeat another's weight."""
     with torch.device("meta"):
-        module = whole_model(model)
-    layouts = {name: layout_of(param) for name, param in saved_tensors(module)}
+        modules = [whole_model(model, span) for span in whole(model.layers, model.depths)]
+    layouts = {name: layout_of(param) for module in modules for name, param in saved_tensors(module)}
     return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, overload
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,6 +38,21 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     more: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def ahead(self, depth: int, *, weighs: bool = False) -> Batch:
+        """The microbatch of a depth of multi-token prediction: everything so many tokens further, zeros at the end.
+
+        weighs: its loss mask adds up to as much as this one's, for losses that are divided by the tokens of a step.
+        """
+        if not depth:
+            return self
+        tokens, labels, mask, positions = (
+            F.pad(x[:, depth:], (0, min(depth, x.shape[1])))
+            for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        )
+        if weighs:
+            mask = mask * (self.loss_mask.sum() / mask.sum().clamp(min=1))
+        return replace(self, tokens=tokens, labels=labels, loss_mask=mask, position_ids=positions)
 
     def cut(self, cut: Cut) -> Batch:
         """The tokens that are here. Of `more` that is cut too which has s in its second dimension."""

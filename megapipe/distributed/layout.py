@@ -30,6 +30,8 @@ class Layout:
             and value); empty for one matrix.
         experts: the first dimension of `full` counts experts, whose weights are drawn one by one: expert parallelism
             splits it, and expert tensor parallelism `dim`.
+        lent: a tied weight without state of its own even where its owner is on another rank, which then sends it after
+            each update; without this that rank updates a replica.
     """
 
     full: tuple[int, ...]
@@ -41,6 +43,7 @@ class Layout:
     part: tuple[int, int] = (0, 1)
     fused: tuple[int, ...] = ()
     experts: bool = False
+    lent: bool = False
 
     @property
     def splits(self) -> dict[int, str]:

@@ -29,6 +29,8 @@ from megapipe.distributed.meeting.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.errors import ConfigError
 
+SHARES: Mapping[str, Sequence[int]] = {"ends": (0, -1), "twins": ()}
+"""The ranks of a pipeline that share weights, where no plan says it."""
 JOINT = {
     "tp-pp": ("tp", "pp"),
     "tp-cp": ("tp", "cp"),
@@ -50,8 +52,8 @@ class ProcessMesh:
         etp, ep, edp: of the experts: which split each one, which share them, which hold the same ones and sum their
             gradients.
         experts: ep and etp together: the ranks that have a stage's experts once among them.
-        ends: the first and the last pipeline rank of this rank's pipeline, which share a tied embedding under a loop
-            placement; size 1 for all others, where both are the same rank, and where nothing is tied.
+        ends: the ranks of this rank's pipeline that share a weight: the first and the last a tied embedding under a
+            loop placement, and those with depths of multi-token prediction; size 1 for all others.
         twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
             1 for the middle rank of an odd pipeline, and under every other schedule.
         device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a
@@ -125,7 +127,7 @@ class ProcessMesh:
     def create(
         parallel: ParallelConfig,
         device: torch.device,
-        shares: Collection[str] = ("ends", "twins"),
+        shares: Mapping[str, Sequence[int]] = SHARES,
         facts: Mapping[str, str] | None = None,
         joint: Collection[str] = (),
     ) -> ProcessMesh:
@@ -135,7 +137,7 @@ class ProcessMesh:
         etp x ep x edp x pp. Where torch.distributed is initialised already, the mesh is made inside that world.
 
         Args:
-            shares: which of `ends` and `twins` share weights (Plan.shares), and need groups.
+            shares: which of `ends` and `twins` share weights (Plan.shares), and need groups; of ends the ranks.
             facts: what must be the same on all ranks, see `agreement.agree`; the sizes if None.
             joint: of JOINT, which axes over several others get a group.
         Raises: ConfigError if the sizes do not divide the world, the ranks do not meet in time, or their facts differ.
@@ -215,7 +217,11 @@ def axis_names() -> list[str]:
 
 
 def _joined(
-    grids: Grids, device: torch.device, timeout: timedelta, shares: Collection[str], joint: Collection[str]
+    grids: Grids,
+    device: torch.device,
+    timeout: timedelta,
+    shares: Mapping[str, Sequence[int]],
+    joint: Collection[str],
 ) -> ProcessMesh:
     """The mesh in a world that is there."""
     rank, device_mesh = dist.get_rank(), device_mesh_of(grids, device)
@@ -239,7 +245,7 @@ def build_mesh(
     device: torch.device,
     make_group: Callable[[str, Sets], dist.ProcessGroup | None],
     device_mesh: DeviceMesh | None = None,
-    shares: Collection[str] = ("ends", "twins"),
+    shares: Mapping[str, Sequence[int]] = SHARES,
     one_way: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
@@ -272,7 +278,7 @@ def build_mesh(
         return found
 
     pipelines, position = grids.sets("pp"), Position()
-    ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
+    ends = [sorted({ranks[end] for end in shares.get("ends", ())}) for ranks in pipelines]
     twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(len(ranks) // 2)]
     axes: dict[str, Any] = {name: along(name) for name in ("tp", "cp", "dp", "pp")}
     links = [axis(f"link{number}", pipelines).group for number in range(one_way)]
@@ -285,7 +291,7 @@ def build_mesh(
     return ProcessMesh(
         **axes,
         world=axis("world", [range(len(pipelines) * len(pipelines[0]))]),
-        ends=axis("ends", ends if "ends" in shares else ()),
+        ends=axis("ends", ends),
         twins=axis("twins", twins if "twins" in shares else ()),
         device=device,
         device_mesh=device_mesh,

@@ -50,7 +50,8 @@ bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* 
 mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers are attention and MLP
 cache-mla-* mla-*: latents are not cached, and projections down are two products
 dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
-mtp-*: there is no multi-token prediction
+mtp-standalone: use m in --pipeline-model-parallel-layout
+mtp-*: each depth of multi-token prediction has a layer of its own and trains what it stands on
 fine-grained-* offload-modules: activations stay on the device; use --recompute-granularity selective
 no-use-layer-wise-param-layout: parameters have one layout
 fp8-output-proj: the output head has the type of the weights

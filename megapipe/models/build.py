@@ -66,7 +66,7 @@ def _check_taken(missing: set[str], span: LayerSpan) -> None:
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
     """Pieces that a span is made of; a layer belongs to the piece that is that layer alone."""
-    yield from (LayerSpan(layer, 1, False, False) for layer in span.layers)
+    yield from (LayerSpan(layer, 1, False, False, depth=span.depth) for layer in span.layers)
     if span.embedding:
         yield LayerSpan(0, 1, True, False)
     if span.loss:

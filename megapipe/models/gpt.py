@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.distributed.tokens import positions
 from megapipe.models.layer import TransformerLayer
+from megapipe.models.mtp import LayerProvider, MultiTokenLayer
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
 from megapipe.partition.spans import LayerSpan
@@ -29,36 +31,43 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
 from megapipe.tensor_parallel.vocabulary import VocabularyRows
 
-LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+HEAD = "output_layer.weight"
 _between: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("between", default=None)
-"""Of the pass that runs, not of a module: two passes of one may run together."""
+_hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
+"""Of the pass that runs, not of a module, both of them: two passes of one may run together."""
 
 
 class Embedding(nn.Module):
     """Word embedding plus learned positions, if the model has them; of a span that only has a share of the vocabulary,
-    its rows."""
+    its rows. A depth of multi-token prediction repeats the weights of the model's."""
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
         super().__init__()
         assert config.padded_vocab_size is not None
         self.hidden_dropout = config.hidden_dropout
         self.shares_sequence = tp if config.sequence_parallel else None
+        self.site = f"embedding of depth {span.depth}" if span.depth else "embedding"
         full = config.padded_vocab_size, config.hidden
         self.word_embeddings: VocabParallelEmbedding | VocabularyRows
         if span.share is None:
             self.word_embeddings = VocabParallelEmbedding(
-                *full, tp=tp, sequence_parallel=config.sequence_parallel, init_std=config.embedding_std
+                *full,
+                tp=tp,
+                sequence_parallel=config.sequence_parallel,
+                init_std=config.embedding_std,
+                tied_to=WORD_EMBEDDINGS if span.depth else None,
             )
         else:
             self.word_embeddings = VocabularyRows(full, (span.share, span.shares), tp, config.embedding_std)
         self._closes = closing(tp, config.sequence_parallel)
         self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute" and span.embedding:
+        if config.position_embedding_type == "learned_absolute" and (span.embedding or span.depth):
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
             self.position_embeddings = nn.Embedding(*shape, _weight=torch.empty(shape))
-            layout = Layout(shape, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
+            tied_to = POSITION_EMBEDDINGS if span.depth else None
+            layout = Layout(shape, tied_to=tied_to, std=config.embedding_std, sum_over_tp=config.sequence_parallel)
             self.position_embeddings.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, looked_up: Tensor | None = None) -> Tensor:
@@ -71,7 +80,7 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             ids = position_ids.t()
             x = x + self.position_embeddings(ids if tp is None else ids.chunk(tp.size)[tp.rank])
-        return dropout(x, self.hidden_dropout, "embedding", tp=tp, dim=0) if self.training else x
+        return dropout(x, self.hidden_dropout, self.site, tp=tp, dim=0) if self.training else x
 
 
 class Decoder(nn.Module):
@@ -96,8 +105,53 @@ class Decoder(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
+def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParallelLinear:
+    """An output head. tied_to: the parameter whose weight it repeats."""
+    assert config.padded_vocab_size is not None
+    return ColumnParallelLinear(
+        config.hidden,
+        config.padded_vocab_size,
+        tp=tp,
+        bias=False,
+        sequence_parallel=config.sequence_parallel,
+        init_std=config.embedding_std if config.tied else config.linear_std,
+        tied_to=tied_to,
+    )
+
+
+class Depth(nn.Module):
+    """A depth of multi-token prediction, whose embedding and head repeat the model's weights."""
+
+    def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis, layer: LayerProvider) -> None:
+        super().__init__()
+        self.number = str(span.depth - 1)
+        self.layers = nn.ModuleDict({self.number: MultiTokenLayer(config, tp, span.first, layer)})
+        self.embeddings = nn.ModuleDict({self.number: Embedding(config, span, tp)})
+        self.heads = nn.ModuleDict({self.number: head_of(config, tp, WORD_EMBEDDINGS if config.tied else HEAD)})
+        for param in (*self.embeddings.parameters(), *self.heads.parameters()):
+            set_layout(param, replace(layout_of(param), lent=True))
+
+    @property
+    def head(self) -> ColumnParallelLinear:
+        head = self.heads[self.number]
+        assert isinstance(head, ColumnParallelLinear)
+        return head
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The two modules with rows of the vocabulary."""
+        embedding = self.embeddings[self.number]
+        assert isinstance(embedding, Embedding)
+        return embedding.word_embeddings, self.head
+
+    def forward(self, x: Tensor, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """[s, b, h] of the depth before, and tokens and positions [b, s] so far ahead -> [s, b, h]."""
+        return self.layers[self.number](x, self.embeddings[self.number](tokens, position_ids))  # type: ignore[no-any-return]
+
+
 class GPTModel(nn.Module):
-    """The part of a GPT that `span` names: any run of layers, with or without embedding, with or without the loss.
+    """The part of a GPT that `span` names: any run of layers, with or without embedding, with or without the loss; or a
+    depth of multi-token prediction, whose tokens and labels are those so many tokens ahead (data.loader.Batch.ahead).
 
     A tied output head is a parameter of its own with its own gradient (Layout.tied_to says whose weight it repeats), so
     that the sum of both uses is the same number whether they share a rank or not.
@@ -115,7 +169,8 @@ class GPTModel(nn.Module):
         assert config.padded_vocab_size is not None
         self.config, self.span, self.tp = config, span, tp
         self.embedding = Embedding(config, span, tp) if span.embedding or span.share is not None else None
-        self.decoder = Decoder(config, span, tp, layer)
+        self.decoder = None if span.depth else Decoder(config, span, tp, layer)
+        self.mtp = Depth(config, span, tp, layer) if span.depth else None
         self.output_layer: ColumnParallelLinear | VocabularyRows | None = None
         if span.share is not None:
             part, full = (span.share, span.shares), (config.padded_vocab_size, config.hidden)
@@ -123,21 +178,21 @@ class GPTModel(nn.Module):
             tied_to = f"{WORD_EMBEDDINGS}[{span.share}/{span.shares}]" if config.tied else None
             self.output_layer = VocabularyRows(full, part, tp, std, tied_to)
         elif span.loss and span.shares == 1:
-            self.output_layer = ColumnParallelLinear(
-                config.hidden,
-                config.padded_vocab_size,
-                tp=tp,
-                bias=False,
-                sequence_parallel=config.sequence_parallel,
-                init_std=config.embedding_std if config.tied else config.linear_std,
-                tied_to=WORD_EMBEDDINGS if config.tied else None,
-            )
+            self.output_layer = head_of(config, tp, WORD_EMBEDDINGS if config.tied else None)
         embeds = [self.embedding.word_embeddings] if self.embedding is not None else []
-        for end in (*embeds, *([self.output_layer] if self.output_layer is not None else [])):
+        heads = [self.output_layer] if self.output_layer is not None else []
+        for end in (*embeds, *heads, *([] if self.mtp is None else self.mtp.ends)):
             # Megatron-LM's mark; the optimizer may have a rate for them
             setattr(end.weight, "is_embedding_or_output_parameter", True)  # noqa: B010
         self.most_kept: int | None = None
         self._input: Tensor | None = None
+
+    def take_hidden_states(self) -> Tensor:
+        """The hidden states [s, b, h] that the last forward has given to its head, for the next depth."""
+        hidden = _hidden.get()
+        assert hidden is not None, "a forward comes first"
+        _hidden.set(None)
+        return hidden
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Give a stage without embedding the output [s, b, h] of the one before it (Megatron's name)."""
@@ -175,19 +230,27 @@ class GPTModel(nn.Module):
             assert self._input is not None, "a stage without embedding needs set_input_tensor first"
             # Let go at once: the stage's graph holds what it needs, and an input kept here would be one more.
             x, self._input = self._input, None
-        x = self.decoder(x)
-        if self.output_layer is None or isinstance(self.output_layer, VocabularyRows):
+        head = self.output_layer
+        if self.mtp is not None:
+            assert tokens is not None and position_ids is not None, "a depth needs the tokens that far ahead"  # noqa: PT018
+            x, head = self.mtp(x, tokens, position_ids), self.mtp.head
+        else:
+            assert self.decoder is not None
+            x = self.decoder(x)
+        if head is None or isinstance(head, VocabularyRows):
             return x  # type: ignore[no-any-return]
+        if self.config.depths:
+            _hidden.set(x)
         if labels is not None and self.config.cross_entropy_loss_fusion:
             return vocab_parallel_linear_cross_entropy(
                 x,
-                self.output_layer.weight,
+                head.weight,
                 labels.t(),
                 self.tp,
                 sequence_parallel=self.config.sequence_parallel,
                 most_kept=self.most_kept,
             ).t()
-        logits = self.output_layer(x)
+        logits = head(x)
         if labels is None:
             return logits.transpose(0, 1)  # type: ignore[no-any-return]
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()

@@ -42,6 +42,11 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
         return provider
 
     def adapted(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        if span.depth:
+            raise ConfigError(
+                f"--mtp-num-layers {config.depths}: depths are stages of their own, and a provider in Megatron-LM's "
+                "signature is not told of them. Write it as (config, span, tp), or leave the flag out."
+            )
         chunk = own.index(span) if len(own) > 1 and span in own else None
         given = {
             "pre_process": span.embedding,

@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 
 
 class Row(NamedTuple):
-    """One parameter on one rank. `stage` counts the stages of its rank."""
+    """One parameter on one rank. `stage` counts the stages of its rank; `lent` as in Layout, `local` is its shape."""
 
     name: str
     rank: int
@@ -23,6 +23,8 @@ class Row(NamedTuple):
     tied_to: str | None
     dtype: str
     trained: bool
+    lent: bool
+    local: list[int]
 
 
 class Census(NamedTuple):
@@ -44,10 +46,11 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         and parameters of several types.
     """
     mine = [
-        Row(name, mesh.pp.rank, number, list(layout.full), layout.tied_to, str(param.dtype), param.requires_grad)
+        Row(name, mesh.pp.rank, number, list(layout.full), layout.tied_to, str(param.dtype), *rest)
         for number, stage in enumerate(stages)
         for name, param in stage.named_parameters()
         for layout in [layout_of(param)]
+        for rest in [(param.requires_grad, layout.lent, list(param.shape))]
     ]
     rows, with_ends, with_twins = zip(
         *mesh.pp.gather_json((mine, mesh.ends.size > 1, mesh.twins.size > 1)), strict=True
@@ -67,7 +70,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         owners[row.name], twins[row.name] = sorted((other, row), key=lambda row: row.stage)
     for row in owners.values():
         if row.tied_to is not None:
-            problems += _tie_problems(row, owners.get(row.tied_to), mesh.pp.size, across=any(with_ends))
+            problems += _tie_problems(row, owners.get(row.tied_to), with_ends, twins)
     if len(examples := {row.dtype: row.name for row in owners.values()}) > 1:
         found = ", ".join(f"{name} is {dtype.removeprefix('torch.')}" for dtype, name in sorted(examples.items()))
         problems.append(
@@ -77,26 +80,6 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     if problems:
         raise ConfigError(problems)
     return Census(owners, twins)
-
-
-def ties(
-    census: Mapping[str, Row], params: Mapping[str, nn.Parameter], mesh: ProcessMesh
-) -> tuple[list[tuple[str, str]], list[tuple[str, int]]]:
-    """Weights that are used twice.
-
-    Args:
-        params: of this rank, by name.
-    Returns: (user, owner) where both are on this rank; and of those whose other use is on another, the name here and
-        the owner's rank in mesh.ends. In one order on all ranks.
-    """
-    pairs = [(row.name, row.tied_to) for _, row in sorted(census.items()) if row.tied_to is not None]
-    here = [(user, owner) for user, owner in pairs if user in params and owner in params]
-    across = [
-        (user if user in params else owner, mesh.ends.ranks.index(mesh.pp.ranks[census[owner].rank]))
-        for user, owner in pairs
-        if (user in params) != (owner in params)
-    ]
-    return here, across
 
 
 def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -128,7 +111,7 @@ def _mirrored(a: Row, b: Row, pp: int) -> bool:
     return a.rank != b.rank and a.rank + b.rank == pp - 1 and a.stage != b.stage and a[3:] == b[3:]
 
 
-def _tie_problems(user: Row, owner: Row | None, pp: int, *, across: bool) -> list[str]:
+def _tie_problems(user: Row, owner: Row | None, with_ends: Sequence[bool], twins: Mapping[str, Row]) -> list[str]:
     if owner is None or owner.tied_to is not None:
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
     if owner.shape != user.shape:
@@ -136,12 +119,13 @@ def _tie_problems(user: Row, owner: Row | None, pp: int, *, across: bool) -> lis
     if owner.trained != user.trained:
         frozen, other = (user, owner) if owner.trained else (owner, user)
         return [f"parameter {frozen.name} is frozen and tied to {other.name}, which is not: freeze both or none"]
-    if owner.rank != user.rank and {owner.rank, user.rank} != {0, pp - 1}:
+    apart, last = owner.rank != user.rank, len(with_ends) - 1
+    if apart and not user.lent and {owner.rank, user.rank} != {0, last}:
         return [
             f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
-            f"they must share a rank or be on the first and the last, 0 and {pp - 1}"
+            f"they must share a rank or be on the first and the last, 0 and {last}"
         ]
-    if owner.rank != user.rank and not across:
+    if apart and not (with_ends[owner.rank] and with_ends[user.rank]) and owner.name not in twins:
         return [
             f"parameter {user.name} is tied to {owner.name} on another pipeline rank, and "
             "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the tie"

@@ -21,11 +21,12 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.buckets import buckets_of
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.optim.census import check_trained, frozen, natural, take_census, ties, trained
+from megapipe.optim.census import check_trained, frozen, natural, take_census, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction, all_of
 from megapipe.optim.rule import Groups, Part, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
+from megapipe.optim.ties import Ties
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,20 @@ class Optimizer:
             raise ConfigError(problem)
         self.steps, self.weight_decay = 0, train.weight_decay
         self.params = dict(pair for stage in stages for pair in trained(stage))
-        census, twins = take_census(stages, mesh)
+        census, twins = everything = take_census(stages, mesh)
         if not train.freeze_all_layers:
             check_trained(census)
         self._frozen = frozen(stages, census, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=natural)
-        ties_here, ties_across = ties(census, self.params, mesh)
-        borrowed = {user for user, _ in ties_here}
-        chunk_of = {name: n for n, stage in enumerate(stages) for name, _ in trained(stage)}
-        self._lenders = {chunk_of[user]: chunk_of[owner] for user, owner in ties_here}
+        self.ties = ties = Ties(everything, self.params, mesh)
+        self._lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
         self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
         self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
         of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
         for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
             name = min(bucket.params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = self._laid_out(bucket.params, borrowed, groups, has_main=here)
+            buffers = self._laid_out(bucket.params, ties.borrowed, groups, has_main=here)
             chunk.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -116,14 +115,11 @@ class Optimizer:
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(1))]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
-        twice, across = [twin for _, twin in self._twins], [name for name, _ in ties_across]
+        twice = [twin for _, twin in self._twins]
         ready = [[(bucket.first, bucket.layers) for bucket in of] for of in of_stages]
-        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties_here, across, dtype)
+        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties, dtype)
         self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
-        for user, owner in ties_here:
-            self.params[user].data = self.params[owner].data
-        for name, source in ties_across:
-            mesh.ends.broadcast(self.params[name].data, source)
+        ties.share()
         self._send_to_twins()
         self.reload_main()
 
@@ -233,7 +229,7 @@ class Optimizer:
 
         They are there when those are that it borrows: a head may run before the stage whose embedding it uses.
         """
-        chunks = {self._lenders.get(chunk, chunk), chunk}
+        chunks = self._lenders[chunk]
         for stale in sorted(chunks & self._stale):
             self._stale.remove(stale)
             self._gathering[stale] = all_of([buffers.start_gather() for buffers in self.chunks[stale]])
@@ -283,6 +279,9 @@ class Optimizer:
         self._stale = set(range(len(self.chunks)))
         if not self.gathers_later:
             self.settle()
+        for chunk in self._sends:
+            self.start_gather(chunk)()
+        self.ties.feed()
 
     @property
     def _grads(self) -> list[Tensor]:

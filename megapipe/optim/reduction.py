@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import FlatBuffers
+from megapipe.optim.ties import Ties
 
 
 def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -32,8 +33,7 @@ class Reduction:
         ready: of each bucket the first of its layers, and how many its stage has.
         twins: those of them that exist on another rank too, in one order on both.
         params: of all stages by name.
-        ties_here: (user, owner) of a weight whose two uses are on this rank.
-        ties_across: names of weights whose other use is on the rank at the other end.
+        ties: weights that are used several times.
         dtype: what gradients are rounded to on their way over data parallel, if not their own.
     """
 
@@ -42,8 +42,7 @@ class Reduction:
     ready: Sequence[Sequence[tuple[int, int]]]
     twins: Sequence[FlatBuffers]
     params: Mapping[str, nn.Parameter]
-    ties_here: Sequence[tuple[str, str]]
-    ties_across: Sequence[str]
+    ties: Ties
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
     _early: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
@@ -74,9 +73,9 @@ class Reduction:
     def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
         dp = buffers.replicas
         buffers.sum_over_tp(self.mesh.tp)
-        # The two uses of a weight have other shares on their two ranks, so under ZeRO-1 each is summed whole.
-        sharded = buffers.shares.size > 1
-        grads = [self._main_grad(name) for name in self.ties_across if sharded and name in buffers.own]
+        # The uses of a weight have other shares on their ranks, so under ZeRO-1 each is summed whole.
+        apart = self.ties.apart if buffers.shares.size > 1 else ()
+        grads = [self._main_grad(name) for name in buffers.own if name in apart]
         whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
         finish_all = buffers.start_reduce(self.dtype)
 
@@ -95,11 +94,7 @@ class Reduction:
         for buffers in self.twins:
             for part in buffers.parts:
                 self.mesh.twins.all_reduce(part)
-        # Two numbers have one sum: the same bits whether both uses share a rank or not.
-        for user, owner in self.ties_here:
-            self._main_grad(owner).add_(self._main_grad(user))
-        for name in self.ties_across:
-            self.mesh.ends.all_reduce(self._main_grad(name))
+        self.ties.add_gradients()
         self._begun.clear()
 
     def _main_grad(self, name: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""Megatron's layout string: `Ett|(ttt|)*2,ttL`. E embedding, t layer, L loss, | between stages, *n and (...)*n repeat.
+"""Megatron's layout string: `Ett|(ttt|)*2,ttL`. E embedding, t layer, m depth of multi-token prediction, L loss, |
+between stages, *n and (...)*n repeat.
 
 The string lists the stages from one end of the model to the other. The placement deals them to ranks, so the same
 string describes a loop (stage s on rank s mod p), a V (down and up again) and a mirror (both directions).
@@ -16,27 +17,36 @@ FLAG = "--pipeline-model-parallel-layout"
 AUTO = "auto"
 _LONGEST = 100_000  # characters, so that a typo like t*99999999 ends in a sentence and not in swap
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
-_ONE = re.compile(r"([EtL|])\*(\d+)")
+_ONE = re.compile(r"([EtmL|])\*(\d+)")
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
     """Layers of each stage that a layout string lists.
 
-    Commas and spaces say nothing; a stage may be empty, or hold E or L alone.
+    Commas and spaces say nothing; a stage may be empty, or hold E, m or L alone.
     Raises: ConfigError with everything that is wrong.
     """
+    return tuple(stage.count("t") for stage in _stages(text))
+
+
+def depths_of(text: str) -> tuple[int, ...]:
+    """The stage with which a layout string lists each depth of multi-token prediction, the first depth first."""
+    return tuple(at for at, stage in enumerate(_stages(text)) for _ in range(stage.count("m")))
+
+
+def _stages(text: str) -> list[str]:
     plain = _expand(text)
     problems = [
         f"{FLAG} {text}: {reason}" for reason in (_strangers(plain), _end(plain, "E"), _end(plain, "L")) if reason
     ]
     if problems:
         raise ConfigError(problems)
-    return tuple(stage.count("t") for stage in plain.split("|"))
+    return plain.split("|")
 
 
-def layout_string(counts: Sequence[int]) -> str:
-    """The layout string of a split; parse_layout reads it back. counts: layers of each stage."""
-    stages = ["t" * n if n < 4 else f"t*{n}" for n in counts]
+def layout_string(counts: Sequence[int], depths: Sequence[int] = ()) -> str:
+    """The layout string of a split; parse_layout reads it back. counts: layers of each stage. depths: as depths_of."""
+    stages = [("t" * n if n < 4 else f"t*{n}") + "m" * list(depths).count(at) for at, n in enumerate(counts)]
     if len(stages) == 1:
         return f"E{stages[0]}L"
     runs = [(stage, len(list(run))) for stage, run in groupby(stages[1:-1])]
@@ -59,12 +69,11 @@ def _expand(text: str) -> str:
 
 
 def _strangers(plain: str) -> str:
-    others = sorted({*plain} - {*"EtL|"})
+    others = sorted({*plain} - {*"EtmL|"})
     if not others:
         return ""
-    known = "E (embedding), t (layer), L (loss), | between stages, *n and (...)*n"
-    mtp = "; multi-token prediction, m, is not implemented" if "m" in others else ""
-    return f"{' '.join(others)} means nothing here. There are {known}{mtp}."
+    known = "E (embedding), t (layer), m (multi-token prediction), L (loss), | between stages, *n and (...)*n"
+    return f"{' '.join(others)} means nothing here. There are {known}."
 
 
 def _end(plain: str, letter: str) -> str:

@@ -28,6 +28,7 @@ class LayerSpan:
         loss: does it hold the final norm, the output head and the loss?
         shares: of how many parts of the vocabulary embedding and head consist; 1 if the ends of the model have them.
         share: which part this stage has, None for none; in the first chain each rank's is of the rank's number.
+        depth: of multi-token prediction, from 1; its one layer is numbered on behind the model's. 0: it is no depth.
     """
 
     first: int
@@ -36,6 +37,7 @@ class LayerSpan:
     loss: bool
     shares: int = 1
     share: int | None = None
+    depth: int = 0
 
     @property
     def layers(self) -> range:
@@ -68,8 +70,9 @@ def partition(
 
 
 def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
-    """The span of each stage. counts: layers at each position of the chain."""
-    assert len(counts) == placement.chain, f"{len(counts)} positions for a chain of {placement.chain}"
+    """The span of each stage. counts: layers at each position of the model's own chain."""
+    assert len(counts) == placement.main, f"{len(counts)} positions for a chain of {placement.main}"
+    counts = [*counts, *[1] * placement.depths]
     starts = list(accumulate(counts, initial=0))
     places = [placement.position(stage) for stage in range(placement.num_stages)]
     own = [placement.shares(stage) for stage in range(placement.num_stages)]
@@ -78,12 +81,19 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
             starts[p],
             counts[p],
             p == 0,
-            p == placement.chain - 1,
+            p == placement.main - 1,
             len(shares) or 1,
             placement.rank_of[p] if stage in shares else None,
+            placement.depth(stage),
         )
         for stage, (p, shares) in enumerate(zip(places, own, strict=True))
     )
+
+
+def whole(num_layers: int, depths: int = 0) -> tuple[LayerSpan, ...]:
+    """The model in one piece, and each depth of multi-token prediction."""
+    further = (LayerSpan(num_layers + n, 1, False, False, depth=n + 1) for n in range(depths))
+    return LayerSpan(0, num_layers, True, True), *further
 
 
 def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:

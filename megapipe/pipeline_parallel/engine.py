@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class ForwardBackward:
         chunks = _chunks(table, rank, step.model, step.data_iterator)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
-        # Collective, and the same for every step of a run: asked once.
+        # Collective, and the same for every step of a run.
         self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
         variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
         length = None if variable else step.decoder_seq_length or step.seq_length
@@ -164,7 +165,7 @@ class ForwardBackward:
         programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
         comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK, lengths, variable)
-        # At the first step of each placement, before any pass: steps may be of several.
+        # At the first step of each placement: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
             self._opened.add(table.placement)
@@ -245,18 +246,19 @@ def _stages(
     host: Host,
     lengths: tuple[int, ...],
 ) -> dict[int, PipelineStage]:
-    # Megatron's name for how many of the microbatches in flight keep their activations under recomputation.
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-    around, done = step.around_last_backward, step.on_layer_done
+    around, done, place = step.around_last_backward, step.on_layer_done, table.placement
     share = getattr(config, "activation_offload_fraction", 1.0)
     moves = {} if step.forward_only else moves_of(table, chunks, host, share)
-    shared, own = data_of_shares(table.placement, {number: data for number, (_, data) in chunks.items()})
+    shared, own = data_of_shares(place, {number: data for number, (_, data) in chunks.items()})
     return {
         number: PipelineStage(
             module,
             step.forward_step_func,
             own[number],
-            holds_loss=table.placement.is_last(number),
+            holds_loss=place.is_last(number) or place.depth(number) > 0,
+            goes_on=place.next(number) is not None,
+            of_depth=(place.depth(number), config.depth_weight) if place.depth(number) else (0, 1.0),
             loss_divisor=step.num_microbatches,
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
@@ -264,7 +266,7 @@ def _stages(
             stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths)),
             slices=slices,
             share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
-            combines=table.placement.vocabulary and table.placement.is_last(number),
+            combines=place.vocabulary and place.is_last(number),
             last=table.last.get(number),
             weights=step.weights[n] if step.weights else None,
             moves=moves.get(number),
@@ -286,15 +288,13 @@ def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slice
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
     """The results of loss_func, by microbatch."""
-    losses: dict[int, Loss] = {}
-    results: dict[int, Any] = {}
+    losses, results = list[tuple[int, Loss]](), dict[int, Any]()
     for stage in stages:
         stage.finish()
-        n = stage.slices.count
-        losses |= {number // n: stage.slices.loss_of(number, stage.losses) for number in sorted(stage.losses)[::n]}
+        losses += stage.slices.losses_of(stage.losses)
         results |= stage.results
-    if on_loss is not None:
-        for mb in sorted(losses):
-            on_loss(losses[mb])
-    results |= {mb: loss.reported for mb, loss in losses.items()}
+    for mb, loss in sorted(losses, key=itemgetter(0)):
+        if on_loss is not None:
+            on_loss(loss)
+        results[mb] = results.get(mb, {}) | loss.reported
     return [results[mb] for mb in sorted(results)]

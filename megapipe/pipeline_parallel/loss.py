@@ -18,6 +18,21 @@ LossFunc = Callable[..., Any]
 _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of tokens, dict)"
 
 
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor, share: Tensor | Callable[[], Tensor]) -> Tensor:
+        ctx.share = share
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.share() if callable(ctx.share) else ctx.share, None
+
+
+beside: Callable[[Tensor, Tensor, Tensor | Callable[[], Tensor]], Tensor] = _Beside.apply
+"""(output, loss, share) -> output, whose gradient brings along that share of the loss's."""
+
+
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
     """The pair that forward_step returned. Raises: ConfigError for anything else."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], Tensor):
@@ -84,6 +99,15 @@ class Loss(NamedTuple):
                 "return (sum of token losses, number of tokens, dict) instead of (loss, dict), or leave the flag out."
             )
         return torch.full_like(self.value, scale)
+
+    def kept(self, depth: int = 0, cp: Axis = ALONE) -> Loss:
+        """The loss without its graph. Of a depth of multi-token prediction what Megatron-LM logs: under its name the
+        mean over the tokens of this microbatch, which counts as much as that of any other. cp: as in `share`."""
+        value = self.value.detach()
+        if not depth:
+            return self._replace(value=value)
+        whole = cp.size if self.tokens is None else cp.all_reduce(self.tokens.clone()).clamp(min=1)
+        return Loss(value, None, {f"mtp_{depth} loss": torch.stack((value / whole, value.new_tensor(1 / cp.size)))})
 
 
 def _is_number(x: Any) -> bool:

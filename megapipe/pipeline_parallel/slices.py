@@ -88,6 +88,10 @@ class Slices:
         first = self.microbatch(number) * self.count
         return joined([losses[n] for n in range(first, first + self.count)])
 
+    def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
+        """The losses of all microbatches, each with its number."""
+        return [(self.microbatch(number), self.loss_of(number, losses)) for number in sorted(losses)[:: self.count]]
+
 
 def joined(losses: Sequence[Loss]) -> Loss:
     """The loss of a microbatch from those of its slices. Raises: ConfigError for means of unknown numbers of tokens."""

@@ -17,7 +17,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Noting, Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
-from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
+from megapipe.pipeline_parallel.loss import Loss, LossFunc, beside, output_of
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
@@ -60,7 +60,8 @@ class PipelineStage:
 
     Args:
         module: has `set_input_tensor`; its forward is called by forward_step.
-        holds_loss: its forward ends in loss_func.
+        holds_loss: its forward ends in loss_func. goes_on: so that hidden states are the output of a loss's stage too.
+        of_depth: which depth of multi-token prediction it is, from 1, and what its loss counts.
         loss_divisor, per_token, loss_scale: number of microbatches and the rest of `Loss.share`. What is reported knows
             nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
@@ -83,6 +84,8 @@ class PipelineStage:
     data_iterator: Iterator[Any] | None
     _: KW_ONLY
     holds_loss: bool
+    goes_on: bool = False
+    of_depth: tuple[int, float] = (0, 1.0)
     loss_divisor: int
     loss_scale: Callable[[], float] = lambda: 1.0
     per_token: bool
@@ -143,8 +146,8 @@ class PipelineStage:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
         saved = self._saved.pop(microbatch)
         # The loss of a slice counts by the tokens of its microbatch, which are known by now.
-        kept_grad = saved.grad() if callable(saved.grad) else saved.grad
-        grad = self._combined.pop(microbatch, kept_grad) if grad is None else grad
+        own = self._combined.pop(microbatch, saved.grad() if callable(saved.grad) else saved.grad)
+        grad = own if grad is None else grad if own is None else grad + own
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
         around = self.around_last_backward if is_last else None
@@ -180,6 +183,9 @@ class PipelineStage:
                 self._ends[microbatch] = output.detach(), loss_func, stream.cp
             elif self.holds_loss and not self.combines:
                 output, grad = self._loss(microbatch, output, loss_func, stream.cp)
+        if self.holds_loss and self.goes_on and not self.combines:
+            hidden = attribute_of(self.module, "take_hidden_states")()
+            output, grad = hidden if grad is None else beside(hidden, output, grad), None
         if torch.is_grad_enabled():
             # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None
@@ -187,7 +193,7 @@ class PipelineStage:
         if moves:
             self._set_input(None)
             moves.saved(microbatch, output, x)
-        return None if self.holds_loss and not self.combines else output.detach()
+        return None if self.holds_loss and not (self.combines or self.goes_on) else output.detach()
 
     def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
         """A context for a forward: lets the gradients of the last microbatch report their layers."""
@@ -264,9 +270,11 @@ class PipelineStage:
             self.results[microbatch] = loss_func(output, non_loss_data=True)
             return output, None
         loss = Loss.of(loss_func(output))
-        self.losses[microbatch] = loss._replace(value=loss.value.detach())
-        counts = self.loss_divisor, self.per_token, self.loss_scale(), cp
-        return loss.value, self.slices.share_of(microbatch, self.losses, lambda loss: loss.share(*counts))
+        self.losses[microbatch] = loss.kept()
+        counts = self.loss_divisor, self.per_token, self.loss_scale() * self.of_depth[1], cp
+        share = self.slices.share_of(microbatch, self.losses, lambda loss: loss.share(*counts))
+        self.losses[microbatch] = loss.kept(self.of_depth[0], cp)
+        return loss.value, share
 
 
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import Sets
-from megapipe.distributed.mesh import ProcessMesh, build_mesh
+from megapipe.distributed.mesh import SHARES, ProcessMesh, build_mesh
 
 T = TypeVar("T")
 
@@ -32,12 +32,14 @@ def run_threads(
     pp: int = 1,
     ep: int = 1,
     etp: int | None = None,
+    shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
 ) -> list[T]:
     """Call `body(mesh)` once per rank of a tp x cp x dp x pp mesh; the results in rank order.
 
     Args:
         ep, etp: how experts lie over the same ranks; etp is tp by default.
+        shares: ranks of a pipeline that share weights, see Plan.shares.
     Raises: the first error of any rank, at once; ranks that wait for the failed one are left to their timeout.
     """
     world = tp * cp * dp * pp
@@ -59,7 +61,7 @@ def run_threads(
             return group
 
         try:
-            results[rank] = body(build_mesh(grids, rank, CPU, make_group).activate())
+            results[rank] = body(build_mesh(grids, rank, CPU, make_group, shares=shares).activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

@@ -51,6 +51,14 @@ class Judge:
         times = [sum(column) for column in zip(*(_tuple(c) for c in (costs.f, costs.b, costs.w)), strict=True)]
         return [sum(times[place.position(s)] for s in place.stages_on(r)) for r in range(place.num_ranks)]
 
+    def beside(self) -> list[float]:
+        """Time of the depths of multi-token prediction on the rank of each stage, its part of it."""
+        place, own = self.schedule.placement, self.schedule.placement.rank_of[: self.schedule.placement.main]
+        loads = dict.fromkeys(own, 0.0)
+        for rank, depth in zip(place.rank_of[place.main : place.chain], self.pieces.depths, strict=True):
+            loads[rank] += depth.time
+        return [loads[rank] / own.count(rank) for rank in own]
+
 
 def search(judge: Judge) -> Counts:
     """The best split that descent finds from an even and from a balanced one.
@@ -58,7 +66,7 @@ def search(judge: Judge) -> Counts:
     A move takes a layer from one stage to another, those between shifting by one. Same input, same result: every rank
     runs it by itself.
     """
-    chain = judge.schedule.placement.chain
+    chain = judge.schedule.placement.main
     layers = len(judge.pieces.layers)
     budget = _PASSES // sum(map(len, judge.schedule.ranks))
     scores: dict[Counts, Score] = {}
@@ -70,7 +78,7 @@ def search(judge: Judge) -> Counts:
         return scores[counts]
 
     even = nearly_even(layers, chain)
-    for start in dict.fromkeys((even, balanced(judge.pieces, chain))):
+    for start in dict.fromkeys((even, balanced(judge.pieces, chain, judge.beside()))):
         here = start
         while (best := min(_moves(here), key=score, default=here)) and score(best) < score(here):
             here = best
@@ -80,16 +88,19 @@ def search(judge: Judge) -> Counts:
     return even if excess == even_excess and time > even_time * (1 - 1e-9) else best
 
 
-def balanced(pieces: Pieces, chain: int) -> Counts:
-    """The split whose longest stage is shortest, by dynamic programming over (stages, layers so far)."""
-    layers = len(pieces.layers)
+def balanced(pieces: Pieces, chain: int, beside: Sequence[float] = ()) -> Counts:
+    """The split whose longest stage is shortest, by dynamic programming over (stages, layers so far).
+
+    beside: time that each stage shares its rank with.
+    """
+    layers, more = len(pieces.layers), beside or [0.0] * chain
     ends = [0.0]
     for work in pieces.layers:
         ends.append(ends[-1] + work.time)
-    best = [pieces.embedding.time + end for end in ends]
+    best = [pieces.embedding.time + end + more[0] for end in ends]
     cuts: list[list[int]] = []
     for position in range(1, chain):
-        head = pieces.head.time if position == chain - 1 else 0.0
+        head = more[position] + (pieces.head.time if position == chain - 1 else 0.0)
         rows = [
             min((max(best[a], ends[b] - ends[a] + head), abs(2 * a - b), a) for a in range(b + 1))
             for b in range(layers + 1)

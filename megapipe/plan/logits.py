@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapipe.config import Config
-from megapipe.plan.make import Plan
+from megapipe.plan.plan import Plan
 from megapipe.schedule import simulate
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
 

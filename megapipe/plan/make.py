@@ -3,121 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
-from megapipe.partition.spans import LayerSpan, nearly_even, spans
+from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.plan.paired import with_pairs
+from megapipe.plan.plan import Plan, own_chain
 from megapipe.plan.slices import best_of_slices, chosen
-from megapipe.plan.split import counts_of, given_costs, is_searched, kept_shares, placements, schedule_name, schedule_of
-from megapipe.plan.state import GIB as GIB
-from megapipe.plan.state import bytes_of_expert, bytes_of_state, too_much
+from megapipe.plan.split import (
+    counts_of,
+    given_costs,
+    is_searched,
+    kept_shares,
+    placements,
+    ranks_of_depths,
+    schedule_name,
+    schedule_of,
+)
+from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
 from megapipe.plan.work import Pieces, Work, pieces
-from megapipe.schedule import Costs, Schedule, Timeline, simulate
+from megapipe.schedule import Schedule
+from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The division of work over the ranks, and the prediction of what it takes.
-
-    Attributes:
-        counts: layers at each position of the chain.
-        pieces: what embedding, layers and head cost.
-        state: bytes of a parameter with its gradient and optimizer state; replica: without the latter.
-        kept: bytes of a parameter with optimizer state that post-validation keeps until V.
-        gradient: bytes of a parameter's gradient, which is not saved.
-        tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
-        tp: ranks that share each parameter.
-        expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
-        before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
-        given: what passes and messages take, of --pipeline-costs.
-    """
-
-    schedule: Schedule
-    counts: tuple[int, ...]
-    pieces: Pieces
-    state: float
-    replica: int
-    tied: bool
-    vocab_weights: int
-    tp: int
-    before: Plan | None = None
-    given: Costs | None = None
-    kept: float = 0.0
-    gradient: float = 4.0
-    expert_ranks: int = 1
-    of_expert: float = 0.0
-
-    @cached_property
-    def spans(self) -> tuple[LayerSpan, ...]:
-        """The layers of each stage."""
-        return spans(self.counts, self.schedule.placement)
-
-    @cached_property
-    def works(self) -> tuple[Work, ...]:
-        """The work of each stage."""
-        return tuple(map(self.pieces.stage, self.spans))
-
-    @property
-    def costs(self) -> Costs:
-        """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
-        counted = self.pieces.costs(self.counts)
-        timed = (
-            counted
-            if self.given is None
-            else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
-        )
-        return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The schedule under these costs."""
-        return simulate(self.schedule, self.costs)
-
-    @cached_property
-    def state_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank keeps between steps."""
-        place = self.schedule.placement
-        return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """Parameters, gradients, optimizer state and activations of each rank at their most."""
-        return tuple(state + held for state, held in zip(self.state_bytes, self.timeline.peak, strict=True))
-
-    @property
-    def shares(self) -> frozenset[str]:
-        """Names of the groups with the same weights: `ends` for a tie between a chain's ends, DualPipe's `twins`."""
-        place = self.schedule.placement
-        first, last = place.rank_of[0], place.rank_of[place.chain - 1]
-        there = {"ends": self.tied and first != last and not place.vocabulary, "twins": place.num_chains > 1}
-        return frozenset(name for name, needed in there.items() if needed)
-
-    def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
-        """Bytes that a checkpoint takes at least; under ZeRO-1 a share of its optimizer state is counted.
-
-        parameters: of each stage, over all tp ranks.
-        """
-        each = (self.state if optimizer else self.replica) - self.gradient
-        return int(sum(parameters[: self.schedule.placement.chain]) * each)
-
-    def _state_on(self, stages: Sequence[int]) -> float:
-        chain = self.schedule.placement.chain
-        total = 0.0
-        for stage in stages:
-            each, work = self.state + self.kept if stage < chain else self.replica, self.works[stage]
-            of_expert = self.of_expert if stage < chain else self.replica
-            total += each * (work.parameters - work.experts) + of_expert * work.experts * self.tp / self.expert_ranks
-            embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
-            shares, span = self.pieces.shares, self.spans[stage]
-            if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
-                total -= (each - self.gradient) * self.vocab_weights / shares  # one weight, and a gradient for each use
-        return total / self.tp + sum(self.works[stage].rounded for stage in stages)
 
 
 @lru_cache(maxsize=8)
@@ -155,7 +66,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         return best_of_slices(config, lambda c: plan_of(c, work, recomputes=recomputes), _step_time)
     if par.vocab_parallel_pipeline and par.pipeline_model_parallel_layout == AUTO:
         return _shared_if_it_pays(config, work, recomputes)
-    schedule = schedule_of(config, config.num_microbatches)
+    schedule, depths = schedule_of(config, config.num_microbatches), work.depths
+    work = replace(work, depths=())
     if par.vocab_parallel_pipeline:
         work = replace(work, shares=par.pipeline_model_parallel_size)
     element = 2 if train.half else 4
@@ -180,14 +92,28 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         plan = replace(plan, pieces=replace(work, kept=(whole, kept_shares(plan.schedule, some))))
     if par.vocab_parallel_pipeline:
         plan = replace(plan, schedule=with_vocabulary(plan.schedule, plan.costs))
-    if par.pipeline_model_parallel_layout == AUTO:
-        plan = balanced_by_cost(plan, limit)
+    ways = []
+    for ranks in ranks_of_depths(config, plan.schedule.placement):
+        further = with_further(plan, depths, ranks)
+        if par.pipeline_model_parallel_layout == AUTO:
+            split = balanced_by_cost(further, limit)
+            further = replace(with_further(replace(plan, counts=split.counts), depths, ranks), before=split.before)
+        ways.append(further)
+    if len(ways) > 1:
+        ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
+    plan = ways[0]
     _check_limit(plan, config)
     return plan
 
 
 def _step_time(plan: Plan) -> float:
     return plan.timeline.makespan
+
+
+def with_further(plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> Plan:
+    """The plan with depths of multi-token prediction on these ranks."""
+    plan = replace(plan, pieces=plan.pieces.further(depths))
+    return replace(plan, schedule=with_depths(plan.schedule, ranks, plan.costs)) if depths else plan
 
 
 def _paired(plan: Plan, config: Config) -> Plan:
@@ -228,6 +154,11 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
     config = chosen(config, len(plan.schedule.cuts) or 1)
+    if at := plan.schedule.placement.depths:
+        place, depths = plan.schedule.placement, plan.pieces.depths
+        own = replace(plan, pieces=replace(plan.pieces, depths=()))
+        own = replace(own, schedule=replace(plan.schedule, placement=own_chain(place)))
+        return with_further(with_batch(own, config), depths, place.rank_of[place.main :][:at])
     place, count = replace(plan.schedule.placement, vocabulary=False), config.num_microbatches
     if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
@@ -282,7 +213,7 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
 
 def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:
     """The plan with the split of least simulated time. limit: bytes that a rank may need."""
-    even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.chain))
+    even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.main))
 
     def room(counts: tuple[int, ...]) -> list[float]:
         assert limit is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.partition.layout import AUTO, parse_layout
+from megapipe.partition.layout import AUTO, depths_of, parse_layout
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
 from megapipe.plan.slices import in_slices
@@ -270,3 +270,28 @@ def _build(
     if is_searched(name):
         options["effort"] = 0.01  # validation asks whether there is one, `make_plan` for the best
     return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)
+
+
+def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], ...]:
+    """The rank of each depth: one choice, or those among which `auto` may choose.
+
+    place: of the model's own chain.
+    Raises: ConfigError if a layout lists others than there are.
+    """
+    number, layout = config.model.depths, config.parallel.pipeline_model_parallel_layout
+    own = place.rank_of[: place.main]
+    if layout is not None and layout != AUTO:
+        listed = depths_of(layout)
+        if listed and len(listed) != number:
+            raise ConfigError(
+                f"{LAYOUT} {layout} lists {len(listed)} m, but --mtp-num-layers is {number}. Make them equal."
+            )
+        if listed:
+            return (tuple(own[at] for at in listed),)
+    beside = (own[-1],) * number
+    if layout != AUTO or place.num_ranks == 1 or place.num_chains > 1 or not number:
+        return (beside,)
+    # In the order of the chain, as a layout string can say it: with the loss, and on the ranks before it.
+    ways = [tuple(sorted(range(max(len(own) - skip - number, 0), len(own) - skip))[:number]) for skip in (0, 1)]
+    spread = [tuple(own[at] for at in way) for way in ways if len(way) == number]
+    return tuple(dict.fromkeys((beside, *spread)))

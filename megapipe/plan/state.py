@@ -1,4 +1,5 @@
-"""Bytes of a parameter with all that is kept of it: its gradient, what the optimizer keeps, main parameters."""
+"""Bytes of a parameter with all that is kept of it: its gradient, what the optimizer keeps, main parameters; and of a
+checkpoint, on the disk and on a rank's host while it is written."""
 
 from __future__ import annotations
 

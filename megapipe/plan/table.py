@@ -8,10 +8,9 @@ from megapipe.config import Config
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
-from megapipe.plan.context import context_line
-from megapipe.plan.experts import expert_line
-from megapipe.plan.make import GIB, Plan
-from megapipe.plan.state import bytes_of_state
+from megapipe.plan.context import context_line, expert_line
+from megapipe.plan.plan import Plan, stages_with_depths
+from megapipe.plan.state import GIB, bytes_of_state
 
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 
@@ -34,7 +33,7 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
             str(rank),
             str(place.stages_on(rank).index(stage)),
             _numbers(plan.spans[stage]),
-            " ".join(["embedding"] * plan.spans[stage].embedding + ["loss"] * plan.spans[stage].loss) or "-",
+            _holds(plan.spans[stage]),
             f"{plan.works[stage].parameters if parameters is None else parameters[stage]:,}",
             f"{plan.works[stage].f * (1e3 if seconds else 1e-9):.4g}",
             f"{plan.works[stage].time / total:.1%}",
@@ -76,10 +75,18 @@ def changes(plan: Plan) -> str:
         lines.append(
             f"  {when:<6}  step {timeline.makespan / before.timeline.makespan:.3f}  "
             f"idle {sum(timeline.idle) / (len(timeline.idle) * timeline.makespan):.1%}  "
-            f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  {layout_string(one.counts)}"
+            f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  "
+            f"{layout_string(one.counts, stages_with_depths(one.schedule.placement))}"
             f"{', shared vocabulary' * one.schedule.placement.vocabulary}"
         )
     return "\n".join(lines)
+
+
+def _holds(span: LayerSpan) -> str:
+    """The parts of a stage beside layers."""
+    if span.depth:
+        return f"mtp {span.depth} loss"
+    return " ".join(["embedding"] * span.embedding + ["loss"] * span.loss) or "-"
 
 
 def _numbers(span: LayerSpan) -> str:

@@ -33,6 +33,7 @@ class Pieces:
             holds for.
         overhead: time of every pass beside its work.
         shares: ranks that share embedding and head, in passes of their own; 1: the ends of the model have them.
+        depths: of multi-token prediction, each with a head.
     """
 
     embedding: Work
@@ -41,6 +42,7 @@ class Pieces:
     kept: tuple[Pieces, tuple[float, ...]] | None = None
     overhead: float = 0.0
     shares: int = 1
+    depths: tuple[Work, ...] = ()
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
@@ -49,23 +51,30 @@ class Pieces:
 
     def stage(self, span: LayerSpan) -> Work:
         """A stage's share."""
+        if span.depth:
+            return self.depths[span.depth - 1]
         ends = (self.embedding if span.embedding else Work()) + (self.head if span.loss else Work())
         if self.shares > 1:
             ends = (self.embedding + self.head).part(self.shares) if span.share is not None else Work()
         return sum((self.layers[layer] for layer in span.layers), ends)
 
     def costs(self, counts: Sequence[int]) -> Costs:
-        """Costs of the stages of a split, in the units of Work. counts: layers at each position of the chain."""
+        """Costs of the stages of a split, then of the depths, in the units of Work. counts: layers at each position."""
         f, b, w, held, owed = self._columns(counts)
         if self.kept is not None:  # means, so that a stage that holds its most holds both kinds in these shares
             whole, shares = self.kept
-            _, other_b, _, other_held, _ = whole._columns(counts)
+            _, other_b, _, other_held, _ = whole.further(self.depths)._columns(counts)
             b, held = _mixed(b, other_b, shares), _mixed(held, other_held, shares)
         costs = Costs(f, b, w, mem_b=held, mem_w=owed, overhead=self.overhead)
         if self.shares == 1:
             return costs
         share = self.head.part(self.shares)
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held)
+
+    def further(self, depths: tuple[Work, ...]) -> Pieces:
+        """The pieces with these depths, of which microbatches that are not computed again keep as much as others."""
+        kept = self.kept and (self.kept[0], (*self.kept[1], *(0.0 for _ in depths)))
+        return replace(self, depths=depths, kept=kept)
 
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """The costs of these stages with what slices of a sequence make a difference of: attention, and keys that are
@@ -100,7 +109,7 @@ class Pieces:
             if self.shares == 1:
                 column[0] += getattr(self.embedding, name)
                 column[last] += getattr(self.head, name)
-            columns.append(tuple(column))
+            columns.append((*column, *(getattr(depth, name) for depth in self.depths)))
         return columns
 
 
@@ -148,7 +157,25 @@ def pieces(
     works = [(config, layer_work(config, load)) for config in configs]
     layers = tuple(work.in_fp8(load) if config.fp8_format else work for config, work in works)
     embedding = Work(held=masks, parameters=rows * h)
-    return Pieces(embedding, layers * (model.layers // different), _head(model, load))
+    head = _head(model, load)
+    depth = _depth(model, load) + head
+    return Pieces(embedding, layers * (model.layers // different), head, depths=(depth,) * model.depths)
+
+
+def _depth(model: ModelConfig, load: Load) -> Work:
+    """The layer of a depth of multi-token prediction, and what joins its two inputs; its head and the norm before it
+    are as the model's. Weights of embedding and head are the model's own, and counted there."""
+    h = model.hidden
+    product = 2.0 * load.tokens * 2 * h * h
+    join = Work(
+        product,
+        product,
+        product,
+        held=load.bytes(4 * h, 0),
+        kept=load.bytes(3 * h, 0),
+        parameters=2 * h * h + 2 * norm_size(model, h) - h * (model.padded_vocab_size or 0),
+    )
+    return join + layer_work(layer_config(model, model.layers), load)
 
 
 def _head(model: ModelConfig, load: Load) -> Work:

@@ -6,6 +6,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.recorder import Recorder
+from megapipe.schedule.generators.waves import loop, mirror, vee, wave
 from megapipe.schedule.lower import forward_only, lower
 from megapipe.schedule.passes import (
     Exchange,
@@ -16,11 +17,7 @@ from megapipe.schedule.passes import (
     Program,
     Schedule,
     Step,
-    loop,
-    mirror,
     unpaired,
-    vee,
-    wave,
 )
 from megapipe.schedule.patterns import Entry
 from megapipe.schedule.simulate import Timeline, simulate

@@ -9,8 +9,9 @@ from difflib import get_close_matches
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.waves import loop, mirror, vee
 from megapipe.schedule.own import own_generator
-from megapipe.schedule.passes import Schedule, loop, mirror, vee
+from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import OWN, PATTERNS, Entry, make
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify

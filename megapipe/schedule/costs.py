@@ -217,7 +217,7 @@ class Costs:
     def _at(self, name: str, stage: int, placement: Placement) -> float:
         value: PerStage = getattr(self, name)
         if not isinstance(value, tuple):
-            return value * (1 if name in _AS_THEY_ARE else placement.num_ranks / placement.chain)
+            return value * (1 if name in _AS_THEY_ARE else placement.num_ranks / placement.main)
         if len(value) != placement.chain:
             raise ScheduleError(f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}.")
         return value[placement.position(stage)]

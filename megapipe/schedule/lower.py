@@ -86,8 +86,12 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """A table with only what an evaluation does: its forwards."""
-    rows = [[tuple(x for x in step if x.kind.traits.evaluates) for step in row] for row in schedule.ranks]
+    """A table with only what an evaluation does: its forwards, without those of multi-token prediction."""
+    place = schedule.placement
+    rows = [
+        [tuple(x for x in step if x.kind.traits.evaluates and not place.depth(x.stage)) for step in row]
+        for row in schedule.ranks
+    ]
     return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows), shared=())
 
 

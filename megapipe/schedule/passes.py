@@ -48,11 +48,15 @@ class Placement:
         chain: stages from one end of the model to the other. Stage s holds the model's slice s % chain; DualPipe has
             two chains (its stages s and s + chain are replicas on mirrored ranks), everything else one.
         vocabulary: every rank has an equal share of the rows of embedding and head, for each chain that it is part of.
+        depths: the last so many slices are no part of the model's own chain, which ends before them with the loss, but
+            a side chain: depths of multi-token prediction, the first of which takes the output of the stage with the
+            loss, each further one that of the depth before. Any rank may have any of them.
     """
 
     rank_of: tuple[int, ...]
     chain: int
     vocabulary: bool = False
+    depths: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -66,6 +70,11 @@ class Placement:
     def num_chains(self) -> int:
         return self.num_stages // self.chain
 
+    @property
+    def main(self) -> int:
+        """Slices of the model's own chain, from the embedding to the loss."""
+        return self.chain - self.depths
+
     def position(self, stage: int) -> int:
         """The slice of the model that this stage holds, 0..chain-1."""
         return stage % self.chain
@@ -75,16 +84,24 @@ class Placement:
         return self.position(stage) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Does the stage hold the loss?"""
-        return self.position(stage) == self.chain - 1
+        """Does the stage hold the loss of the model's own chain?"""
+        return self.position(stage) == self.main - 1
+
+    def depth(self, stage: int) -> int:
+        """The depth of multi-token prediction that the stage is, from 1; 0 for none."""
+        return max(self.position(stage) - self.main + 1, 0)
+
+    def reads(self, stage: int) -> bool:
+        """Does the stage look at tokens or labels?"""
+        return self.is_first(stage) or self.is_last(stage) or self.depth(stage) > 0
 
     def prev(self, stage: int) -> int | None:
         """The stage whose output this one takes, None at the embedding."""
         return None if self.is_first(stage) else stage - 1
 
     def next(self, stage: int) -> int | None:
-        """The stage that takes this one's output, None at the loss."""
-        return None if self.is_last(stage) else stage + 1
+        """The stage that takes this one's output, None at the end: at the loss, or at the last depth behind it."""
+        return None if self.position(stage) == self.chain - 1 else stage + 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank in ascending order; its model chunks are numbered in this order."""
@@ -101,7 +118,7 @@ class Placement:
         if where is Where.SHARES:
             return self.shares(stage)
         if where in (Where.FIRST, Where.LAST):
-            return (first if where is Where.FIRST else first + self.chain - 1,)
+            return (first if where is Where.FIRST else first + self.main - 1,)
         if where in (Where.PREV, Where.NEXT):
             other = self.prev(stage) if where is Where.PREV else self.next(stage)
             return () if other is None else (other,)
@@ -136,26 +153,6 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
         yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
     if chain < 1 or len(stages) % chain:
         yield f"chain {chain} must divide the number of stages, {len(stages)}"
-
-
-def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Stages dealt round-robin: naive, GPipe, 1F1B, interleaved, ZB-H1, ZB-H2."""
-    return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
-
-
-def vee(ranks: int) -> Placement:
-    """Down and up again, so that rank 0 holds both ends: ZB-V, V-Half, V-Min, DualPipeV."""
-    return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
-
-
-def wave(ranks: int, waves: int) -> Placement:
-    """The V several times over: Hanayo. A wave begins on the rank where the one before ended."""
-    return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
-
-
-def mirror(ranks: int) -> Placement:
-    """Two copies of the model in opposite directions: DualPipe. The V's rank_of, cut in two chains."""
-    return Placement((*range(ranks), *reversed(range(ranks))), ranks)
 
 
 class Link(NamedTuple):
@@ -234,13 +231,13 @@ class Schedule:
 
     @cached_property
     def links(self) -> dict[tuple[Kind, int], Link]:
-        """Links by kind and stage; a result that no kind of the table takes goes nowhere."""
-        place = self.placement
+        """Links by kind and stage of the table's passes; a result that none of these takes goes nowhere."""
+        place, there = self.placement, {item[:2] for row in self.ranks for step in row for item in step}
         takes = {
             (kind, stage): tuple((n.made, x) for n in needs if n.where in HANDED for x in place.needed(stage, n))
             for stage in range(place.num_stages)
             for kind, needs in self.needs.items()
-            if kind.traits.at is None or stage in place.meant(stage, kind.traits.at)
+            if (kind, stage) in there
         }
         takers: dict[tuple[Made, int], dict[int, None]] = {}
         for (_, stage), taken in takes.items():

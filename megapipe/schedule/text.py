@@ -59,6 +59,7 @@ def to_json(schedule: Schedule) -> str:
         "rank_of": list(place.rank_of),
         "chain": place.chain,
         **({"vocabulary": True} if place.vocabulary else {}),
+        **({"depths": place.depths} if place.depths else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
         **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
@@ -84,7 +85,8 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
         ),
     )
     rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
-    placement = Placement(tuple(data["rank_of"]), data["chain"], data.get("vocabulary", False) is True)
+    vocabulary, depths = data.get("vocabulary", False) is True, data.get("depths", 0)
+    placement = Placement(tuple(data["rank_of"]), data["chain"], vocabulary, depths)
     cuts, lanes = tuple(data.get("cuts", ())), [_shared(lane) for lane in data.get("shared", ())]
     _refuse(source, (lane for lane in lanes if isinstance(lane, str)))
     shared = tuple(lane for lane in lanes if not isinstance(lane, str))
@@ -281,6 +283,9 @@ def _shape_problems(data: Any) -> Iterator[str]:
     cuts = data.get("cuts", [])
     if not (isinstance(cuts, list) and all(type(x) in (int, float) and 0 < x < 1e9 for x in cuts)):
         yield "cuts must be the lengths of a microbatch's slices, each above 0"
+    depths = data.get("depths", 0)
+    if not (type(depths) is int and 0 <= depths < data["chain"]):
+        yield f"depths, the last stages of a chain, must be a number from 0 to {data['chain'] - 1}"
     yield from placement_problems(data["rank_of"], data["chain"], ranks)
 
 

@@ -155,7 +155,7 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     for item in seen:
         orders.setdefault(item[:2], []).append(item)
     for first in range(0, place.num_stages, place.chain):
-        ends = first, first + place.chain - 1
+        ends = [stage for stage in range(first, first + place.chain) if place.reads(stage)]
         readers = [
             (k, s) for k in Kind if k.traits.reads for s in (place.meant(first, k.traits.at) if k.traits.at else ends)
         ]

@@ -42,7 +42,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: v, rows of the whole table; must divide by tp.
         embedding_dim: h.
         sequence_parallel: the output is this rank's share of the sequence, the first dimension of the ids.
-        init_std: standard deviation of the initial weight, as in Layout.
+        init_std, tied_to: of the weight, as in Layout.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: Axis,
         sequence_parallel: bool = False,
         init_std: float | None = 0.02,
+        tied_to: str | None = None,
     ) -> None:
         super().__init__()
         assert num_embeddings % tp.size == 0, f"{num_embeddings} rows do not divide over {tp.size} ranks"
@@ -60,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self._closes = closing(tp, sequence_parallel)
         self.weight = set_layout(
             nn.Parameter(torch.empty(num_embeddings // tp.size, embedding_dim)),
-            Layout((num_embeddings, embedding_dim), 0, std=init_std),
+            Layout((num_embeddings, embedding_dim), 0, tied_to, std=init_std),
         )
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ class Reading:
 
     @property
     def looks(self) -> bool:
-        """Do stages of this rank look at tokens? The ends of a chain do, those that ask, and all where documents are
-        apart."""
+        """Do stages of this rank look at tokens? The ends of a chain do, depths behind it, those that ask, and all
+        where documents are apart."""
         data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
         apart = data.reset_attention_mask or data.reset_position_ids
-        ends = any(self.place.is_first(stage) or self.place.is_last(stage) for stage in own)
+        ends = any(map(self.place.reads, own))
         return apart or ends or self.place.vocabulary or any(stage in self.also_read for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:

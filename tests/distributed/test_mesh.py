@@ -16,7 +16,7 @@ from megapipe.distributed.groups import link, num_links
 from megapipe.distributed.mesh import ProcessMesh, build_mesh
 
 
-@pytest.mark.parametrize("shares", [{"ends", "twins"}, {"ends"}, ()])
+@pytest.mark.parametrize("shares", [{"ends": (0, -1), "twins": ()}, {"ends": (0, -1)}, {}])
 def test_all_groups_of_a_name_are_made_in_one_call_and_only_for_what_is_shared(shares):
     """tp 8 x dp 8 x pp 16: 64 pipelines; the other groups are those of torch's device mesh and the world."""
     made: list[tuple[str, int]] = []

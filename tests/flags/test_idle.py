@@ -38,7 +38,7 @@ tokenizer_type data_path data_args_path train_data_path valid_data_path test_dat
 data_cache_path mock_data num_workers dataloader_type eod_mask_loss reset_position_ids reset_attention_mask skip_train
 save load trigger_path log_interval log_format log_throughput log_params_norm log_num_zeros_in_grad
 timing_log_level log_straggler device_peak_tflops metrics_file
-tensorboard_dir wandb_project check num_experts
+tensorboard_dir wandb_project check num_experts mtp_num_layers
 """
 ALWAYS = set(_ALWAYS.split())
 """Fields that act in every run."""
@@ -66,7 +66,7 @@ REFUSED = {
 RUNS = [
     "",
     "--check --save a --save-keep-last 2 --load a --swiglu --disable-bias-linear --tensor-model-parallel-size 2 "
-    "--overlap-moe-expert-parallel-comm "
+    "--overlap-moe-expert-parallel-comm --mtp-num-layers 1 "
     "--context-parallel-size 2 --cp-comm-type p2p --fp16 --recompute-granularity full --group-query-attention "
     "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --optimizer sgd",
     "--fp8-format e4m3 "

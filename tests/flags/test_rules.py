@@ -47,7 +47,7 @@ def test_a_known_flag_we_lack_says_so():
 
 
 def test_a_typo_of_a_flag_we_lack_is_still_a_typo():
-    for typed, meant in (("--moe-latent-siz", "--moe-latent-size"), ("--mtp-num-layer", "--mtp-num-layers")):
+    for typed, meant in (("--moe-latent-siz", "--moe-latent-size"), ("--mtp-hs", "--mtp-hsm")):
         assert problem(typed) == f"unknown flag {typed}; did you mean {meant}? {problem(meant)}"
 
 

@@ -14,11 +14,11 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.tokens import WHOLE, Documents, find_documents, positions
 from megapipe.models.attention.layer import SelfAttention
+from megapipe.models.attention.rope import Rotary, rotate
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
-from megapipe.models.rope import Rotary, rotate
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import Stream, initialize
 

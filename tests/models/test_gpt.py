@@ -11,10 +11,10 @@ from tiny import GPT2, LLAMA, SEQ, VOCAB
 
 from megapipe.distributed.axis import Axis
 from megapipe.models.attention.layer import SelfAttention
+from megapipe.models.attention.rope import Rotary, rotate
 from megapipe.models.gpt import GPTModel
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
-from megapipe.models.rope import Rotary, rotate
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 

@@ -15,7 +15,7 @@ from megapipe.errors import UserError
 from megapipe.flags.parse import parse
 from megapipe.optim import rules
 from megapipe.optim.optimizer import Optimizer
-from megapipe.plan.make import bytes_of_state
+from megapipe.plan.state import bytes_of_state
 
 TRAIN = TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-2, clip_grad=0.0, bf16=True)
 ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")

@@ -13,8 +13,10 @@ from megapipe.config import TrainConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
+from megapipe.optim.census import Census
 from megapipe.optim.optimizer import Optimizer, StepInfo
 from megapipe.optim.reduction import Reduction
+from megapipe.optim.ties import Ties
 from megapipe.pipeline_parallel.threads import run_threads
 
 from .test_optimizer import sparse
@@ -212,6 +214,9 @@ def test_a_state_goes_into_another_optimizer_and_back() -> None:
             assert found == [n for n in (1.0, 2.0, 3.0) for _ in range(len(MODEL) - 1)]
 
 
+NO_TIES = Ties(Census({}, {}), {}, ProcessMesh.single())
+
+
 class Bucket:
     """Writes down when its sums begin and are waited for."""
 
@@ -238,7 +243,7 @@ def test_buckets_begin_when_their_layers_are_done_each_once_and_the_last_with_it
     log: list[str] = []
     chunks: Any = [[Bucket(name, log) for name in names] for names in (("a4", "a2", "a0"), ("b1", "b0"))]
     ready = [[(4, 6), (2, 6), (0, 6)], [(1, 2), (0, 2)]]
-    reduction = Reduction(ProcessMesh.single(), chunks, ready, [], {}, [], [])
+    reduction = Reduction(ProcessMesh.single(), chunks, ready, [], {}, NO_TIES)
     for _ in range(2):  # a step leaves nothing for the next
         for layer, names in ((5, []), (4, ["a4"]), (3, []), (4, []), (2, ["a2"]), (0, [])):
             reduction.start_early(0, layer, 6)
@@ -261,7 +266,7 @@ def test_buckets_begin_when_their_layers_are_done_each_once_and_the_last_with_it
 def test_a_later_layer_alone_begins_all_buckets_behind_it() -> None:
     log: list[str] = []
     reduction = Reduction(
-        ProcessMesh.single(), [[Bucket(name, log) for name in "abc"]], [[(4, 6), (2, 6), (0, 6)]], [], {}, [], []
+        ProcessMesh.single(), [[Bucket(name, log) for name in "abc"]], [[(4, 6), (2, 6), (0, 6)]], [], {}, NO_TIES
     )  # type: ignore[list-item]
     reduction.start_early(0, 1, 6)
     assert begun(log) == ["a", "b"]

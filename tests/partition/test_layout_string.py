@@ -60,7 +60,6 @@ def test_repetitions_and_commas_unroll_as_megatrons(text, plain):
         ("Et|EtL", "E, the embedding, stands there 2 times; it must be the first letter, once."),
         ("Et|t", "L, the loss, stands there 0 times; it must be the last letter, once."),
         ("EtL|tL", "L, the loss, stands there 2 times; it must be the last letter, once."),
-        ("Et|mL", "m means nothing here."),
         ("Et|dL", "d means nothing here."),
         ("E(t|t)L", "( ) means nothing here."),
         ("Et*L", "* means nothing here."),

@@ -293,11 +293,11 @@ def test_counts_come_from_the_placement_not_from_ranks():
 @pytest.mark.parametrize(
     "flags, shares",
     [
-        ("", {"ends"}),
-        ("--untie-embeddings-and-output-weights", set()),
-        ("--pipeline-schedule zb-v", set()),  # both ends of a V are on one rank
-        ("--pipeline-schedule dualpipe --untie-embeddings-and-output-weights", {"twins"}),
-        ("--pipeline-schedule dualpipe", {"ends", "twins"}),
+        ("", {"ends": (0, 3)}),
+        ("--untie-embeddings-and-output-weights", {}),
+        ("--pipeline-schedule zb-v", {}),  # both ends of a V are on one rank
+        ("--pipeline-schedule dualpipe --untie-embeddings-and-output-weights", {"twins": (0, 1)}),
+        ("--pipeline-schedule dualpipe", {"ends": (0, 3), "twins": (0, 1)}),
     ],
 )
 def test_only_ties_across_ranks_and_dualpipe_need_groups_of_their_own(flags, shares):

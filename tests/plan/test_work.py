@@ -14,7 +14,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
-from megapipe.plan.experts import expert_bytes
+from megapipe.plan.context import expert_bytes
 from megapipe.tensor_parallel.rng import initialize
 
 WHOLE = LayerSpan(0, LAYERS, True, True)

@@ -21,8 +21,9 @@ from megapipe.schedule import (
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.lower import forward_only, lower
 from megapipe.schedule.passes import Exchange
+from megapipe.schedule.transforms.merge import activation
 from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.vocabulary import activation, with_vocabulary
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from tools.proofs.tables.drawn import drawn_table

@@ -22,7 +22,8 @@ from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
-from megapipe.schedule.transforms.vocabulary import activation, with_vocabulary
+from megapipe.schedule.transforms.merge import activation
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 THOUSANDS = (32, 64, 128, 256)
 LAYERS_PER_K = 9.6 / 256

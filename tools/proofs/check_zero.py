@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
@@ -32,7 +32,7 @@ from tools.proofs.fuzz_post_validation import Case, Outcome, differences, made_d
 def compare(case: Case, within: float = 0.0) -> tuple[list[str], float]:
     """A case with ZeRO-1 beside the same without it, nor overlap: the differences, and the largest of a number."""
     made_datasets()
-    sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
+    sizes: dict[str, Any] = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
     with contextlib.redirect_stdout(io.StringIO()):
         plain, split = (
             run_threads(partial(train, case=one, late=False), **sizes, timeout_s=300)

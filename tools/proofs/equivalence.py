@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """What one rank knows after training.
 
     Attributes:
-        losses: of each step, and of validation after the last.
+        losses: of each step, and of validation after the last; then of each depth of multi-token prediction.
         gradients: of the first step, reduced, scaled and clipped.
         routers: their losses in each step; tokens: of each expert.
     """
@@ -123,6 +123,7 @@ def train(mesh: ProcessMesh, case: Case) -> Outcome:
     gradients = training.gradients()
     results += [training.step(n) for n in range(1, case.steps)]
     losses = [*(_loss(result.losses) for result in results), training.validation_loss()]
+    losses += [loss for result in results for name, loss in sorted(result.losses.items()) if name.startswith("mtp_")]
     norms = [result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results]
     routers = [x for result in results for row in result.routed.per_layer.values() for x in row]
     return Outcome(losses, norms, gradients, training.weights(), routers, [r.routed.tokens for r in results])

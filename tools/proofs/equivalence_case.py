@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.schedule import Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
+from megapipe.schedule.transforms.depths import with_depths
 from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
 from tools.proofs.tables.moved import moved
@@ -31,21 +32,14 @@ STYLES: dict[str, dict[str, Any]] = {
         "disable_bias_linear": True,
     },
 }
-STYLES["latent"] = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "ffn_hidden_size": 24,
-    "disable_bias_linear": True,
+_SHARED = "normalization swiglu ffn_hidden_size disable_bias_linear"
+STYLES["latent"] = {name: STYLES["llama"][name] for name in _SHARED.split()} | {
     "position_embedding_type": "none",
     "multi_latent_attention": True,
     "q_lora_rank": 12,
     "kv_lora_rank": 10,
-    "qk_head_dim": 4,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "qk_layernorm": True,
-    "rotary_scaling_factor": 4.0,
-    "mscale_all_dim": 1.0,
+    **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
+    **{"qk_layernorm": True, "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0},
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -77,7 +71,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "some": _SOFTMAX | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
     "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
 }
-# What else loss_func reports, given whether it trains. No number may depend on it.
+# What else loss_func reports.
 METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "none": lambda trains: {},
     "mean": lambda trains: {"accuracy": torch.tensor(0.5)},
@@ -113,7 +107,8 @@ class Case:
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
         slices: lengths of the slices of a microbatch; () leaves it whole.
-        moved: seed by which every initial weight is moved by at most an ulp; 0 leaves them.
+        depths: the rank of each depth of multi-token prediction.
+        moved: seed by which initial weights are moved by at most an ulp; 0 leaves them.
     """
 
     schedule: str
@@ -158,6 +153,7 @@ class Case:
     etp: int | None = None
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     slices: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
     moved: int = 0
 
     @property
@@ -189,6 +185,7 @@ class Case:
             buckets=1,
             ep=1,
             etp=None,
+            depths=(0,) * len(self.depths),
         )
 
     @property
@@ -221,6 +218,8 @@ class Case:
                 **RECOMPUTE[self.recompute],
                 **EXPERTS[self.experts],
                 moe_token_dispatcher_type=self.dispatcher,
+                mtp_num_layers=len(self.depths) or None,
+                mtp_loss_scaling_factor=0.5,
             ),
             parallel=ParallelConfig(
                 *(self.tp, self.pp, self.cp, self.ep, self.etp),
@@ -283,7 +282,8 @@ def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
     of_table = ("chunks", "drawn", "vocabulary", "paired", "slices")
     plain = built(case.schedule, case.pp, case.microbatches, **{name: getattr(case, name) for name in of_table})
-    made = moved(plain if case.joined is None else joined(plain, case.joined), case.memory)
-    if case.file is None:
+    further = with_depths(plain if case.joined is None else joined(plain, case.joined), case.depths)
+    made = moved(further, case.memory)
+    if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
     return from_json(to_json(made)) if case.file == "json" else replace(from_csv(to_csv(made)), cuts=made.cuts)

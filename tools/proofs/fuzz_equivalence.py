@@ -34,7 +34,8 @@ from megapipe.flags import stop
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES, ScheduleError, entry_of
+from megapipe.plan import sharing
+from megapipe.schedule import SCHEDULES, Placement, ScheduleError, entry_of
 from tools.proofs.equivalence import differences, train
 from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
 from tools.proofs.synchronised import WAYS, too_early
@@ -49,11 +50,12 @@ def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
     seconds = 300 if case.compile else 60
     try:
-        sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
-        outcomes = run_threads(partial(train, case=case), **sizes, timeout_s=seconds)
+        sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+        shares = sharing(table(case).placement, tied=case.tied)
+        outcomes = run_threads(partial(train, case=case), **sizes, shares=shares, timeout_s=seconds)
         found = differences(case, outcomes)
         if case.drawn is not None:
-            own = table(replace(case, vocabulary=False, slices=()))
+            own = table(replace(case, vocabulary=False, slices=(), depths=()))
             found += [problem for way in WAYS for problem in too_early(own, way)]
         return found
     except Exception as error:
@@ -114,10 +116,10 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
         case = _perhaps_sliced(rng, case)
         try:
-            chain = table(case).placement.chain
+            place = table(case).placement
         except ScheduleError:
             continue
-        case = replace(case, layers=tuple(rng.choice((0, 1, 1, 2)) for _ in range(chain)))
+        case = replace(case, layers=_drawn_layers(rng, place), depths=_drawn_depths(rng, case, place))
         if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
             return case
 
@@ -131,6 +133,18 @@ def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
     metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
     return replace(case, slices=lengths, paired=False, joined=None, memory="none", metrics=metrics)
+
+
+def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:
+    return tuple(rng.choice((0, 1, 1, 2)) for _ in range(place.chain))
+
+
+def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int, ...]:
+    """Ranks of depths of multi-token prediction; of two copies of a model their ends share the outer ranks."""
+    if case.vocabulary or case.slices or rng.random() < 0.6:
+        return ()
+    where = (0, place.num_ranks - 1) if place.num_chains > 1 else range(place.num_ranks)
+    return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
@@ -148,8 +162,8 @@ def command(case: Case) -> str:
 def read(text: str) -> Case:
     """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
     given = json.loads(text)
-    case = Case(**given | {name: tuple(given[name]) for name in ("layers", "slices") if name in given})
-    if len(case.layers) != (chain := table(case).placement.chain):
+    case = Case(**given | {name: tuple(given[name]) for name in ("layers", "slices", "depths") if name in given})
+    if len(case.layers) != (chain := table(case).placement.main):
         raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
     return case
 

@@ -189,7 +189,7 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
 def run_case(case: Case) -> tuple[list[str], int, int]:
     """The differences of a case, and how many steps did not wait and were undone."""
     made_datasets()
-    sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
+    sizes: dict[str, Any] = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             plain, late = (

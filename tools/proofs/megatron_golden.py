@@ -56,6 +56,19 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "one": ({}, ""),
     "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "recompute": ({"pp": 2}, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 1"),
+    "mtp-spread": (
+        {"pp": 2},
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etm|ttt{m}L",
+    ),
+    "mtp-zb-v": (
+        {"pp": 2},
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Et|tm|t{m}|tL",
+    ),
+    "mtp-tp": (
+        {"tp": 2, "pp": 2},
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-layout Em|tttt{m}L",
+    ),
     "dp": ({"dp": 2}, "--use-distributed-optimizer"),
     "ep": ({"dp": 2, "ep": 2}, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     "etp": ({"dp": 2, "etp": 2}, "--expert-tensor-parallel-size 2"),
@@ -124,6 +137,7 @@ class Trained:
 def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one") -> list[Trained]:
     """A case under a layout, the ranks as threads."""
     ranks, more = LAYOUTS[layout]
+    more = more.format(m="m" * ("--mtp-num-layers 2" in case["flags"]))
     with tempfile.TemporaryDirectory() as scratch:
         start = SavedTensors(import_checkpoint(folder / "hf" / name.partition("/")[0], Path(scratch) / "start").folder)
         flags = f"{case['flags']} {more} --num-workers 0 --data-cache-path {scratch}"
@@ -159,7 +173,7 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             }
             return Trained(record, moved | moments)
 
-        return run_threads(rank, **ranks) if ranks else [rank(ProcessMesh.single())]
+        return run_threads(rank, **ranks, shares=plan.shares) if ranks else [rank(ProcessMesh.single())]
 
 
 def sketch(key: str, tensor: Tensor) -> list[float]:
@@ -172,6 +186,8 @@ def sketch(key: str, tensor: Tensor) -> list[float]:
 def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[str]:
     """A line for every number that is not Megatron-LM's."""
     noise, said = case["noise"], ranks[-1].record
+    words = case["flags"].split()
+    own = int(words[words.index("--num-layers") + 1])
 
     def check(what: str, kind: str, mine: float, its: float, unit: float | None = None) -> Iterator[str]:
         allowed = TIMES * max(noise.get(kind, 0.0), FLOOR)
@@ -195,7 +211,8 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
             for number, (mine, other) in enumerate(zip(of_layers, layers, strict=True)):
                 what = f"{at}, {name} of layer {number}"  # noise is of their mean, which moves less by the root
                 yield from check(what, "router losses", mine, other, abs(other) * len(layers) ** 0.5 + 1e-30)
-        tokens = {f"layer{number}": list(counts) for number, counts in result.routed.tokens.items()}
+        names = {n: f"layer{n}" if n < own else f"mtp{n - own}" for n in result.routed.tokens}
+        tokens = {names[number]: list(counts) for number, counts in result.routed.tokens.items()}
         if tokens != row.get("tokens", {}):
             yield f"{at}, tokens: {tokens}, not {row['tokens']}"
     for number, row in enumerate(case["rows"]):

@@ -14,8 +14,7 @@ from pathlib import Path
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.plan import Plan
-from megapipe.plan.context import context_bytes, tensor_bytes
-from megapipe.plan.experts import expert_bytes
+from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
 from megapipe.schedule import Costs
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.plan import Pieces, Work, pieces_of
-from megapipe.plan.experts import MIB, expert_bytes
+from megapipe.plan.context import MIB, expert_bytes
 
 _HEADER = ("part", "layers", "parameters", "of a token", "forward GFLOP", "of the work", "held MiB", "sent MiB")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.deepseek import predicts_further
+from megapipe.convert.huggingface.deepseek import repeats
 from megapipe.convert.huggingface.mapping import BUFFERS, HEAD, Tensors
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
@@ -26,7 +26,7 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
     used = {key for rule in table for key in rule.theirs}
     missing = sorted(used - saved.shapes.keys())
     rest = {key for key in saved.shapes.keys() - used if not BUFFERS.fullmatch(key)}
-    rest = {key for key in rest if not predicts_further(key, model)}
+    rest = {key for key in rest if not repeats(key, model)}
     embedding = next(rule.theirs[0] for rule in table if rule.ours == WORD_EMBEDDINGS)
     # Some tied models are saved with their head all the same.
     if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
@@ -84,8 +84,8 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1" if model.use_rope_scaling else ""
         pairs = "neighbours of its rotated channels" if model.multi_latent_attention else "the halves of a head"
         yield f"rope base is {model.rotary_base:g}{scaled}; {pairs} are rotated, no rows are permuted"
-    if content.get("num_nextn_predict_layers"):
-        yield "layers of multi-token prediction are left out, as transformers leaves them"
+    if content.get("num_nextn_predict_layers") and not model.depths:
+        yield "config.json speaks of layers of multi-token prediction, and there are none"
     if model.heads * model.head_dim != model.hidden and not model.multi_latent_attention:
         yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
     if model.tied:

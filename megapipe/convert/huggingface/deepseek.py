@@ -4,11 +4,11 @@ sigmoid and a bias in V3."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.models.rope import YARN_FAST, YARN_ORIGINAL, YARN_SLOW
+from megapipe.models.attention.rope import YARN_FAST, YARN_ORIGINAL, YARN_SLOW
 
 Json = Mapping[str, Any]
 Reader = Callable[[Json, list[str]], dict[str, Any]]
@@ -47,10 +47,21 @@ def deepseek(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) 
     return {family: of(family) for family in FAMILIES}
 
 
-def predicts_further(name: str, model: ModelConfig) -> bool:
-    """Is a tensor of theirs of multi-token prediction, whose layers are numbered behind the model's?"""
+FURTHER = {"enorm": ("enorm",), "hnorm": ("hnorm",), "eh_proj": ("eh_proj",), "final_layernorm": ("shared_head.norm",)}
+"""Names of a depth of multi-token prediction beside those of its layer."""
+COPIES = "embed_tokens.weight", "shared_head.head.weight"
+"""Names that such a layer has for the model's own embedding and head."""
+
+
+def depths_in(names: Collection[str], layers: int) -> int:
+    """The number of depths of multi-token prediction among a folder's tensors, behind so many layers."""
+    return next(n for n in range(len(names) + 1) if f"model.layers.{layers + n}.eh_proj.weight" not in names)
+
+
+def repeats(name: str, model: ModelConfig) -> bool:
+    """Is a tensor of theirs one more copy of the model's embedding or head, in a depth of multi-token prediction?"""
     match = _LAYER.match(name)
-    return model.multi_latent_attention and match is not None and int(match[1]) >= model.layers
+    return match is not None and 0 <= int(match[1]) - model.layers < model.depths and name.endswith(COPIES)
 
 
 def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
@@ -166,7 +177,11 @@ def _write(family: str, model: ModelConfig, write: Callable[[str, ModelConfig], 
         if model.mscale_all_dim:
             rope |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
     shared, groups = model.moe_shared_expert_intermediate_size or 0, model.moe_router_num_groups
-    by = {"topk_method": _GROUPED if groups else "greedy"} if family == _V2 else {"num_nextn_predict_layers": 0}
+    by = (
+        {"topk_method": _GROUPED if groups else "greedy"}
+        if family == _V2
+        else {"num_nextn_predict_layers": model.depths}
+    )
     return write("DeepseekV2ForCausalLM" if family == _V2 else "DeepseekV3ForCausalLM", model) | {
         "attention_bias": False,
         "head_dim": model.qk_pos_emb_head_dim,

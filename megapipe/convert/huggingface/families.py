@@ -16,7 +16,7 @@ from megapipe.convert.huggingface.deepseek import deepseek
 from megapipe.convert.huggingface.experts import sparse
 from megapipe.convert.huggingface.values import unfit
 from megapipe.errors import CheckpointError
-from megapipe.models.rope import HIGH, LOW, ORIGINAL
+from megapipe.models.attention.rope import HIGH, LOW, ORIGINAL
 
 Json = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
     """One text for each setting in which a config.json means another model than this."""
     try:
-        there = from_huggingface(content)
+        there = dataclasses.replace(from_huggingface(content), mtp_num_layers=model.mtp_num_layers)
     except CheckpointError as error:
         return list(error.problems)
     return resume_problems(dataclasses.asdict(there), None, Config(model=model), name)

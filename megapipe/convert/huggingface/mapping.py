@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ _ENDS = {
 """Word embedding, positions, last norm, and what is before a layer's names."""
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PARAMETER = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
+_FURTHER = re.compile(r"mtp\.layers\.(\d+)\.(mtp_model_layer\.)?")
 
 
 def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "transformer.") -> tuple[Tensors, ...]:
@@ -77,7 +78,8 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
     shapes, exactly = our_shapes(model), family
     family, prefix = ("gpt2", prefix) if family == "gpt2" else ("", "model.")
     words, positions, last, layer = _ENDS[family]
-    layers = _LAYERS.get(exactly, _LAYERS[family])
+    layers = _LAYERS.get(exactly, _LAYERS[family]) | deepseek.FURTHER
+    of_layers = {f"mlp.{name.partition('.mlp.')[2]}": shape for name, shape in shapes.items()}
     ends = {
         "embedding.word_embeddings": prefix + words,
         "embedding.position_embeddings": prefix + positions,
@@ -86,11 +88,14 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
     }
 
     def rule(ours: str) -> Tensors:
+        if further := _FURTHER.match(ours):  # depths are numbered on behind the model's layers
+            at = f"decoder.layers.{model.layers + int(further[1])}."
+            return replace(rule(at + ours[further.end() :]), ours=ours)
         if (sparse := _IN_LAYER.fullmatch(ours)) and (
             of_experts := experts.names_of(sparse[2], exactly, model.num_experts or 0)
         ):
             theirs = tuple(prefix + layer.format(sparse[1]) + name for name in of_experts)
-            shape, number = shapes[ours], len(theirs)
+            shape, number = of_layers[sparse[2]], len(theirs)
             return Tensors(ours, theirs, lambda x: experts.joined(x, shape), lambda x: experts.parts(x, number))
         match = _PARAMETER.fullmatch(ours)
         assert match is not None

@@ -17,10 +17,10 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import layout_of, set_layout
 from megapipe.models.attention.layer import Attention, positions_here
+from megapipe.models.attention.rope import Rotary, growth, rotate
 from megapipe.models.norm import Norm
 from megapipe.models.parts import recipe_of
 from megapipe.models.recompute import recompute
-from megapipe.models.rope import Rotary, growth, rotate
 from megapipe.tensor_parallel.collectives import across, opening
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

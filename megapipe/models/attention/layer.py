@@ -23,9 +23,9 @@ from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.attention.blocks import Sight, band
 from megapipe.models.attention.context import context_attention, whole_sequences
 from megapipe.models.attention.cpu import causal_attention
+from megapipe.models.attention.rope import Rotary, rotate
 from megapipe.models.parts import AttentionKernel, parts_of
 from megapipe.models.recompute import recompute
-from megapipe.models.rope import Rotary, rotate
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import Stream, current_stream
 

@@ -71,7 +71,7 @@ class Messenger:
         self.pp.barrier()
         rank_of = placement.rank_of
         stages = range(placement.num_stages)
-        linked = [(s, s + 1) for s in stages if not placement.is_last(s)]
+        linked = [(s, s + 1) for s in stages if placement.next(s) is not None]
         ends = [s for s in stages if placement.is_first(s) or placement.is_last(s)]
         linked += [(s, end) for end in ends for s in placement.shares(end)]
         pairs = {(rank_of[a], rank_of[b]) for a, b in linked}

@@ -14,7 +14,8 @@ from math import ceil
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.fit import shortest
 from megapipe.schedule.generators.packing import Block, packed
-from megapipe.schedule.passes import Kind, Pass, Schedule, Step, vee
+from megapipe.schedule.generators.waves import vee
+from megapipe.schedule.passes import Kind, Pass, Schedule, Step
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:

@@ -7,7 +7,8 @@ of 1F1B's memory is what a V needs for a full middle.
 from __future__ import annotations
 
 from megapipe.schedule.generators.packing import RankSlots
-from megapipe.schedule.passes import Kind, Pass, Schedule, vee
+from megapipe.schedule.generators.waves import vee
+from megapipe.schedule.passes import Kind, Pass, Schedule
 
 
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:

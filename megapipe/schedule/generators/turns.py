@@ -7,7 +7,8 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.passes import Schedule, loop
+from megapipe.schedule.generators.waves import loop
+from megapipe.schedule.passes import Schedule
 
 
 def in_turns(

@@ -1,4 +1,5 @@
-"""One picture for Chimera and Hanayo: each pass in a slot of its own, and a group's slots tile the plane.
+"""Placements in waves over the ranks, and one picture for Chimera and Hanayo: each pass in a slot of its own, and a
+group's slots tile the plane.
 
 With F and BW of one slot each, microbatch i of a group runs forward through stage s in slot s + 2i and backward in slot
 2n - 1 - s + 2i of a chain of n stages; the next group follows 2n slots later. Where the chain is folded so that a
@@ -8,7 +9,27 @@ rank's stages alternate between even and odd numbers, no two passes of a rank me
 from __future__ import annotations
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, mirror, wave
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule
+
+
+def loop(ranks: int, chunks: int = 1) -> Placement:
+    """Stages dealt round-robin: naive, GPipe, 1F1B, interleaved, ZB-H1, ZB-H2."""
+    return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
+
+
+def vee(ranks: int) -> Placement:
+    """Down and up again, so that rank 0 holds both ends: ZB-V, V-Half, V-Min, DualPipeV."""
+    return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
+
+
+def wave(ranks: int, waves: int) -> Placement:
+    """The V several times over: Hanayo. A wave begins on the rank where the one before ended."""
+    return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
+
+
+def mirror(ranks: int) -> Placement:
+    """Two copies of the model in opposite directions: DualPipe. The V's rank_of, cut in two chains."""
+    return Placement((*range(ranks), *reversed(range(ranks))), ranks)
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:

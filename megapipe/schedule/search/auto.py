@@ -18,7 +18,8 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
-from megapipe.schedule.passes import Placement, Schedule, loop, vee
+from megapipe.schedule.generators.waves import loop, vee
+from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import check_size, fixed
 from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.compiled import library

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from megapipe.schedule.generators.orders import Problem, problem
-from megapipe.schedule.passes import Placement, loop
+from megapipe.schedule.generators.waves import loop
+from megapipe.schedule.passes import Placement
 from megapipe.schedule.search.anneal import Cooling, Found
 from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.compiled import anneal_fast, library

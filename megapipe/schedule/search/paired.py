@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.passes import Schedule, loop, unpaired, vee
+from megapipe.schedule.generators.waves import loop, vee
+from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.transforms.pairs import limits_in_pairs, pairs, refuse_unpairable
 from megapipe.schedule.transforms.together import best_play

@@ -23,6 +23,7 @@ from megapipe.models.attention.layer import SelfAttention
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.provider import StageProvider
 from megapipe.partition.spans import LayerSpan
+from megapipe.partition.spans import whole as whole_model
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Placement
 
@@ -61,7 +62,8 @@ def check_ownership(
     stages: dict[int, Parts] = {}
     for rank, parts in enumerate(everyone):
         stages |= dict(zip(placement.stages_on(rank), parts, strict=True))
-    whole = _parts(_without_storage(provider, model, mesh.tp), mesh.tp)
+    pieces = (_without_storage(provider, model, span, mesh.tp) for span in whole_model(model.layers, model.depths))
+    whole = dict(pair for piece in pieces for pair in _parts(piece, mesh.tp).items())
     problems = [
         line
         for chain in range(placement.num_chains)
@@ -88,11 +90,11 @@ def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
             )
 
 
-def _without_storage(provider: StageProvider, model: ModelConfig, tp: Axis) -> nn.Module:
+def _without_storage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
     try:
         # A second build of the whole model, but of shapes alone: it costs milliseconds and no memory.
         with torch.device("meta"):
-            return provider(model, LayerSpan(0, model.layers, True, True), tp)
+            return provider(model, span, tp)
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             "the model provider cannot build the whole model without storage, on torch's meta device, by which it is "
@@ -106,6 +108,8 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
         layout = layout_of(param)
+        if layout.lent:
+            continue  # another parameter's weight, whose owner counts
         assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so its layout fits"
         found[name] = [n // layout.part[1] if dim == layout.dim else n for dim, n in enumerate(layout.full)]
     return found

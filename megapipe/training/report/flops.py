@@ -12,4 +12,4 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     As Megatron-LM counts, see plan.work.pieces; layers by their overrides.
     """
     work = pieces(model, seq_length)
-    return 3 * (sum(layer.f for layer in work.layers) + work.head.f) / seq_length
+    return 3 * (sum(layer.f for layer in (*work.layers, *work.depths)) + work.head.f) / seq_length

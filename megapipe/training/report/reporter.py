@@ -34,7 +34,7 @@ class Reporter:
 
     def __init__(self, config: Config, mesh: ProcessMesh, plan: Plan) -> None:
         self.config, self.mesh, place = config, mesh, plan.schedule.placement
-        speaker = place.rank_of[place.chain - 1]
+        speaker = place.rank_of[place.main - 1]
         self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
         self._boards: tuple[Board, ...] = (TensorBoard(config.log), WeightsAndBiases(config)) if self.speaks else ()

@@ -21,7 +21,7 @@ class Routed:
 
     Attributes:
         losses: by Megatron-LM's names, each a mean over its layers, without its weight.
-        per_layer: the same of each layer of the model; 0 where it has no experts.
+        per_layer: the same of each layer of the model, then of each depth; 0 where it has no experts.
         tokens: rows that each expert has computed, by layer.
     """
 
@@ -56,7 +56,7 @@ class Routers:
         if not self.model.has_experts:
             return None
         width = len(self._kinds) + self.model.experts
-        table = torch.zeros(self.model.layers, width, dtype=torch.float64, device=self.mesh.device)
+        table = torch.zeros(self.model.layers + self.model.depths, width, dtype=torch.float64, device=self.mesh.device)
         if self.model.sequence_parallel or self.mesh.tp.rank == 0:
             for router in self.own:
                 for _, seen in sorted(router.seen.items()):
@@ -72,7 +72,7 @@ class Routers:
         rows = [values[i : i + n + model.experts] for i in range(0, len(values), n + model.experts)]
         times = run.num_microbatches * run.data_parallel_size
         per_layer = {LOGGED[kind]: tuple(row[i] / times for row in rows) for i, kind in enumerate(self._kinds)}
-        own = ((layer, layer_config(model, layer)) for layer in range(model.layers))
+        own = ((layer, layer_config(model, layer)) for layer in range(model.layers + model.depths))
         layers = [layer for layer, config in own if config.has_experts and not config.no_mlp]
         if not layers:  # overrides have left none
             return Routed()

@@ -197,12 +197,13 @@ class Stages:
         """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
         place = self.schedule.placement
         shares = stage in place.shares(stage)
-        if not (place.is_first(stage) or place.is_last(stage) or stage in self._also_read or shares):
+        if not (place.reads(stage) or stage in self._also_read or shares):
             return None
         steps = self.schedule.ranks[self.mesh.pp.rank]
         reads = Kind.E if shares else Kind.F
         order = [self.schedule.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
         data, cp, table = self.config.data, self.mesh.cp, self.schedule
+        depth, per_token = place.depth(stage), self.config.train.calculate_per_token_loss
         slices = Slices(tokens_of_slices(table, self.config.train.seq_length, self.mesh, self.config.model))
 
         @lru_cache(maxsize=1)  # slices of a microbatch follow each other
@@ -211,7 +212,7 @@ class Stages:
             named = {"tokens": read} if isinstance(read, Tensor) else read
             here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
             usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
-            return replace(usual, more=here)
+            return replace(usual, more=here).ahead(depth, weighs=per_token)
 
         def batch(number: int) -> Batch:
             return whole(slices.microbatch(number)).cut(Cut(cp.rank, cp.size, *slices.tokens(number)))

@@ -11,7 +11,7 @@ import torch
 from tiny import GPT2
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.models.rope import Rotary, rotary_table
+from megapipe.models.attention.rope import Rotary, rotary_table
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.work import pieces
 

@@ -1,0 +1,142 @@
+"""A plan: which stages with which layers are on which ranks, and what that is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megapipe.partition.spans import LayerSpan, spans
+from megapipe.plan.work import Pieces, Work
+from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of work over the ranks, and the prediction of what it takes.
+
+    Attributes:
+        counts: layers at each position of the chain.
+        pieces: what embedding, layers and head cost.
+        state: bytes of a parameter with its gradient and optimizer state; replica: without the latter.
+        kept: bytes of a parameter with optimizer state that post-validation keeps until V.
+        gradient: bytes of a parameter's gradient, which is not saved.
+        tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
+        tp: ranks that share each parameter.
+        expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
+        before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
+        given: what passes and messages take, of --pipeline-costs.
+    """
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    pieces: Pieces
+    state: float
+    replica: int
+    tied: bool
+    vocab_weights: int
+    tp: int
+    before: Plan | None = None
+    given: Costs | None = None
+    kept: float = 0.0
+    gradient: float = 4.0
+    expert_ranks: int = 1
+    of_expert: float = 0.0
+
+    @cached_property
+    def spans(self) -> tuple[LayerSpan, ...]:
+        """The layers of each stage."""
+        return spans(self.counts, self.schedule.placement)
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """The work of each stage."""
+        return tuple(map(self.pieces.stage, self.spans))
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
+        counted = self.pieces.costs(self.counts)
+        timed = (
+            counted
+            if self.given is None
+            else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
+        )
+        return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule under these costs."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def state_bytes(self) -> tuple[float, ...]:
+        """Bytes that each rank keeps between steps."""
+        place = self.schedule.placement
+        return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Parameters, gradients, optimizer state and activations of each rank at their most."""
+        return tuple(state + held for state, held in zip(self.state_bytes, self.timeline.peak, strict=True))
+
+    @property
+    def shares(self) -> dict[str, tuple[int, ...]]:
+        """The groups with the same weights: `ends` for weights that several stages of a chain use, and the ranks of a
+        pipeline that do; DualPipe's `twins`."""
+        return sharing(self.schedule.placement, tied=self.tied)
+
+    def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
+        """Bytes that a checkpoint takes at least; under ZeRO-1 a share of its optimizer state is counted.
+
+        parameters: of each stage, over all tp ranks.
+        """
+        each = (self.state if optimizer else self.replica) - self.gradient
+        return int(sum(parameters[: self.schedule.placement.chain]) * each)
+
+    def _state_on(self, stages: Sequence[int]) -> float:
+        chain, words = self.schedule.placement.chain, self.vocab_weights
+        total = 0.0
+        for stage in stages:
+            each, work = self.state + self.kept if stage < chain else self.replica, self.works[stage]
+            of_expert = self.of_expert if stage < chain else self.replica
+            total += each * (work.parameters - work.experts) + of_expert * work.experts * self.tp / self.expert_ranks
+            embeds = any(self.spans[other].embedding and other // chain == stage // chain for other in stages)
+            shares, span = self.pieces.shares, self.spans[stage]
+            if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
+                total -= (each - self.gradient) * words / shares  # one weight, and a gradient for each use
+        for first in range(0, len(self.spans), chain):
+            gradients, weights = lent([self.spans[s] for s in stages if first <= s < first + chain], tied=self.tied)
+            total += words * (self.gradient * gradients + (self.replica - self.gradient) * weights)
+        return total / self.tp + sum(self.works[stage].rounded for stage in stages)
+
+
+def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The groups of Plan.shares."""
+    first, last, depths = place.rank_of[0], place.rank_of[place.main - 1], place.rank_of[place.main : place.chain]
+    uses = [{first, last, *depths}] if tied else [{first, *depths}, {last, *depths}]
+    ends = {rank for ranks in uses if len(ranks) > 1 for rank in ranks}
+    there = {"ends": ends if not place.vocabulary else (), "twins": range(2) if place.num_chains > 1 else ()}
+    return {name: tuple(sorted(ranks)) for name, ranks in there.items() if ranks}
+
+
+def stages_with_depths(place: Placement) -> tuple[int, ...]:
+    """A stage of the first chain on each depth's rank, as a layout string lists it."""
+    own = place.rank_of[: place.main]
+    return tuple(max(s for s, r in enumerate(own) if r == rank) for rank in place.rank_of[place.main : place.chain])
+
+
+def own_chain(place: Placement) -> Placement:
+    """The placement without depths."""
+    chains = range(0, place.num_stages, place.chain)
+    rank_of = sum((place.rank_of[first : first + place.main] for first in chains), ())
+    return replace(place, rank_of=rank_of, chain=place.main, depths=0)
+
+
+def lent(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
+    """The numbers of gradients of embedding and head that the depths among a chain's stages on a rank need, and of
+    weights, which other stages there may have anyway."""
+    depths = sum(span.depth > 0 for span in spans)
+    embeds, ends = any(span.embedding for span in spans), any(span.loss for span in spans)
+    weights = int(not (embeds or ends)) if tied else 2 - embeds - ends
+    return 2 * depths, weights * (depths > 0)

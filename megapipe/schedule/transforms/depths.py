@@ -1,0 +1,70 @@
+"""Depths of multi-token prediction as passes of any table: a side chain behind the stage with the loss.
+
+The table of the model's own chain stays as it is; forwards and backwards of the depths stand between, on whatever rank
+a depth is, and the backward of the stage with the loss waits for them, as it does for its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Placement, Schedule
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.transforms.merge import merged
+
+_PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
+
+
+def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT) -> Schedule:
+    """The table of one step with depth after depth on these ranks; of DualPipe's second chain on the mirrored ones.
+
+    costs: of the stages of the model's own chain, then of the depths. A rank holds at most one microbatch more for each
+        depth, and one of each depth that it has.
+    Raises: ScheduleError for a table that has depths, shares of a vocabulary, or passes of a stage as a whole.
+    """
+    place = schedule.placement
+    if not ranks:
+        return schedule
+    if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
+        raise ScheduleError(
+            f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, and without depths."
+        )
+    further = behind(place, ranks)
+
+    def moved(x: Pass) -> Pass:
+        return x._replace(stage=x.stage // place.chain * further.chain + place.position(x.stage))
+
+    rows = tuple(tuple(tuple(map(moved, step)) for step in row) for row in schedule.ranks)
+    table, split = replace(schedule, placement=further, ranks=rows), Kind.W in schedule.kinds
+    own = replace(costs, **{name: x[: place.chain] for name, x in vars(costs).items() if _by_stage(x, further)})
+    held = costs.memory(further)[0]
+    room = [
+        peak + (1 + len(ranks)) * sum(held[s] for s in further.stages_on(r))
+        for r, peak in enumerate(simulate(schedule, own).peak)
+    ]
+    return merged(table, list(_passes(table, split=split)), costs, room)
+
+
+def behind(place: Placement, ranks: Sequence[int]) -> Placement:
+    """The placement with depths on these ranks behind each chain."""
+    chains = [place.rank_of[first : first + place.chain] for first in range(0, place.num_stages, place.chain)]
+    mirrored = [place.num_ranks - 1 - rank for rank in ranks]
+    rows = [(*chain, *(mirrored if n else ranks)) for n, chain in enumerate(chains)]
+    return replace(place, rank_of=sum(rows, ()), chain=place.chain + len(ranks), depths=len(ranks))
+
+
+def _by_stage(value: object, place: Placement) -> bool:
+    return isinstance(value, tuple) and len(value) == place.chain
+
+
+def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
+    place = table.placement
+    kinds = (Kind.F, Kind.B, Kind.W) if split else (Kind.F, Kind.BW)
+    for microbatch in range(table.num_microbatches):
+        first = table.chain_of(microbatch) * place.chain
+        for stage in range(first + place.main, first + place.chain):
+            yield from (Pass(kind, stage, microbatch) for kind in kinds)

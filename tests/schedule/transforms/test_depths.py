@@ -1,0 +1,82 @@
+"""Depths of multi-token prediction in tables: a side chain behind the loss, on any ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule import Costs, Kind, Pass, build, forward_only, simulate, verify
+from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.transforms.reduction import with_reduction
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min", "dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("ranks", [(3,), (0, 0), (1, 3, 0)])
+def test_any_schedule_takes_depths_on_any_rank(name, ranks):
+    table = with_depths(build(name, 4, 8), ranks)
+    verify(table)
+    place = table.placement
+    assert place.rank_of[place.main : place.chain] == ranks
+    assert [place.next(s) for s in range(place.main - 1, place.chain)] == [*range(place.main, place.chain), None]
+    assert [place.depth(s) for s in range(place.chain)] == [0] * place.main + [*range(1, 1 + len(ranks))]
+
+
+def test_forwards_and_backwards_of_the_table_keep_their_order():
+    before = build("zb-h1", 4, 8)
+    after = with_depths(before, (2, 0))
+    for kinds in ({Kind.F}, {Kind.B, Kind.W}):
+        for old, new in zip(before.ranks, after.ranks, strict=True):
+            own = [x for (x,) in new if x.kind in kinds and not after.placement.depth(x.stage)]
+            assert own == [x for (x,) in old if x.kind in kinds]
+
+
+def test_the_backward_of_the_loss_waits_for_every_depth():
+    table = with_depths(build("1f1b", 2, 4), (0, 1), Costs(comm=0.5))
+    start, end = simulate(table, Costs(comm=0.5)).start, simulate(table, Costs(comm=0.5)).end
+    for n in range(4):
+        chain = [Pass(Kind.F, 1, n), Pass(Kind.F, 2, n), Pass(Kind.F, 3, n)]
+        chain += [Pass(Kind.BW, 3, n), Pass(Kind.BW, 2, n), Pass(Kind.BW, 1, n)]
+        assert all(end[a] <= start[b] for a, b in pairwise(chain))
+
+
+def test_the_second_copy_of_dualpipe_has_its_depths_on_the_mirrored_ranks():
+    place = with_depths(build("dualpipe", 4, 8), (3, 0)).placement
+    assert place.rank_of == (0, 1, 2, 3, 3, 0, 3, 2, 1, 0, 0, 3)
+
+
+def test_an_evaluation_has_no_depths():
+    table = forward_only(with_depths(build("1f1b", 4, 8), (1, 2)))
+    assert {x.stage for row in table.ranks for step in row for x in step} == {0, 1, 2, 3}
+
+
+def test_depths_are_put_into_a_table_once_and_before_what_is_of_whole_stages():
+    table = build("1f1b", 2, 4)
+    for other in (with_depths(table, (0,)), with_reduction(table)):
+        with pytest.raises(ScheduleError, match="put into a table of F, B, W and BW alone, and without depths"):
+            with_depths(other, (1,))
+
+
+@pytest.mark.parametrize(("p", "depths"), [(4, 1), (4, 3), (8, 2), (8, 3)])
+def test_spread_depths_come_within_3_percent_of_perfect_balance_where_one_stage_is_15_percent_off(p, depths):
+    """Layers of one unit and heads of four, as a vocabulary of 128k has at a width of 7168. All in whole layers: ranks
+    with a depth or the loss have so many fewer. Perfect: each rank does a p-th of all work, in one stage."""
+    head, m, each = 4, 32 * p, 14
+    total = each * p
+    perfect = simulate(build("1f1b", p, m), Costs(each, each, each)).makespan
+    spread = [p - 1 - depth for depth in range(1, 1 + depths)]
+    layers = [each - (head + 1) * (rank in spread) - head * (rank == p - 1) for rank in range(p)]
+    best = _makespan(p, m, layers, spread, head)
+    assert sum(layers) + depths * (head + 1) + head == total
+    assert best < 1.03 * perfect
+    # Megatron-LM's: all depths on one stage, which has no layer beside them; the others share all layers evenly.
+    if depths == 3:
+        rest = sum(layers) / (p - 1)
+        assert _makespan(p, m, [*[rest] * (p - 1), 0], [p - 1] * depths, head) > 1.15 * perfect
+
+
+def _makespan(p, m, layers, ranks, head):
+    times = [*layers[:-1], layers[-1] + head, *[head + 1.0] * len(ranks)]
+    costs = Costs(*(tuple(times),) * 3)
+    return simulate(with_depths(build("1f1b", p, m), ranks, costs), costs).makespan
