@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from megapipe.config import LogConfig
 from megapipe.distributed.axis import Pending
 from megapipe.pipeline_parallel import together
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
@@ -20,6 +26,7 @@ from megapipe.pipeline_parallel.together import How, Together, how
 from megapipe.schedule import Kind, Pass
 from megapipe.tensor_parallel.rng import Stream, current_stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
+from megapipe.training.report.profile import Profiler, trace_path
 from tools.proofs.equivalence_case import Case
 from tools.proofs.tables.together import differences
 
@@ -215,3 +222,19 @@ def test_passes_run_together_have_the_bits_of_one_after_the_other(case: Case, mo
     monkeypatch.setattr(together.Shared, "to_second", lambda pair: turns.append(None) or give(pair))
     assert differences(replace(case, steps=1)) == []
     assert len(turns) > 50
+
+
+def test_a_trace_has_both_of_two_passes_that_run_together(tmp_path: Path) -> None:
+    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=0, profile_step_end=1)
+    log = replace(log, tensorboard_dir=str(tmp_path / "board"))
+    profiler = Profiler(log, 0)
+    profiler.before(0)
+
+    def named(name: str) -> None:
+        with record_function(name):
+            collective([], name).wait()
+
+    run(partial(named, "1F1"), partial(named, "1BW0"))
+    profiler.after(1)
+    events = json.loads(gzip.decompress(trace_path(log, 0).read_bytes()))["traceEvents"]
+    assert {"1F1", "1BW0"} <= {event["name"] for event in events}

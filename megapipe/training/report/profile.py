@@ -6,6 +6,7 @@ import os
 from itertools import count
 from pathlib import Path
 
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 from megapipe.config import LogConfig
@@ -35,7 +36,9 @@ class Profiler:
         ):
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start, and that a CPU is no GPU
             shapes, lines = self._log.pytorch_profiler_collect_shapes, self._log.pytorch_profiler_collect_callstack
-            self._open = profile(record_shapes=shapes, with_stack=lines)  # of everything this build of torch can record
+            # Of everything this build of torch can record, in all threads: the second of two passes has one of its own.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._open = profile(record_shapes=shapes, with_stack=lines, experimental_config=threads)
             self._open.start()
             self._began = iteration
 
