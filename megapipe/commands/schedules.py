@@ -94,7 +94,8 @@ def parser() -> Parser:
     show.add_argument(
         "--chunks", type=given.count, metavar="V", help="stages per rank, where the schedule leaves a choice"
     )
-    given.slices(show)
+    for one in (show, both):
+        given.slices(one)
     given.copies(show)
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
@@ -130,6 +131,13 @@ def _priced(costs: Costs, share: float | None) -> Costs:
     return costs if share is None else replace(costs, **dict.fromkeys(SHARES, share))
 
 
+def _attending(costs: Costs, args: argparse.Namespace) -> Costs:
+    """The costs with --attention-share. Raises: ScheduleError for a flag of slices without --slices."""
+    if not args.slices and (args.cuts or args.attention_share):
+        raise ScheduleError("--cuts and --attention-share are of slices: add --slices 4, or leave them out")
+    return replace(costs, **dict.fromkeys(ATTENTION, args.attention_share)) if args.attention_share else costs
+
+
 def run_list(args: argparse.Namespace) -> int:
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
     for name, entry in {**SCHEDULES, **{name: own_entry(name) for name in args.files}}.items():
@@ -144,9 +152,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.curves and (not figure.named or args.svg == STDOUT):
         raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
     figure.check()
-    args.costs = _priced(args.costs, args.comm_share)
-    if not args.slices and (args.cuts or args.attention_share):
-        raise ScheduleError("--cuts and --attention-share are of slices: add --slices 4, or leave them out")
+    args.costs = _attending(_priced(args.costs, args.comm_share), args)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     schedule, found = _sliced(args) if args.slices else _moved(args) if args.copy_ratio else _schedule(args)
     if args.pairs and args.vocabulary:
@@ -189,14 +195,17 @@ def run_compare(args: argparse.Namespace) -> int:
     names, svg = [*(args.only or SCHEDULES), *args.files], args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
-    costs = [_priced(cost, args.comm_share) for cost in args.costs]
+    costs = [_attending(_priced(cost, args.comm_share), args) for cost in args.costs]
+    slices = (args.slices, args.cuts or "work") if args.slices else None
+    if args.pairs and slices:
+        raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
         if figure.named or args.csv:
             raise ScheduleError("compare --pairs prints tables: leave out --csv, --svg, --png and --pdf")
         for p, m, cost in product(args.pp, args.microbatches, costs):
             print(paired_table(p, m, cost, args.memory, names=names, progress=Progress()))
         return 0
-    points = study(args.pp, args.microbatches, costs, args.memory, names, args.effort, Progress())
+    points = study(args.pp, args.microbatches, costs, args.memory, names, args.effort, Progress(), slices)
     for n, point in enumerate(points):
         if len(points) > 1:
             print("\n" * (n > 0) + point.text("ranks", "microbatches", "costs"))
@@ -241,10 +250,9 @@ def _moved(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
 
 def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """The schedule that the arguments name, in slices; attention's share is in the costs then."""
-    others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
+    others = ("pairs", "vocabulary", "step", "post_validation", "copy_ratio", "placement", "objective", "effort")
     if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    args.costs = replace(args.costs, **dict.fromkeys(ATTENTION, args.attention_share) if args.attention_share else {})
     choice = {"count": args.slices, "how": args.cuts or "work", "chunks": args.chunks, "memory": args.memory}
     return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
 

@@ -50,6 +50,10 @@ SCHEDULES: dict[str, Entry] = dict(
 )
 
 
+IN_SLICES = {"terapipe": "gpipe", "seq1f1b": "1f1b"}
+"""Schedules of the literature that are others with their microbatches in slices."""
+
+
 def usual(chunks: int | None) -> str:
     """The schedule of a run that names none. chunks: stages on each rank."""
     return "interleaved" if (chunks or 1) > 1 else PLAIN
@@ -67,6 +71,9 @@ def entry_of(name: str) -> Entry:
         about = (inspect.getdoc(made) or "a schedule of your own").split("\n")[0]
         takes = inspect.signature(made).parameters
         return Entry(made, OWN, None if "chunks" in takes else 1, about)
+    if name.lower() in IN_SLICES:
+        own = IN_SLICES[name.lower()]
+        raise ScheduleError(f"{name} is {own} in slices: `show {own} --slices 4`; in a run --pipeline-slices 4.")
     close = get_close_matches(name.lower(), SCHEDULES, n=2)
     hint = (
         f"did you mean {' or '.join(close)}?"

@@ -69,6 +69,7 @@ def study(
     names: Sequence[str],
     effort: float,
     progress: Callable[[float, str], None],
+    slices: tuple[int, str] | None = None,
 ) -> list[Point]:
     """`compare` at every combination. Raises: ScheduleError for a name that is none."""
     places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
@@ -79,7 +80,12 @@ def study(
             progress((n + share) / len(places), doing)
 
         points.append(
-            Point(p, m, cost, tuple(compare(p, m, cost, memory, names=names, effort=effort, progress=report)))
+            Point(
+                p,
+                m,
+                cost,
+                tuple(compare(p, m, cost, memory, names=names, effort=effort, progress=report, slices=slices)),
+            )
         )
     return points
 

@@ -66,3 +66,21 @@ def test_an_emulated_device_takes_what_its_slice_takes():
     stage.backward(2, None, weights=True)
     assert slept == [1.0, 0.5, 2.0, 3.0]
     assert held == [0.75, 0.25, -0.75]
+
+
+def test_compare_has_schedules_in_slices_beside_the_whole_ones(capsys):
+    asked = ["compare", "--pp", "8", "--microbatches", "2", "--slices", "4", "--attention-share", "0.6"]
+    assert schedules.main([*asked, "--only", "zb-h1"]) == 0
+    said = capsys.readouterr().out
+    rows = [line.split("  ") for line in said.splitlines()[1:5]]
+    first = {name: float(next(filter(None, cells))) for name, *cells in rows}
+    assert first == {"zb-h1 in 4": 8.5, "1f1b in 4": 11.25, "zb-h1": 19, "1f1b": 27}
+    assert "Take zb-h1 in 4: makespan 8.5" in said
+    with pytest.raises(ScheduleError, match="leave out --pairs or --slices"):
+        schedules.main([*asked, "--pairs", "--comm-share", "0.2"])
+
+
+def test_a_name_of_the_literature_says_which_table_it_is(capsys):
+    with pytest.raises(SystemExit):
+        schedules.main(["show", "seq1f1b", "--pp", "2", "--microbatches", "2"])
+    assert "seq1f1b is 1f1b in slices: `show 1f1b --slices 4`" in capsys.readouterr().err
