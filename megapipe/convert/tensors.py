@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,8 +154,8 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
 
 
 def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
-    """The model in one piece, or a span of it, its parameters not yet filled."""
-    return GPTModel(model, span or LayerSpan(0, model.layers, True, True), Axis())
+    """The model in one piece, or a span of it, its parameters not yet filled; none of its products in FP8."""
+    return GPTModel(replace(model, fp8_format=None), span or LayerSpan(0, model.layers, True, True), Axis())
 
 
 def is_trained(name: str) -> bool:

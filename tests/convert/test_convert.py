@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megapipe.checkpoint import commit
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
-from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint, load_full
+from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
@@ -102,6 +102,18 @@ def test_a_trained_model_goes_back_and_transformers_reproduces_our_logits(family
     assert (want - before).abs().max() > 0.01
     torch.testing.assert_close(theirs(tmp_path / "back"), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(theirs(tmp_path / "own"), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_trained_in_fp8_goes_back_in_the_type_of_its_weights(tmp_path):
+    """The command compared logits in eight bits, 0.018 away, and said that it was another model."""
+    saved("llama", 0, tmp_path / "hf")
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    trained = train(tmp_path / "ours", replace(done.config.model, fp8_format="hybrid"), tmp_path / "run")
+    back = export_checkpoint(trained, tmp_path / "back", vocab_size=101)
+    assert back.config.model.fp8_format == "hybrid"
+    found = compare_logits(tmp_path / "back", trained, back.config.model, 101)
+    assert found is not None
+    assert found[0] < 1e-5 < found[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,12 +27,21 @@ ONE = ProcessMesh.single()
 FP8 = replace(LLAMA, fp8_format="hybrid", fp8_recipe="tensorwise")
 DELAYED = replace(FP8, fp8_recipe="delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 EXPERTS = replace(DELAYED, num_experts=4, moe_ffn_hidden_size=16, moe_layer_freq="[0,1,0,1]")
+LATENT = replace(
+    FP8,
+    multi_latent_attention=True,
+    group_query_attention=False,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16),
+)
 MODELS = {
     "tensorwise": FP8,
     "delayed": DELAYED,
     "blockwise": replace(FP8, fp8_recipe="blockwise"),
     "mxfp8": replace(FP8, fp8_recipe="mxfp8", fp8_format="e4m3"),
     "experts": EXPERTS,
+    "latents": LATENT,
 }
 
 
