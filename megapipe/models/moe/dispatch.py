@@ -73,9 +73,10 @@ def rows_of(
     return Rows(choices, choices // k, owners, real, (owners.new_ones(num_experts) * each).cumsum(0), of_token)
 
 
-def summed(rows: Tensor, of_token: Tensor) -> Tensor:
+def summed(rows: Tensor, of: Rows) -> Tensor:
     """rows [R, n] -> [T, n], for each token the sum of its rows in their order."""
-    if of_token.shape[1] > 1 or len(rows) < of_token.numel():
+    of_token = of.of_token
+    if of.real is not None or len(rows) < of_token.numel():  # some choices have none: they add a row of zeros
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     out = rows[of_token[:, 0]]
     for column in of_token[:, 1:].unbind(1):
@@ -139,7 +140,7 @@ class Gathered:
         return self._edge.forward(x).then(lambda whole: whole.reshape(-1, x.shape[-1])[self._rows.tokens])
 
     def back(self, rows: Tensor) -> Pending:
-        whole = summed(rows, self._rows.of_token)
+        whole = summed(rows, self._rows)
         return self._edge.backward(whole.view(-1, self._shape[0], rows.shape[1]))
 
     def weights_there(self, weights: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class Exchanged:
 
     def back(self, rows: Tensor) -> Pending:
         pending = self._returned(rows)
-        return pending.then(lambda x: summed(x, self._rows.of_token).view(*self._shape, rows.shape[1]))
+        return pending.then(lambda x: summed(x, self._rows).view(*self._shape, rows.shape[1]))
 
     def weights_there(self, weights: Tensor) -> Tensor:
         return self._sent(_by_row(weights, self._rows)).wait()

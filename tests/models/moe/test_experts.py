@@ -57,6 +57,13 @@ CASES = {
     "dropping": replace(SWIGLU, moe_expert_capacity_factor=0.8, **LOSSES),
     "dropping the last": replace(SIGMOID, moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
     "padding": replace(GELU, moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True, **LOSSES),
+    "padding of one choice": replace(
+        GELU,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_expert_capacity_factor=1.0,  # more rows than tokens, of which some have none: an IndexError once
+        moe_pad_expert_input_to_capacity=True,
+    ),
     "much room": replace(GELU, moe_expert_capacity_factor=9.0, moe_pad_expert_input_to_capacity=True),
     "shared": replace(GELU, moe_shared_expert_intermediate_size=8),
     "shared with a gate": replace(SWIGLU, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True),
