@@ -17,9 +17,12 @@ def test_a_layer_is_at_most_thirty_kernels_and_a_step_above_half_of_the_peak():
     said = subprocess.run(
         [sys.executable, "-m", "tools.proofs.gpu", "--json"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    small, large = json.loads(said)
+    small, large, sparse = json.loads(said)
     for row in small, large:
         assert row["kernels of a layer"] <= 30
         assert row["bytes of a layer over the least"] < 1.3
     assert small["step MFU"] > 0.52
     assert large["layer MFU"] > 0.60
+    assert sparse["kernels of a layer"] <= 80  # 77 of which 40 are a router's choice and its order, small ones
+    assert sparse["bytes of a layer over the least"] < 1.35
+    assert sparse["layer MFU"] > 0.45

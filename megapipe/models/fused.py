@@ -43,6 +43,36 @@ def swiglu(x: Tensor) -> Tensor:
     return _Swiglu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@region("weighted_swiglu(Tensor x, Tensor weight) -> Tensor")
+def _weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) * up * weight[:, None]).to(x.dtype)
+
+
+@region("weighted_swiglu_backward(Tensor x, Tensor weight, Tensor grad) -> (Tensor, Tensor)")
+def _weighted_swiglu_backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    silu, given = F.silu(gate), (grad * weight[:, None]).to(x.dtype)
+    d_x = torch.cat((torch.ops.aten.silu_backward(given * up, gate), given * silu), dim=-1)
+    return d_x, (grad * silu * up).sum(-1, dtype=torch.promote_types(weight.dtype, torch.float32)).to(weight.dtype)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _weighted_swiglu(x, weight)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _weighted_swiglu_backward(*ctx.saved_tensors, grad)  # type: ignore[no-any-return]
+
+
+def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu` of rows x [R, 2f], each times its weight [R] -> [R, f], in x's type."""
+    return _WeightedSwiglu.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @region("rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     sin, dim = -sin if back else sin, cos.shape[-1]

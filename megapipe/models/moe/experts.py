@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.models.fused import weighted_swiglu
 from megapipe.models.mlp import activate
 from megapipe.models.moe.dispatch import Exchanged, Gathered, Way
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
+from megapipe.tensor_parallel.region import is_fused
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
@@ -72,6 +74,7 @@ def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Pr
 
 class _How(NamedTuple):
     """Attributes:
+    swiglu: is that the activation?
     first: does this rank add fc2's bias, of those with slices of the same experts?
     activation: of fc1's output [R, 2f or f] -> [R, f].
     one, two: the products of fc1 and of fc2.
@@ -80,11 +83,14 @@ class _How(NamedTuple):
     way: Way
     first: bool
     activation: Callable[[Tensor], Tensor]
+    swiglu: bool
     one: Products
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
         """The input of fc2: the activation of fc1's output times a choice's weight."""
+        if self.swiglu and is_fused(first):
+            return weighted_swiglu(first, weights)
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
 
@@ -205,7 +211,7 @@ class Experts(nn.Module):
         """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], where each rank has routed its own tokens."""
         one, two = self.linear_fc1, self.linear_fc2
         first, activation = self.etp.rank == 0, lambda y: activate(y, self.config)
-        how = _How(self._way(routing), first, activation, one.products, two.products)
+        how = _How(self._way(routing), first, activation, self.config.swiglu, one.products, two.products)
         return _experts(x, routing.weights, one.weight, one.bias, two.weight, two.bias, how)
 
     def _way(self, routing: Routing) -> Way:

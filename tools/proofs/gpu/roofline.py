@@ -59,6 +59,7 @@ _8B = replace(LLAMA, num_layers=32, hidden_size=4096, num_attention_heads=32, nu
 MODELS = {
     "1.3B": (8, 4, 2048, replace(_1_3B, padded_vocab_size=50304)),
     "8B": (64, 1, 4096, replace(_8B, padded_vocab_size=128256, ffn_hidden_size=14336)),
+    "1.3B, 8 experts of which a token takes 2": (8, 4, 2048, replace(_1_3B, padded_vocab_size=50304, num_experts=8)),
 }
 """Microbatches of a step on one model, sequences of each, their tokens, and the model."""
 
@@ -85,8 +86,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops, rate = 0.0, PRODUCTS
         if name == "gather":  # reads what it takes
             moved = 2 * sum(x.nbytes for x in made)
-        elif name in ("mm", "addmm"):
-            left, right = [x for x in args if isinstance(x, Tensor)][-2:]
+        elif name in ("mm", "addmm", "_grouped_mm"):
+            left, right = [x for x in args if isinstance(x, Tensor)][
+                slice(2) if name == "_grouped_mm" else slice(-2, None)
+            ]
             flops = 2.0 * left.numel() * right.shape[-1]
         elif "attention" in name:
             way = "backward" if "backward" in name else "forward"
@@ -153,9 +156,11 @@ def figures(name: str) -> dict[str, object]:
     step = layers * one + head + seconds / parameters * whole / microbatches
     h, ffn, queries = config.hidden, config.ffn, config.heads * config.head_dim
     keys = config.query_groups * config.head_dim
-    inputs_outputs = 3 * (5 * h + queries + 2 * keys + 3 * ffn)  # of four linear layers' three products
-    between = 17 * h + 4 * (queries + keys) + 8 * ffn  # norms with residuals, rotation, SwiGLU, both ways
-    weights = h * (2 * queries + 2 * keys) + 3 * h * ffn  # read twice in bf16, their gradients read and written
+    experts, k = config.num_experts or 1, config.moe_router_topk if config.num_experts else 1
+    inputs_outputs = 3 * (3 * h + queries + 2 * keys + k * (2 * h + 3 * ffn))  # of four linear layers' three products
+    between = 17 * h + 4 * (queries + keys) + k * 8 * ffn  # norms with residuals, rotation, SwiGLU, both ways
+    between += 4 * (1 + k) * h * (experts > 1)  # rows to their experts and back
+    weights = h * (2 * queries + 2 * keys) + experts * 3 * h * ffn  # read twice in bf16, gradients read and written
     least = 2 * batch * seq * (inputs_outputs + between) + weights * (2 * 2 + 2 * 4)
     return {
         "model": name,
