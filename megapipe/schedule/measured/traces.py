@@ -24,7 +24,7 @@ from megapipe.schedule.kinds import Lane
 from megapipe.schedule.views.draw import tracks
 
 Event = dict[str, Any]
-_PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)$")
+_PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)(?:\.(\d+))?$")
 _MESSAGE = re.compile(r"^(recv|send) ")
 _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 """Annotations: where a GPU ran the passes its own times count, not the host's."""
@@ -111,7 +111,7 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
     rows: list[Slice] = []
     beside: list[Slice] = []
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
-        label = Pass(Kind[m[2]], int(m[1]), int(m[3]))
+        label = Pass(Kind[m[2]], int(m[1]), int(m[3]), None if m[4] is None else int(m[4]))
         if label.kind.traits.lane is not Lane.COMPUTE:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             # One of a lane after the other, however early it was begun.
@@ -172,7 +172,9 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     shared = any(label.kind.traits.at for row in rows for label in row)
     placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain, shared)
     count = len({label.microbatch for row in rows for label in row})
-    return Schedule("measured", placement, count, tuple(tuple((label,) for label in row) for row in rows))
+    slices = 1 + max((label.slice for label in passes if label.slice is not None), default=-1)
+    table = tuple(tuple((label,) for label in row) for row in rows)
+    return Schedule("measured", placement, count, table, cuts=(1.0,) * slices)
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
@@ -250,8 +252,12 @@ def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, e
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
     """The table that the ranks ran, and its timeline under their own measured costs with free messages."""
-    schedule = table_of(ranks)
-    return schedule, simulate(schedule, costs_of(ranks, schedule))
+    schedule, times = table_of(ranks), defaultdict[Pass, list[float]](list)
+    # A trace does not say how long slices are: each has its own time.
+    for item in (item for trace in ranks for step in trace.steps for item in step if schedule.cuts):
+        times[item.label].append(item.busy / 1000)
+    took = {label: median(each) for label, each in times.items()}
+    return schedule, simulate(schedule, costs_of(ranks, schedule), took or None)
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:

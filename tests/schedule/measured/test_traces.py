@@ -16,6 +16,7 @@ from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import merge, pipelines, predict, read, summarise
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.transforms.slices import slices
 
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started
 
@@ -93,6 +94,16 @@ def test_the_bubble_of_a_perfect_run_is_the_simulators(tmp_path, name):
         assert row.step_ms == pytest.approx(expected.makespan)
         assert row.bubble == pytest.approx(1 - busy / expected.makespan)
         assert row.predicted_bubble == pytest.approx(row.bubble)
+
+
+def test_slices_of_a_sequence_keep_their_own_times(tmp_path):
+    costs = Costs(attention_f=0.5, attention_b=0.5)
+    table = slices(lambda m: build("zb-h1", 2, m), 4, (2, 1, 1), costs)
+    write_runs(tmp_path, table, costs)
+    (ranks,) = pipelines([read(p) for p in sorted(tmp_path.iterdir())])
+    schedule, predicted = predict(ranks)
+    assert schedule.ranks == table.ranks
+    assert predicted.end == pytest.approx(simulate(table, costs).end)
 
 
 def test_ranks_are_put_on_one_clock(tmp_path):
