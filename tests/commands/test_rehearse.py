@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megapipe.commands.plan import rehearse
 from megapipe.commands.plan.held_bytes import parts_of
-from megapipe.commands.plan.rehearsed_rank import Rehearsed, answers_of, rank_alone, run_on
+from megapipe.commands.plan.rehearsed_rank import Alone, Rehearsed, answers_of, rank_alone, run_on
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Pass
@@ -82,6 +83,14 @@ def test_two_of_sixty_four_ranks_are_rehearsed(capsys):
     assert [n for n, line in enumerate(lines[1:17]) if "by the plan" not in line] == [0, 15]
     assert "runs out of memory first" in said
     assert "on 64 processes under gpipe" in said
+
+
+def test_experts_without_a_token_on_a_rank_alone_get_no_rows():
+    """64 ranks of 4 experts and 64 tokens: its own experts may have none of a microbatch, and so of nobody."""
+    alone, nothing = Alone(1, 2), torch.ones(3, 2)
+    assert alone.start_all_to_all(nothing, [[3, 0], [3, 0]]).wait().shape == (0, 2)
+    assert alone.start_all_to_all(nothing, [[1, 2], [1, 2]]).wait().shape == (4, 2)
+    assert alone.start_all_to_all(nothing[:0], [[0, 5], [0, 0]]).wait().shape == (5, 2), "and theirs come back"
 
 
 def test_a_rehearsal_of_no_steps_or_ranks_is_refused():

@@ -90,7 +90,8 @@ class Alone(Axis):
 
     def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
         arriving = sum(row[self.rank] for row in rows)
-        return Pending(torch.cat([x] * -(-arriving // max(len(x), 1)))[:arriving].clone())
+        rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
+        return Pending(torch.cat([rows] * max(1, -(-arriving // len(rows))))[:arriving].clone())
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x
