@@ -41,6 +41,10 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
             f"bubble: predicted {_median(rows, 'predicted_bubble'):.1%}, measured {_median(rows, 'bubble'):.1%} "
             f"({said}); medians"
         )
+    if exposed := [row["exposed_communication"] for row in rows if row.get("exposed_communication") is not None]:
+        both = zip(*(x if isinstance(x, list) else [x] for x in exposed), strict=True)
+        said = ", predicted ".join(f"{median(shares):.1%} of the passes" for shares in both)
+        yield f"communication that nothing ran beside: {said}; medians"
     tokens = last.get("tokens_per_expert") or {}
     if tokens:
         yield f"tokens of each expert in step {last['iteration']}, and the busiest one's in means:"
