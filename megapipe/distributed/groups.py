@@ -47,6 +47,16 @@ LINK_CTAS = 2
 its sender comes, beside the passes: up to 32 of 132 by NCCL's own choice. 32 MiB over two take about a millisecond."""
 
 
+CTAS, BLOCK_BYTES = 32, 10 << 20
+"""Blocks that NCCL gives at most to any other communicator between GPUs of one node, and bytes of its buffers for each
+of them, with all three protocols: an estimate that nobody has measured here."""
+
+
+def buffer_bytes(groups: int, links: int) -> int:
+    """Memory of each GPU that so many communicators take beside torch's, by estimate. links: of `groups`."""
+    return BLOCK_BYTES * (CTAS * (groups - links) + LINK_CTAS * links)
+
+
 def group_of(
     sets: Sets, rank: int, device: torch.device, timeout: timedelta, *, is_link: bool = False
 ) -> dist.ProcessGroup | None:

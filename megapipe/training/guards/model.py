@@ -16,6 +16,8 @@ from torch import nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import memory_of
+from megapipe.distributed.groups import buffer_bytes
 from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -34,6 +36,10 @@ Parts = dict[str, list[int]]
 @contextmanager
 def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
     """A context for building a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
+    memory = memory_of(mesh.device)
+    if memory is not None and mesh.world.size > 1 and mesh.dp_cp.rank == mesh.tp.rank == 0:
+        groups, links = len(mesh.groups()), len(mesh.pp.links)
+        print(fits(plan.peak_bytes[mesh.pp.rank], groups, links, memory, mesh.world.rank), flush=True)
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
@@ -44,6 +50,21 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
             f"rank {mesh.world.rank} has no memory for its stages, which need {needed:,.3g} GiB by the plan. Use more "
             "--pipeline-model-parallel-size or --tensor-model-parallel-size, or a smaller model."
         ) from None
+
+
+def fits(peak: float, groups: int, links: int, memory: float, rank: int) -> str:
+    """The bytes of a GPU that the plan does not count, and whether all fit. links: of `groups`."""
+    beside = buffer_bytes(groups, links)
+    text = (
+        f"rank {rank}: {groups} communicators of NCCL, {links} of them links, take about {beside / GIB:.2g} GiB of its "
+    )
+    text += f"GPU's {memory / GIB:.3g} beside the plan's {peak / GIB:.3g}"
+    if peak + beside <= memory:
+        return f" > {text}"
+    return (
+        f"WARNING: {text}, more than there is: it may run out of memory. Use more --pipeline-model-parallel-size or "
+        "--tensor-model-parallel-size, recomputation, or NCCL_BUFFSIZE=2097152 for smaller buffers."
+    )
 
 
 def check_ownership(

@@ -16,11 +16,8 @@ from torch import Tensor
 
 import megapipe.distributed.axis
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.groups import LINK_CTAS
+from megapipe.distributed.groups import CTAS, LINK_CTAS
 from tools.proofs.gpu.rules import Ask, Host, Item, Meeting, Wait
-
-OWN_CTAS = 32
-"""Blocks that NCCL gives to a communicator which is told none: its most between GPUs of one node."""
 
 
 @dataclass
@@ -67,7 +64,7 @@ class Group:
 
     def __init__(self, by: Recorder, name: str, ranks: Sequence[int]) -> None:
         self.by, self.ranks, self.name = by, tuple(ranks), f"{name} {list(ranks)}"
-        self.ctas = LINK_CTAS if name.startswith("link") else OWN_CTAS
+        self.ctas = LINK_CTAS if name.startswith("link") else CTAS
 
     def way(self, sends: bool, peer: int, x: Tensor) -> tuple[tuple[object, ...], int, str]:
         """The meeting with the rank at a position, for a message."""
