@@ -81,6 +81,7 @@ def at_least(least: int) -> Range:
 
 
 ABOVE_0 = Range("above 0", lambda v: v > 0)
+UP_TO_1 = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 LISTED = Range("at least 1 and at most 100000", lambda v: 1 <= v <= 10**5)
 """The length of what is listed, rank by rank or layer by layer, before anything starts."""

@@ -7,7 +7,7 @@ from math import lcm
 from typing import Annotated, Any, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, Idle, at_least, needs
+from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, UP_TO_1, Idle, at_least, needs
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
 SEVERAL_RANKS = needs("pipeline_model_parallel_size", "there is one pipeline rank", least=2)
@@ -108,6 +108,20 @@ class ParallelConfig:
         int, at_least(0), needs("enable_optimizer_post_validation", "each update waits for the norm")
     ] = 10
     """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
+    fine_grained_activation_offloading: bool = False
+    """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L."""
+    activation_offload_fraction: Annotated[
+        float, UP_TO_1, needs("fine_grained_activation_offloading cpu_offload", "nothing is copied")
+    ] = 1.0
+    """Part of each microbatch's bytes that is copied to the host, the first of its forward."""
+    cpu_offload: bool = False
+    """The same, under the name of sail-sg's zero-bubble fork."""
+    offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None
+    """Stages of each rank that copy, the first ones. Default: all."""
+    offload_time: Annotated[
+        float | None, ABOVE_0, needs("fine_grained_activation_offloading cpu_offload", "nothing is copied")
+    ] = None
+    """Time of a copy, each way, over that of a forward and backward. Default: by bytes, 50 GB/s at 400 TFLOP/s."""
     no_overlap_p2p_communication: Annotated[
         bool,
         SEVERAL_RANKS,

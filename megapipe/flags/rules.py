@@ -52,7 +52,7 @@ cache-mla-* mla-*: latents are not cached, and projections down are two products
 dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
 mtp-standalone: use m in --pipeline-model-parallel-layout
 mtp-*: each depth of multi-token prediction has a layer of its own and trains what it stands on
-fine-grained-* offload-modules: activations stay on the device; use --recompute-granularity selective
+fine-grained-offloading-*: copies to the host stand in the table, one behind the other
 no-use-layer-wise-param-layout: parameters have one layout
 fp8-output-proj: the output head has the type of the weights
 fp8-quantizer-factory: scales are those of --fp8-recipe
@@ -71,7 +71,6 @@ inprocess-* calc-ft-* enable-ft-* ft-* fault-* adlr-*: restart with --load
 _FORK = "sail-sg/zero-bubble-pipeline-parallelism"
 _FORK_FLAGS = {
     "--zero-bubble-adaptive-memory-limit-percentile": "zb-auto searches under the limit of --memory-limit-gib",
-    "--cpu-offload": "nothing is moved to the host",
 }
 
 KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS

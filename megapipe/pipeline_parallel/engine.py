@@ -248,8 +248,7 @@ def _stages(
 ) -> dict[int, PipelineStage]:
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done, place = step.around_last_backward, step.on_layer_done, table.placement
-    share = getattr(config, "activation_offload_fraction", 1.0)
-    moves = {} if step.forward_only else moves_of(table, chunks, host, share)
+    moves = {} if step.forward_only else moves_of(table, chunks, host)
     shared, own = data_of_shares(place, {number: data for number, (_, data) in chunks.items()})
     return {
         number: PipelineStage(

@@ -11,7 +11,6 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, balanced, search
-from megapipe.plan.paired import with_pairs
 from megapipe.plan.plan import Plan, own_chain
 from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import (
@@ -25,6 +24,8 @@ from megapipe.plan.split import (
     schedule_of,
 )
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
+from megapipe.plan.transforms.moved import Copies
+from megapipe.plan.transforms.paired import with_pairs
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.depths import with_depths
@@ -102,8 +103,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     if len(ways) > 1:
         ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
     plan = ways[0]
-    _check_limit(plan, config)
-    return plan
+    return _checked(plan, config)
 
 
 def _step_time(plan: Plan) -> float:
@@ -122,11 +122,16 @@ def _paired(plan: Plan, config: Config) -> Plan:
     return replace(plan, schedule=with_pairs(config, plan.schedule, plan.costs, room))
 
 
-def _check_limit(plan: Plan, config: Config) -> None:
+def _checked(plan: Plan, config: Config) -> Plan:
+    """The plan with the copies that flags ask for, once it fits."""
+    if copies := Copies.asked(config):
+        plan = replace(plan, copies=copies)
+        plan = replace(plan, schedule=copies.table(plan.schedule, plan.costs))
     gib = config.parallel.memory_limit_gib
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None
         raise ConfigError(too_much(plan.schedule.name, plan.peak_bytes, plan.state_bytes, gib * GIB, auto=auto))
+    return plan
 
 
 def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:
@@ -176,8 +181,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], kept_shares(made.schedule, some))))
     if plan.schedule.placement.vocabulary:
         made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
-    _check_limit(made, config)
-    return made
+    return _checked(made, config)
 
 
 def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = False) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.partition.spans import LayerSpan, spans
+from megapipe.plan.transforms.moved import Copies
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
 
@@ -24,6 +25,7 @@ class Plan:
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter.
         expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
+        copies: of activations to the host.
         before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
     """
@@ -42,6 +44,7 @@ class Plan:
     gradient: float = 4.0
     expert_ranks: int = 1
     of_expert: float = 0.0
+    copies: Copies | None = None
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -62,6 +65,7 @@ class Plan:
             if self.given is None
             else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
         )
+        timed = self.copies.priced(timed) if self.copies else timed
         return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
 
     @cached_property

@@ -24,7 +24,7 @@ position_embedding_type window_size normalization norm_epsilon apply_layernorm_1
 disable_bias_linear qk_layernorm untie_embeddings_and_output_weights init_method_xavier_uniform
 embedding_init_method_std attention_dropout hidden_dropout padded_vocab_size cross_entropy_loss_fusion model_provider
 transformer_impl recompute_granularity recompute_activations per_layer_overrides multi_latent_attention
-fp8_format
+fp8_format fine_grained_activation_offloading cpu_offload
 tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_schedule pipeline_costs
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers
 decoder_last_pipeline_num_layers pipeline_model_parallel_layout memory_limit_gib pipeline_slices
@@ -66,7 +66,7 @@ REFUSED = {
 RUNS = [
     "",
     "--check --save a --save-keep-last 2 --load a --swiglu --disable-bias-linear --tensor-model-parallel-size 2 "
-    "--overlap-moe-expert-parallel-comm --mtp-num-layers 1 "
+    "--overlap-moe-expert-parallel-comm --mtp-num-layers 1 --cpu-offload "
     "--context-parallel-size 2 --cp-comm-type p2p --fp16 --recompute-granularity full --group-query-attention "
     "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --optimizer sgd",
     "--fp8-format e4m3 "

@@ -152,6 +152,9 @@ def test_every_field_but_our_own_is_a_megatron_flag():
     assert set(flags_of(Config)) - MEGATRON_FLAGS == {
         "--pipeline-costs",
         "--reschedule-after",
+        "--cpu-offload",  # these three of the fork too
+        "--offload-chunk-num",
+        "--offload-time",
         "--enable-optimizer-post-validation",  # of sail-sg/zero-bubble-pipeline-parallelism
         "--post-validation-after",
         "--pipeline-schedule",

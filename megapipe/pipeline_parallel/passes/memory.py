@@ -61,12 +61,13 @@ class Host:
         held, sizes: what the stages of the last step had on the device, and by stage what a microbatch of it is, where
             the table has O, L or R.
         bytes: of all buffers together.
+        share: of each microbatch's bytes that goes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyLane(device), CopyLane(device)
         self._free: dict[int, list[Buffer]] = {}
-        self.bytes, self.held = 0, Held()
+        self.bytes, self.held, self.share = 0, Held(), 1.0
         self.sizes: dict[int, Sizes] = {}
 
     def take(self, size: int) -> Buffer:
@@ -250,9 +251,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
     return buffer.bytes[:size]
 
 
-def moves_of(
-    table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host: Host, share: float = 1.0
-) -> dict[int, Activations]:
+def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host: Host) -> dict[int, Activations]:
     """The activations of each stage under a table that moves them; none under another. Arguments as of Activations."""
     if not any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
         return {}
@@ -264,7 +263,7 @@ def moves_of(
             module,
             host,
             host.sizes[stage],
-            share,
+            host.share,
             out=frozenset(number for s, number in out if s == stage),
             again=frozenset(number for s, number in again if s == stage),
         )

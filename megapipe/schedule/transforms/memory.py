@@ -28,6 +28,7 @@ def with_offload(
     *,
     share: float = 1.0,
     chosen: Chosen | None = None,
+    stages: Collection[int] | None = None,
     switches: Iterable[Sequence[int]] = (),
 ) -> Schedule:
     """The table with O and L of some stages and microbatches.
@@ -36,12 +37,14 @@ def with_offload(
         share: of each stage's microbatches, those that are held longest; of equals evenly spread ones. A copy that
             could not be back in time is left out.
         chosen: these, in place of a share.
+        stages: of these alone, if it is a share.
         switches: ranks that share the way to the host in each direction; the order there is the clock's.
     Raises: ScheduleError for a table that has such passes, or a choice that is not of the table.
     """
     _refuse(schedule, {Kind.O, Kind.L}, chosen)
     clock = run_clock(schedule, costs)
-    wanted = longest(schedule, clock, share) if chosen is None else frozenset(chosen)
+    by_share = (x for x in longest(schedule, clock, share) if stages is None or x[0] in stages)
+    wanted = frozenset(by_share if chosen is None else chosen)
     groups = [tuple(group) for group in switches]
     alone = [(rank,) for rank in range(len(schedule.ranks)) if not any(rank in group for group in groups)]
     rows: dict[int, tuple[Step, ...]] = {}

@@ -81,6 +81,7 @@ class Stages:
             variable_seq_lengths=variable_seq_lengths,
             costs=costs,
         )
+        self.host.share = config.parallel.activation_offload_fraction
 
     @property
     def schedule(self) -> Schedule:

@@ -3,7 +3,7 @@
     python tools/proofs/tables/solved.py --draws 200 --exhaustive 6 --seed 1
 
 Draws at p 8, m 16: costs, a copy ratio of 0.5, 1 or 2 and a memory of 50% or 25% of 1F1B's. The solver must never be
-worse than the best of V-Half, V-Min, full recomputation and offloading alone, of any table of the catalogue.
+worse than the best of V-Half, V-Min, full recomputation and offloading alone: those of 1F1B, and those of any table.
 Exhaustive: 1F1B at p 3, m 4, every choice for the two ranks that hold more than one microbatch.
 """
 
@@ -16,6 +16,7 @@ from math import inf
 from random import Random
 
 from megapipe.schedule import Costs, Schedule, ScheduleError, build, simulate
+from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.memory.solve import Verb, applied, solve, tables
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
 
@@ -30,22 +31,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tries", type=int, default=60)
     args = parser.parse_args()
-    dice, better, refused = Random(args.seed), 0, 0
+    dice, better = Random(args.seed), [0, 0]
     for n in range(1, args.draws + 1):
         costs, memory = draw(dice)
         plain = list(tables(RANKS, MICROBATCHES, costs))
-        by_hand = min((simulate(table, costs).makespan for table in usual(plain, costs, memory)), default=inf)
+        ways = [[one for one in plain if one.name == PLAIN], plain]
+        by_hand = [min((simulate(x, costs).makespan for x in usual(of, costs, memory)), default=inf) for of in ways]
         try:
             found = solve(plain, costs, memory, tries=args.tries).makespan
         except ScheduleError:
             found = inf
-        assert found <= by_hand * (1 + 1e-9), f"{costs}, memory {memory:g}: {found:g}, by hand {by_hand:g}"
-        better += found < by_hand * (1 - 1e-9)
-        refused += by_hand == inf
-        if n % 10 == 0 or n == args.draws:
+        assert found <= min(by_hand) * (1 + 1e-9), f"{costs}, memory {memory:g}: {found:g}, by hand {by_hand}"
+        better = [count + (found < best * (1 - 1e-9)) for count, best in zip(better, by_hand, strict=True)]
+        if n % 5 == 0 or n == args.draws:
+            shares = [f"{count / n:.0%}" for count in better]
             print(
-                f"{n} draws: never worse, better in {better} ({better / n:.0%}); {refused} fit by the solver alone",
-                flush=True,
+                f"{n} draws: never worse; better in {shares[0]} than on 1F1B, {shares[1]} than on any table", flush=True
             )
     for n in range(args.exhaustive):
         costs, memory = drawn_costs(dice, dice.choice((0.5, 1.0, 2.0))), dice.choice((1.0, 1.5, 2.0))

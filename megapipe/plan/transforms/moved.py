@@ -1,0 +1,66 @@
+"""The table of a run that copies activations to the host: --fine-grained-activation-offloading or --cpu-offload."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, Self
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.transforms.memory import with_offload
+
+FLOPS_PER_BYTE = 8000.0
+"""FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
+
+
+class Copies(NamedTuple):
+    """Copies that flags ask for.
+
+    Attributes:
+        flag: the one that asks.
+        share: of the bytes of each microbatch. time: of a copy each way over a forward and an input gradient with its
+            weights'; None: by bytes. chunks: only the first so many stages of a rank.
+    """
+
+    flag: str
+    share: float
+    time: float | None
+    chunks: int | None
+
+    @classmethod
+    def asked(cls, config: Config) -> Self | None:
+        """The copies of a run; None if it makes none. Raises: ConfigError beside --reschedule-after."""
+        par = config.parallel
+        if not (par.fine_grained_activation_offloading or par.cpu_offload):
+            return None
+        flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
+        if par.reschedule_after is not None:
+            raise ConfigError(f"{flag}: --reschedule-after searches tables without copies. Leave one of them out.")
+        return cls(flag, par.activation_offload_fraction, par.offload_time, par.offload_chunk_num)
+
+    def priced(self, costs: Costs) -> Costs:
+        """The costs of stages, by stage as the plan counts them, with those of copies."""
+        held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
+        copied = tuple(self.share * x for x in held)
+        took = tuple(FLOPS_PER_BYTE * x for x in copied)
+        if self.time is not None:
+            parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
+            took = tuple(self.time * sum(x) for x in zip(*parts, strict=True))
+        elif costs.o or costs.l:
+            return replace(costs, mem_o=copied)
+        return replace(costs, o=took, l=took, mem_o=copied)
+
+    def table(self, schedule: Schedule, costs: Costs) -> Schedule:
+        """The table with all copies that are back in time. Raises: ConfigError if there is none."""
+        place = schedule.placement
+        own = [place.stages_on(rank)[: self.chunks] for rank in range(place.num_ranks)]
+        made = with_offload(schedule, costs, stages={stage for stages in own for stage in stages})
+        if Kind.O not in made.kinds:
+            raise ConfigError(
+                f"{self.flag}: under {schedule.name} no activation stays long enough to be copied to the host and back "
+                "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
+                "schedule of more microbatches in flight."
+            )
+        return made

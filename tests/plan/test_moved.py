@@ -1,0 +1,90 @@
+"""--fine-grained-activation-offloading: what the plan's table copies, what it predicts, and the same losses."""
+
+from functools import partial
+
+import pytest
+from short_run import config as short_config
+from short_run import run_of, train
+from tiny import STYLES
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import make_plan
+from megapipe.schedule import Kind
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--padded-vocab-size 128 --lr 1e-3 --train-iters 2 --pipeline-model-parallel-size 4"
+)
+ON = "--fine-grained-activation-offloading"
+
+
+def plan(*more):
+    made = parse(Config, [*FLAGS.split(), *more])
+    return make_plan(Config(**{**vars(made), "world_size": 4}).with_batch(8))
+
+
+def copied(made):
+    return {x.stage for row in made.schedule.ranks for step in row for x in step if x.kind is Kind.O}
+
+
+def test_copies_that_are_fast_leave_two_microbatches_of_four():
+    plain, made = plan(), plan(ON, "--offload-time", "0.1")
+    assert copied(made) == {0, 1, 2}, "the last stage's backward follows at once"
+    assert made.timeline.makespan == plain.timeline.makespan
+    one = plain.timeline.peak[0] / 4
+    assert plain.timeline.peak[0] == pytest.approx(4 * one)
+    assert made.timeline.peak[0] == pytest.approx(2 * one)
+
+
+def test_a_fraction_of_the_bytes_stays():
+    whole, half = (
+        plan(ON, "--offload-time", "0.1"),
+        plan(ON, "--offload-time", "0.1", "--activation-offload-fraction", "0.5"),
+    )
+    assert half.costs.mem_o == tuple(0.5 * x for x in half.costs.mem_b)
+    assert whole.timeline.peak[0] < half.timeline.peak[0]
+
+
+def test_without_a_time_a_byte_takes_as_long_as_8000_flops():
+    costs = plan(ON, "--activation-offload-fraction", "0.01").costs
+    assert costs.o == costs.l == tuple(0.01 * 8000 * x for x in costs.mem_b)
+
+
+def test_the_forks_flag_copies_the_first_stages_of_each_rank():
+    chunks = "--cpu-offload --offload-time 0.1 --num-virtual-stages-per-pipeline-rank 2"
+    assert copied(plan(*chunks.split())) == {0, 1, 2, 3, 4, 5, 6}
+    assert copied(plan(*chunks.split(), "--offload-chunk-num", "1")) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ((ON, "--offload-time", "9"), "under 1f1b no activation stays long enough to be copied to the host and back"),
+        ((ON, "--reschedule-after", "3"), f"{ON}: --reschedule-after searches tables without copies. Leave one of"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more, told):
+    with pytest.raises(ConfigError) as caught:
+        plan(*more)
+    assert told in str(caught.value)
+
+
+def _host(mesh, config):
+    training = run_of(mesh, config)
+    loss = [training.driver.whole().losses["lm loss"] for _ in range(2)]
+    return loss, training.run.stages.host.sizes
+
+
+def test_a_run_has_the_same_losses_and_copies_its_share():
+    on = {"fine_grained_activation_offloading": True, "offload_time": 0.01, "activation_offload_fraction": 0.5}
+    config = short_config(STYLES["llama"], pp=2)
+    moved = Config(**{**vars(config), "parallel": type(config.parallel)(**{**vars(config.parallel), **on})})
+    plain = run_threads(partial(train, config=config, steps=2), pp=2)
+    ranks = run_threads(partial(_host, config=moved), pp=2)
+    assert ranks[-1][0] == [loss for loss, _ in plain[-1]]
+    first = ranks[0][1][0]
+    assert 0.3 < first.copied / first.saved < 0.6
