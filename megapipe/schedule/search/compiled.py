@@ -1,7 +1,7 @@
-"""The annealing in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
+"""Searches in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
 
-`moves.c` is compiled once, in a second, for all later processes of the user. Without a compiler `anneal` goes on in
-Python.
+`moves.c` and `play.c` are compiled once, in a second, for all later processes of the user. Without a compiler a search
+goes on in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from time import process_time
 from megapipe.schedule.generators.orders import Problem, length
 from megapipe.schedule.search.anneal import DECAY, NORMAL, Cooling, Found, anneal
 
-SOURCES = [Path(__file__).parent / name for name in ("clock.h", "moves.c")]
+SOURCES = [Path(__file__).parents[1] / name for name in ("search/clock.h", "search/moves.c", "transforms/play.c")]
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at
 
@@ -51,7 +51,7 @@ class _State(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled moves; None where there is no C compiler ($CC, or cc) or no place to keep what it makes."""
+    """The compiled code; None where there is no C compiler ($CC, or cc) or no place to keep what it makes."""
     compiler = which(os.environ.get("CC") or "cc")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megapipe"
     text = repr((FLAGS, platform.machine(), platform.libc_ver(), [path.read_text() for path in SOURCES]))
@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | None:
             kept.mkdir(mode=0o700, parents=True, exist_ok=True)
             with TemporaryDirectory(dir=kept) as folder:  # other processes see it when it is whole
                 out = Path(folder) / made.name
-                command = [compiler, *FLAGS, str(SOURCES[-1]), "-o", str(out)]
+                command = [compiler, *FLAGS, *map(str, SOURCES[1:]), "-o", str(out)]
                 subprocess.run(command, check=True, capture_output=True, timeout=60)
                 out.replace(made)
         return ctypes.CDLL(str(made))
@@ -79,10 +79,10 @@ def anneal_fast(problem: Problem, start: Found, cooling: Cooling, seed: int, goa
     rows = [0, *accumulate(map(len, start.orders))]
     given = _problem(problem, rows)
     orders, ends = [x for order in start.orders for x in order], start.end
-    best_orders, best_end = _ints(orders), _doubles(ends)
+    best_orders, best_end = ints(orders), doubles(ends)
     state = _State(
-        *(_ints(orders), best_orders, _ints(orders)),
-        *(_doubles(ends), best_end),
+        *(ints(orders), best_orders, ints(orders)),
+        *(doubles(ends), best_end),
         *(length(problem, start.orders, ends, cooling.spread), start.length),
         *(problem.unit * cooling.hot, cooling.factor, cooling.spread, goal),
         seed,
@@ -102,15 +102,17 @@ def _problem(of: Problem, rows: Sequence[int]) -> _Problem:
     limits = [limit * (1 + 1e-9) for limit in of.memory]
     return _Problem(
         *(of.num_passes, of.microbatches, len(rows) - 1, of.placement.num_stages, of.period, of.unit),
-        *map(_doubles, (of.duration, of.lag, of.holds, limits)),
-        *map(_ints, (of.source, of.target, of.rank, rows)),
-        *map(_doubles, (NORMAL, DECAY)),
+        *map(doubles, (of.duration, of.lag, of.holds, limits)),
+        *map(ints, (of.source, of.target, of.rank, rows)),
+        *map(doubles, (NORMAL, DECAY)),
     )
 
 
-def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
+def ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
+    """Whole numbers as C has them."""
     return (ctypes.c_int * len(values))(*values)
 
 
-def _doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """Numbers as C has them."""
     return (ctypes.c_double * len(values))(*values)

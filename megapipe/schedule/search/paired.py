@@ -14,14 +14,16 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import fixed
+from megapipe.schedule.search.compiled import library
 from megapipe.schedule.transforms.pairs import limits_in_pairs, pairs, refuse_unpairable
 from megapipe.schedule.transforms.together import best_play
 from megapipe.schedule.verify import verify
 
 CHUNKS = (1, 2, 4, 8)
 _FIRST, _FINALISTS = 8, 3
-# Passes that a second of effort may place in a play. Counted, not timed: the same result on every machine.
-_PASSES_PER_SECOND = 180_000
+# Passes that a second of effort may place in plays, in Python and compiled. Counted, not timed: a faster or a busier
+# machine finds the same.
+_PYTHON, _COMPILED = 180_000, 2_000_000
 
 
 def search_pairs(
@@ -59,9 +61,10 @@ def search_pairs(
         if best := best_play(table, costs, limits[n], _FIRST):
             found.append((best[0], n, best[1]))
     found.sort(key=lambda entry: entry[0])
+    pace = _PYTHON if library() is None else _COMPILED
     for place, (_, n, _) in enumerate(found[:_FINALISTS]):
         progress((1 + place / _FINALISTS) / 2)
-        tries = int(effort / _FINALISTS * _PASSES_PER_SECOND / (3 * tables[n].placement.num_stages * microbatches))
+        tries = int(effort / _FINALISTS * pace / (3 * tables[n].placement.num_stages * microbatches))
         best = best_play(tables[n], costs, limits[n], _FIRST + tries)
         assert best is not None
         found.append((best[0], n, best[1]))

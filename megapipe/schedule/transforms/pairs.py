@@ -22,7 +22,8 @@ from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.together import GRID, best_play
+from megapipe.schedule.transforms.manner import GRID
+from megapipe.schedule.transforms.together import best_play
 from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding

@@ -6,9 +6,9 @@ there and it has the memory. Such a play cannot block where the table itself can
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
 from math import inf
 from random import Random
 
@@ -16,34 +16,10 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import run_clock, simulate, uncollected
+from megapipe.schedule.transforms.manner import GRID, Manner, changed
+from megapipe.schedule.transforms.played import Rows, compiled_play
 
 _SMALL = 1e-9  # rounding
-
-
-@dataclass(frozen=True)
-class Manner:
-    """A choice of ranks among what is ready.
-
-    Attributes:
-        wait: how long what is ready waits for a partner that is under way, in forwards of a stage.
-        reach: how far down its forwards, and its backwards, a rank looks for one that is ready.
-        forwards: two F of independent microbatches run together from this microbatch on, where there is no B.
-        backwards: two B run together where there is no F.
-        weights: an F runs with a W that is owed where there is no B.
-        keep: so many W that are owed wait for a partner, where no F lacks the memory.
-        spare: stages' activations that each rank leaves free of what it may hold.
-    """
-
-    wait: float
-    reach: int
-    forwards: float
-    backwards: bool
-    weights: bool
-    keep: int
-    spare: tuple[int, ...] = ()
-
-
-GRID = [Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))]
 
 
 @uncollected()
@@ -51,7 +27,8 @@ def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
     """(makespan, table) of the best manner met: those of a grid, then small changes of one that is about as good."""
-    play, random = _Play(schedule, costs, limits, split), Random(0)
+    timed = compiled_play(schedule, costs, limits, split) or Play(schedule, costs, limits, split).timed
+    random = Random(0)
     ramp = tuple(range(len(limits)))  # the later the rank, the less it holds
     grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
     best: tuple[float, float, Schedule] | None = None
@@ -59,39 +36,18 @@ def best_play(
     for n in range(tries):
         if n >= len(grid) and near is None:
             break
-        manner = grid[n] if n < len(grid) or near is None else _changed(near[1], len(limits), random)
-        rows = play.run(manner)
-        if rows is None:
+        manner = grid[n] if n < len(grid) or near is None else changed(near[1], len(limits), random)
+        if (played := timed(manner)) is None:
             continue
-        table = replace(schedule, ranks=rows)
-        makespan = float(f"{max(ends[-1] for ends in run_clock(table, costs).end if ends):.12g}")
+        makespan = float(f"{played[0]:.12g}")
         if best is None or makespan <= best[0]:  # what ranks hold is asked of the best alone
+            table = replace(schedule, ranks=played[1]())
             held = float(f"{sum(simulate(table, costs).peak):.9g}")
             if best is None or (makespan, held) < best[:2]:
                 best = makespan, held, table
         if near is None or makespan < near[0] * (1 if n < len(grid) else 1.003):
             near = makespan, manner
     return best and (best[0], best[2])
-
-
-def _changed(manner: Manner, ranks: int, random: Random) -> Manner:
-    kind = random.randrange(7)
-    if kind == 0:
-        return replace(manner, wait=manner.wait * random.choice((0.5, 0.7, 1.4, 2.0)))
-    if kind == 1:
-        return replace(manner, reach=random.choice((1, 2, 4, 8)))
-    if kind == 2:
-        return replace(manner, forwards=random.choice((inf, 1.0, 4.0, float(ranks))))
-    if kind == 3:
-        return replace(manner, backwards=not manner.backwards)
-    if kind == 4:
-        return replace(manner, weights=not manner.weights)
-    if kind == 5:
-        return replace(manner, keep=random.choice((0, 1, 2, 4)))
-    spare, first = list(manner.spare or (0,) * ranks), random.randrange(ranks)
-    for rank in range(first, random.randint(first, ranks - 1) + 1):
-        spare[rank] = max(0, spare[rank] + random.choice((-1, 1, 1, 2)))
-    return replace(manner, spare=tuple(spare))
 
 
 @dataclass
@@ -106,11 +62,11 @@ class _Row:
     out: list[Step] = field(default_factory=list)
 
 
-class _Play:
+class Play:
     """A play of the table by the clock, in which each rank runs together what is ready."""
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
-        self.costs, self.limits, self.place = costs, limits, schedule.placement
+        self.schedule, self.costs, self.limits, self.place = schedule, costs, limits, schedule.placement
         self.split = split or any(kind.is_split for kind in schedule.kinds)
         self.held, self.owes, *_ = costs.memory(self.place)
         durations = costs.durations(self.place)
@@ -120,7 +76,15 @@ class _Play:
         self.forwards = [[x for x in row if x.kind.is_forward] for row in passes]
         self.backwards = [[x._replace(kind=Kind.B) for x in row if x.kind.is_backward] for row in passes]
 
-    def run(self, manner: Manner) -> tuple[tuple[Step, ...], ...] | None:
+    def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
+        """The makespan of a play and how to get its rows; None if ranks wait for each other for ever."""
+        rows = self.run(manner)
+        if rows is None:
+            return None
+        clock = run_clock(replace(self.schedule, ranks=rows), self.costs)
+        return max(ends[-1] for ends in clock.end if ends), lambda: rows
+
+    def run(self, manner: Manner) -> Rows | None:
         """Rows with all passes, None if ranks wait for each other for ever."""
         self.manner, self.wait = manner, manner.wait * self.forward
         spare = manner.spare or (0,) * len(self.limits)

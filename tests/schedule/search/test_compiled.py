@@ -1,4 +1,4 @@
-"""Annealing in C and in Python: the same draws, the same orders, to the bit of every time."""
+"""Searches in C and in Python: the same draws, the same orders, to the bit of every time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from random import Random
 
 import pytest
 
-from megapipe.schedule import Placement, loop, vee
+from megapipe.schedule import Placement, loop, unpaired, vee
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.orders import problem
 from megapipe.schedule.search import auto
 from megapipe.schedule.search.anneal import Cooling, Draws, anneal
 from megapipe.schedule.search.compiled import anneal_fast, library
 from megapipe.schedule.search.seeds import patterns
+from megapipe.schedule.transforms.manner import GRID, changed
+from megapipe.schedule.transforms.pairs import limits_in_pairs
+from megapipe.schedule.transforms.played import compiled_play
+from megapipe.schedule.transforms.together import Play
+from tools.proofs.tables.paired import drawn, drawn_costs
 
 compiled = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
@@ -35,6 +40,29 @@ def test_c_makes_the_moves_that_python_makes(place: Placement, period: bool) -> 
         start = patterns(of)[0]
         cooling = Cooling(250, dice.choice((0.4, 2.0)), 0.02, dice.choice((0.05, 4.0)))
         assert anneal_fast(of, start, cooling, seed, 0.0) == anneal(of, start, cooling, seed, 0.0)
+
+
+@compiled
+def test_c_plays_pairs_as_python_does() -> None:
+    """tools/proofs/tables/paired.py draws the tables and costs."""
+    dice, blocked = Random(3), 0
+    for _ in range(30):
+        if (table := drawn(dice)) is None:
+            continue
+        costs, split = drawn_costs(dice), dice.random() < 0.5
+        limits = limits_in_pairs(unpaired(table), costs, dice.choice((None, dice.uniform(1, 12))))
+        in_c, in_python = (
+            compiled_play(unpaired(table), costs, limits, split),
+            Play(unpaired(table), costs, limits, split),
+        )
+        assert in_c is not None
+        manner = dice.choice(GRID)
+        for _ in range(2):
+            manner = changed(manner, len(limits), dice)
+            here, there = in_python.timed(manner), in_c(manner)
+            blocked += here is None
+            assert (here and (here[0], here[1]())) == (there and (there[0], there[1]()))
+    assert 0 < blocked < 20
 
 
 def test_draws_are_knuths() -> None:

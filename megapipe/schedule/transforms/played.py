@@ -1,0 +1,114 @@
+"""Plays of a table in machine code, where the machine has a C compiler: the same rows and times as `together` has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, product
+
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.search.compiled import doubles, ints, library
+from megapipe.schedule.transforms.manner import Manner
+
+Rows = tuple[tuple[Step, ...], ...]
+_KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
+_TOGETHER = ((0, 3), (0, 0), (1, 1), (3, 3), (1, 2), (3, 2), (0, 2))
+"""Kinds that a play runs together."""
+_SMALL = 1e-9
+
+_Ints, _Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches", "chunks", "split")),
+        *((name, _Ints) for name in ("rank_of", "local", "next", "prev")),
+        *((name, _Doubles) for name in ("held", "owes", "lag_next", "lag_prev")),
+        *((name, _Ints) for name in ("forwards", "backwards", "begin")),
+        *((name, _Doubles) for name in ("alone", "pairs", "limits")),
+        ("forward", ctypes.c_double),
+    )
+
+
+class _Manner(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("wait", "forwards_from")),
+        *((name, ctypes.c_int) for name in ("reach", "backwards", "weights", "keep")),
+        ("spare", _Doubles),
+    )
+
+
+def compiled_play(
+    schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
+) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
+    """A function from a manner to the makespan of its play and how to get the rows; None without a compiler."""
+    code = library()
+    if code is None or schedule.cuts:
+        return None
+    place, m = schedule.placement, schedule.all_microbatches
+    held = costs.memory(place)[0]
+    largest = [max(held[s] for s in place.stages_on(r)) for r in range(place.num_ranks)]
+    table, begin = _table(schedule, costs, limits, split), [0, *accumulate(_count(row) for row in schedule.ranks)]
+    steps, made = ints([0] * (12 * begin[-1])), ints([0] * place.num_ranks)
+    code.play.restype = ctypes.c_double
+
+    def timed(manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
+        spare = manner.spare or (0,) * place.num_ranks
+        given = _Manner(
+            *(manner.wait, manner.forwards, manner.reach, manner.backwards, manner.weights, manner.keep),
+            doubles([n * most for n, most in zip(spare, largest, strict=True)]),
+        )
+        makespan = code.play(ctypes.byref(table), ctypes.byref(given), steps, made)
+        return None if makespan < 0 else (makespan, lambda: tuple(map(row, range(place.num_ranks))))
+
+    def row(rank: int) -> tuple[Step, ...]:
+        """The steps of the last play."""
+        first = 12 * begin[rank]
+        numbers = steps[first : first + 4 * made[rank]]
+        return tuple(tuple(_passes(numbers[i : i + 4], m)) for i in range(0, len(numbers), 4))
+
+    return timed
+
+
+def _passes(numbers: Sequence[int], m: int) -> Iterator[Pass]:
+    for kind, x in (numbers[:2], numbers[2:]):
+        if x >= 0:
+            yield Pass(_KINDS[kind], *divmod(x, m))
+
+
+def _count(row: Sequence[Step]) -> int:
+    return sum(x.kind.is_forward for step in row for x in step)
+
+
+def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool) -> _Table:
+    place, m = schedule.placement, schedule.all_microbatches
+    stages, own = range(place.num_stages), [place.stages_on(r) for r in range(place.num_ranks)]
+    chunks, wide = max(map(len, own)), 4 * max(map(len, own))
+    after, before = [place.next(s) for s in stages], [place.prev(s) for s in stages]
+    held, owes, *_ = costs.memory(place)
+    alone = [time for kind in _KINDS for time in costs.durations(place)[kind]]
+    together = [0.0] * (place.num_ranks * wide * wide)
+    for rank, mine in enumerate(own):
+        for (a, b), (i, s), (j, t) in product(_TOGETHER, enumerate(mine), enumerate(mine)):
+            step = Pass(_KINDS[a], s, 0), Pass(_KINDS[b], t, 1)
+            together[(rank * wide + a * chunks + i) * wide + b * chunks + j] = costs.of_step(step, place)
+
+    def lags(to: Sequence[int | None]) -> list[float]:
+        ranks = place.rank_of
+        return [0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own)) for s, t in zip(stages, to, strict=True)]
+
+    def order(way: Callable[[Kind], bool]) -> list[int]:
+        return [x.stage * m + x.microbatch for row in schedule.ranks for step in row for x in step if way(x.kind)]
+
+    return _Table(
+        *(len(own), len(stages), m, chunks, split or any(kind.is_split for kind in schedule.kinds)),
+        *map(ints, (place.rank_of, [own[place.rank_of[s]].index(s) for s in stages])),
+        *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
+        *map(doubles, (held, owes, lags(after), lags(before))),
+        *(ints(order(way)) for way in (lambda kind: kind.is_forward, lambda kind: kind.is_backward)),
+        ints([0, *accumulate(map(_count, schedule.ranks))]),
+        *map(doubles, (alone, together, [limit * (1 + _SMALL) for limit in limits])),
+        max(costs.durations(place)[Kind.F]),
+    )
