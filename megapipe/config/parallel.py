@@ -109,7 +109,8 @@ class ParallelConfig:
     ] = 10
     """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
     fine_grained_activation_offloading: bool = False
-    """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L."""
+    """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L. With
+    --memory-limit-gib only what has to leave, or is computed again instead (R), whatever is faster."""
     activation_offload_fraction: Annotated[
         float, UP_TO_1, needs("fine_grained_activation_offloading cpu_offload", "nothing is copied")
     ] = 1.0

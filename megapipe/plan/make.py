@@ -117,16 +117,20 @@ def with_further(plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> 
 
 
 def _paired(plan: Plan, config: Config) -> Plan:
+    return replace(plan, schedule=with_pairs(config, plan.schedule, plan.costs, _room(plan, config)))
+
+
+def _room(plan: Plan, config: Config) -> float | None:
+    """Bytes of activation that every rank may hold."""
     limit = config.parallel.memory_limit_gib
-    room = None if limit is None else limit * GIB - max(plan.state_bytes)
-    return replace(plan, schedule=with_pairs(config, plan.schedule, plan.costs, room))
+    return None if limit is None else limit * GIB - max(plan.state_bytes)
 
 
 def _checked(plan: Plan, config: Config) -> Plan:
     """The plan with the copies that flags ask for, once it fits."""
     if copies := Copies.asked(config):
         plan = replace(plan, copies=copies)
-        plan = replace(plan, schedule=copies.table(plan.schedule, plan.costs))
+        plan = replace(plan, schedule=copies.table(plan.schedule, plan.costs, _room(plan, config)))
     gib = config.parallel.memory_limit_gib
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None

@@ -60,6 +60,17 @@ def test_the_forks_flag_copies_the_first_stages_of_each_rank():
     assert copied(plan(*chunks.split(), "--offload-chunk-num", "1")) == {0, 1, 2, 3}
 
 
+def test_a_memory_limit_is_met_by_what_is_fastest():
+    plain = plan()
+    limit = (max(plain.state_bytes) + 0.3 * plain.timeline.peak[0]) / 2**30
+    with pytest.raises(ConfigError, match="is less than pipeline rank 0 of 1f1b is predicted to need"):
+        plan("--memory-limit-gib", str(limit))
+    made = plan(ON, "--offload-time", "0.5", "--memory-limit-gib", str(limit))
+    assert {Kind.O, Kind.R} & made.schedule.kinds
+    assert max(made.peak_bytes) <= limit * 2**30
+    assert made.timeline.makespan < 1.34 * plain.timeline.makespan, "less than all forwards twice"
+
+
 @pytest.mark.parametrize(
     "more, told",
     [

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Self
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.solve import solve
 from megapipe.schedule.transforms.memory import with_offload
 
 FLOPS_PER_BYTE = 8000.0
 """FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
+TRIES = 20
+"""Changes that the solver tries behind its first answers: a second for 8 ranks and 16 microbatches."""
 
 
 class Copies(NamedTuple):
@@ -22,12 +26,14 @@ class Copies(NamedTuple):
         flag: the one that asks.
         share: of the bytes of each microbatch. time: of a copy each way over a forward and an input gradient with its
             weights'; None: by bytes. chunks: only the first so many stages of a rank.
+        input: bytes that a forward begins from, which stay where it runs twice.
     """
 
     flag: str
     share: float
     time: float | None
     chunks: int | None
+    input: float
 
     @classmethod
     def asked(cls, config: Config) -> Self | None:
@@ -38,7 +44,11 @@ class Copies(NamedTuple):
         flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
         if par.reschedule_after is not None:
             raise ConfigError(f"{flag}: --reschedule-after searches tables without copies. Leave one of them out.")
-        return cls(flag, par.activation_offload_fraction, par.offload_time, par.offload_chunk_num)
+        train, model = config.train, config.model
+        shared = par.context_parallel_size * (par.tensor_model_parallel_size if model.sequence_parallel else 1)
+        tokens = (train.seq_length or 0) * (train.micro_batch_size or 1) / shared
+        given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
+        return cls(flag, *given, tokens * model.hidden * (2 if train.half else 4))
 
     def priced(self, costs: Costs) -> Costs:
         """The costs of stages, by stage as the plan counts them, with those of copies."""
@@ -49,11 +59,15 @@ class Copies(NamedTuple):
             parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
             took = tuple(self.time * sum(x) for x in zip(*parts, strict=True))
         elif costs.o or costs.l:
-            return replace(costs, mem_o=copied)
-        return replace(costs, o=took, l=took, mem_o=copied)
+            return replace(costs, mem_o=copied, mem_r=(self.input,) * len(held))
+        return replace(costs, o=took, l=took, mem_o=copied, mem_r=(self.input,) * len(held))
 
-    def table(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """The table with all copies that are back in time. Raises: ConfigError if there is none."""
+    def table(self, schedule: Schedule, costs: Costs, room: float | None) -> Schedule:
+        """The table with all copies that are back in time; for a room of so many bytes with what of holding, copying
+        and computing again is fastest there. Raises: ConfigError if there is no copy."""
+        if room is not None and self.chunks is None:
+            with suppress(ScheduleError):  # nothing fits: the plan with copies says what it needs
+                return solve([schedule], costs, room, tries=TRIES).schedule
         place = schedule.placement
         own = [place.stages_on(rank)[: self.chunks] for rank in range(place.num_ranks)]
         made = with_offload(schedule, costs, stages={stage for stages in own for stage in stages})
