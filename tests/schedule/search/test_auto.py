@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,10 +151,11 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, text) -> None:
 
 
 def test_the_bench_prints_its_table() -> None:
-    command = [sys.executable, ROOT / "tools/bench/search.py", "--effort", "0.005"]
+    command = [sys.executable, ROOT / "tools/bench/search.py", "--effort", "0.01", "--only", "0", "12"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(lines) == 9
-    assert lines[0].endswith("peer   ours  known  bound closed seconds")
+    assert lines[0].endswith("peer    ours   known   bound closed seconds")
+    assert [line.split()[:5] for line in lines[1:-1]] == [["0", "v", "2", "4", "8"], ["12", "v", "2", "4", "8"]]
+    assert re.fullmatch(r"[0-2] of 2 at two thirds of the way or more, [0-2] at the best known", lines[-1])
 
 
 @pytest.mark.parametrize("memory", [3.0, 5.0])
