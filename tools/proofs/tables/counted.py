@@ -18,7 +18,7 @@ import torch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.passes.memory import Sizes
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES, Costs, ScheduleError, simulate
+from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
 from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import STYLES, Case, table
 from tools.proofs.tables.moved import MOVED
@@ -60,9 +60,12 @@ def draw(dice: Random) -> Case:
             steps=1,
         )
         try:
-            chain = table(case).placement.chain
+            made = table(case)
         except ScheduleError:
             continue
+        if not made.kinds & {Kind.O, Kind.R}:  # a small table may have none of the chosen
+            continue
+        chain = made.placement.chain
         return Case(**{**vars(case), "layers": tuple(dice.choice((1, 1, 2)) for _ in range(chain))})
 
 
