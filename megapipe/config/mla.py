@@ -75,6 +75,8 @@ class MTPConfig:
     """Depths of multi-token prediction: layers behind the last one, of which each predicts a token further."""
     mtp_loss_scaling_factor: Annotated[float, at_least(0), NAMED, FURTHER] = 0.1
     """Weight of the mean of the depths' losses in what is trained."""
+    mtp_within_documents: Annotated[bool, NAMED, FURTHER] = False
+    """Depths learn no token of another document than they stand in. Default: they do, as Megatron-LM's."""
 
     @property
     def depths(self) -> int:

@@ -39,10 +39,12 @@ class Batch:
     position_ids: Tensor
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def ahead(self, depth: int, *, weighs: bool = False) -> Batch:
+    def ahead(self, depth: int, *, weighs: bool = False, ends: int | None = None) -> Batch:
         """The microbatch of a depth of multi-token prediction: everything so many tokens further, zeros at the end.
 
-        weighs: its loss mask adds up to as much as this one's, for losses that are divided by the tokens of a step.
+        Args:
+            weighs: its loss mask adds up to as much as this one's, for losses that are divided by the tokens of a step.
+            ends: the id that ends a document; between a token and the one that is predicted from it none may stand.
         """
         if not depth:
             return self
@@ -50,8 +52,12 @@ class Batch:
             F.pad(x[:, depth:], (0, min(depth, x.shape[1])))
             for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
         )
-        if weighs:
-            mask = mask * (self.loss_mask.sum() / mask.sum().clamp(min=1))
+        for between in () if ends is None else range(depth + 1):
+            end = self.tokens[:, between:].eq(ends or 0)
+            mask = mask * F.pad(~end, (0, min(between, mask.shape[1])))
+        if weighs:  # in float64, so that ranks with parts of a sequence add up to the same number
+            mask = mask.double()
+            mask *= self.loss_mask.double().sum() / mask.sum().clamp(min=1)
         return replace(self, tokens=tokens, labels=labels, loss_mask=mask, position_ids=positions)
 
     def cut(self, cut: Cut) -> Batch:

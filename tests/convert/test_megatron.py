@@ -39,7 +39,9 @@ MODEL = ModelConfig(
 )
 TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 KINDS = ("", "exp_avg", "exp_avg_sq", "master")
-MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_num_layers", "mtp_loss_scaling_factor"}
+MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_num_layers", "mtp_loss_scaling_factor"} | {
+    "mtp_within_documents"
+}
 EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
 OTHER_EXPERTS = {
     "moe_layer_freq": "[0, 1, 1]",

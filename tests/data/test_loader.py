@@ -195,3 +195,23 @@ def test_for_a_gpu_each_microbatch_is_read_into_pinned_memory(monkeypatch: pytes
     read = made(Counting(16), 2, 3, num_workers=workers, pinned=True).at(0)
     assert all(any(x is made for made in pinned) for x in read)
     assert ids(made(Counting(16), 2, 3, num_workers=workers), 0) == [sorted(x[:, 0].tolist()) for x in read]
+
+
+def test_a_depth_reads_so_many_tokens_further_with_zeros_at_the_end() -> None:
+    """Megatron-LM's roll of tokens, labels, mask and positions; eod is 9."""
+    tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6]])
+    batch = make_batch(tokens, 9, eod_mask_loss=True)
+    ahead = batch.ahead(2)
+    assert ahead.tokens.tolist() == [[9, 3, 4, 5, 0, 0]]
+    assert ahead.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert ahead.loss_mask.tolist() == [[0, 1, 1, 1, 0, 0]]
+    assert ahead.position_ids.tolist() == [[2, 3, 4, 5, 0, 0]]
+    assert batch.ahead(2, weighs=True).loss_mask.sum().item() == pytest.approx(batch.loss_mask.sum().item(), rel=1e-15)
+    assert batch.ahead(9).loss_mask.sum() == 0
+
+
+@pytest.mark.parametrize(("depth", "mask"), [(1, [1, 0, 0, 1, 1, 0]), (2, [0, 0, 0, 1, 0, 0])])
+def test_between_a_token_and_what_a_depth_learns_from_it_no_document_ends(depth: int, mask: list[int]) -> None:
+    batch = make_batch(torch.tensor([[1, 2, 9, 3, 4, 5, 6]]), 9)
+    assert batch.ahead(depth, ends=9).loss_mask.tolist() == [mask]
+    assert batch.ahead(depth).loss_mask.sum() == 6 - depth, "as Megatron-LM: all that there is"

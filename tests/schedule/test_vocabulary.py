@@ -105,7 +105,7 @@ def test_what_is_wrong_with_shares_is_named() -> None:
         verify(Schedule("mine", table.placement, 2, rows))
     with pytest.raises(ScheduleError, match="not shared in this placement"):
         verify(Schedule("mine", plain.placement, 2, table.ranks))
-    with pytest.raises(ScheduleError, match="into a table of F, B, W and BW alone"):
+    with pytest.raises(ScheduleError, match="into a table of F, B, W and BW of whole microbatches alone"):
         with_vocabulary(table)
 
 

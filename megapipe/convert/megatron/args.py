@@ -32,7 +32,7 @@ _MODEL = _alike(
     "init_method_std init_method_xavier_uniform embedding_init_method_std padded_vocab_size "
     "make_vocab_size_divisible_by",
     "norm_epsilon apply_layernorm_1p disable_bias_linear no_bias_gelu_fusion window_size per_layer_overrides "
-    "no_attention no_mlp mtp_num_layers mtp_loss_scaling_factor",
+    "no_attention no_mlp mtp_num_layers mtp_loss_scaling_factor mtp_within_documents",
 )
 _TRAIN = _alike(
     "train",

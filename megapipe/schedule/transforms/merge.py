@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from typing import Self
 
@@ -73,7 +74,7 @@ class _Rank:
     others: deque[tuple[int, Step]]
     free: float = 0.0
     lookups: Counter[int] = field(default_factory=Counter)
-    due: dict[Kind, list[tuple[float, Pass]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    due: dict[Kind, list[tuple[float, int, Pass]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     out: list[Step] = field(default_factory=list)
 
     @classmethod
@@ -109,7 +110,7 @@ class _Merge:
               for s in self.place.shares(x.stage) if self.place.rank_of[s] == rank] for order in orders]
             for rank in range(len(self.ranks))
         ]  # fmt: skip
-        self.begun = Counter[int]()
+        self.begun, self.turns = Counter[int](), count()
         self.beside = {x for x in beside if x.kind is not Kind.E}  # lookups have an order of their own
         full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in beside)))
         needs = Dependencies(full)
@@ -139,7 +140,7 @@ class _Merge:
                 return (own[rank.lookups[chain] - 1],)
         for kind in FIRST:
             if rank.due[kind] and rank.due[kind][0][0] <= now:
-                return (rank.due[kind].pop(0)[1],)
+                return (rank.due[kind].pop(0)[-1],)
         waits = min((rank.due[kind] for kind in LATER if rank.due[kind]), default=[])
         ready = waits and waits[0][0] <= now
         if not (ready and len(waits) > self.waiting):
@@ -149,9 +150,9 @@ class _Merge:
                     rank.take(step)
                     return step
                 # Half its time: a pass of the row that comes that soon is waited for, else this one would hold it up.
-                if ready and comes < now + self.length[waits[0][1].kind][waits[0][1].stage] / 2:
+                if ready and comes < now + self.length[waits[0][-1].kind][waits[0][-1].stage] / 2:
                     return None
-        return (waits.pop(0)[1],) if ready else None
+        return (waits.pop(0)[-1],) if ready else None
 
     def _open(self, item: Pass, step: Step) -> bool:
         """Does it lack more than what stands in its own step?"""
@@ -175,7 +176,9 @@ class _Merge:
                 self.lacks[taker] -= 1
                 if not self.lacks[taker]:
                     if taker in self.beside:
-                        insort(self.ranks[there].due[taker.kind], (self.arrival[taker], taker))
+                        # What is ready at once stands as its needs were done: depths read in the order of the loss.
+                        turn = 0 if taker.kind.traits.at else next(self.turns)
+                        insort(self.ranks[there].due[taker.kind], (self.arrival[taker], turn, taker))
                     heappush(self.events, (self.arrival[taker], there))
 
 

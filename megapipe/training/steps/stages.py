@@ -205,6 +205,7 @@ class Stages:
         order = [self.schedule.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
         data, cp, table = self.config.data, self.mesh.cp, self.schedule
         depth, per_token = place.depth(stage), self.config.train.calculate_per_token_loss
+        ends = self._eod if self.config.model.mtp_within_documents else None
         slices = Slices(tokens_of_slices(table, self.config.train.seq_length, self.mesh, self.config.model))
 
         @lru_cache(maxsize=1)  # slices of a microbatch follow each other
@@ -213,7 +214,7 @@ class Stages:
             named = {"tokens": read} if isinstance(read, Tensor) else read
             here = {name: x.to(self.mesh.device, non_blocking=True) for name, x in named.items()}
             usual = make_batch(here.pop("tokens"), self._eod, data.eod_mask_loss, data.reset_position_ids)
-            return replace(usual, more=here).ahead(depth, weighs=per_token)
+            return replace(usual, more=here).ahead(depth, weighs=per_token, ends=ends)
 
         def batch(number: int) -> Batch:
             return whole(slices.microbatch(number)).cut(Cut(cp.rank, cp.size, *slices.tokens(number)))

@@ -10,6 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, Pass, build, forward_only, simulate, verify
 from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.reduction import with_reduction
+from tools.proofs.tables.depths import apart, makespan, perfect
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min", "dualpipe", "dualpipe-v"])
@@ -58,25 +59,9 @@ def test_depths_are_put_into_a_table_once_and_before_what_is_of_whole_stages():
             with_depths(other, (1,))
 
 
-@pytest.mark.parametrize(("p", "depths"), [(4, 1), (4, 3), (8, 2), (8, 3)])
-def test_spread_depths_come_within_3_percent_of_perfect_balance_where_one_stage_is_15_percent_off(p, depths):
-    """Layers of one unit and heads of four, as a vocabulary of 128k has at a width of 7168. All in whole layers: ranks
-    with a depth or the loss have so many fewer. Perfect: each rank does a p-th of all work, in one stage."""
-    head, m, each = 4, 32 * p, 14
-    total = each * p
-    perfect = simulate(build("1f1b", p, m), Costs(each, each, each)).makespan
-    spread = [p - 1 - depth for depth in range(1, 1 + depths)]
-    layers = [each - (head + 1) * (rank in spread) - head * (rank == p - 1) for rank in range(p)]
-    best = _makespan(p, m, layers, spread, head)
-    assert sum(layers) + depths * (head + 1) + head == total
-    assert best < 1.03 * perfect
-    # Megatron-LM's: all depths on one stage, which has no layer beside them; the others share all layers evenly.
-    if depths == 3:
-        rest = sum(layers) / (p - 1)
-        assert _makespan(p, m, [*[rest] * (p - 1), 0], [p - 1] * depths, head) > 1.15 * perfect
-
-
-def _makespan(p, m, layers, ranks, head):
-    times = [*layers[:-1], layers[-1] + head, *[head + 1.0] * len(ranks)]
-    costs = Costs(*(tuple(times),) * 3)
-    return simulate(with_depths(build("1f1b", p, m), ranks, costs), costs).makespan
+@pytest.mark.parametrize(("p", "depths", "each"), [(4, 2, 12), (4, 3, 14)])
+def test_depths_apart_are_within_3_percent_of_perfect_balance_where_those_on_one_stage_are_15_off(p, depths, each):
+    """For 8 ranks: tools/proofs/tables/depths.py."""
+    whole = perfect(p, 96, each)
+    assert makespan(p, 96, each, apart(p, depths)) < 1.03 * whole
+    assert min(makespan(p, 96, each, [rank] * depths) for rank in (p - 2, p - 1)) > 1.15 * whole

@@ -1,0 +1,43 @@
+"""What a user reads about depths of multi-token prediction that cannot be."""
+
+import pytest
+
+from .sound import config, problem
+
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (f"{LAYOUT} Ettttm|ttttL", f"{LAYOUT} Ettttm|ttttL lists 1 m, but --mtp-num-layers is 0. Make them equal."),
+        (
+            f"{LAYOUT} Etttt|ttttmL --mtp-num-layers 2",
+            f"{LAYOUT} Etttt|ttttmL lists 1 m, but --mtp-num-layers is 2. Make them equal.",
+        ),
+        ("--mtp-num-layers 101", "--mtp-num-layers 101 must be at least 0 and at most 100"),
+        (
+            "--mtp-num-layers 1 --vocab-parallel-pipeline",
+            "--mtp-num-layers 1 does not go with --vocab-parallel-pipeline. Leave one of them out.",
+        ),
+        (
+            "--mtp-num-layers 1 --enable-optimizer-post-validation",
+            "--mtp-num-layers 1 does not go with --enable-optimizer-post-validation. Leave one of them out.",
+        ),
+        (
+            "--mtp-num-layers 1 --pipeline-slices 2",
+            "--mtp-num-layers 1 does not go with --pipeline-slices 2. Leave one of them out.",
+        ),
+    ],
+)
+def test_each_problem_has_its_line(flags, line):
+    assert problem(f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}", 2) == line
+
+
+def test_two_copies_of_a_model_have_their_depths_with_embedding_and_loss():
+    flags = "--pipeline-model-parallel-size 4 --pipeline-schedule dualpipe --global-batch-size 16 --mtp-num-layers 1"
+    assert problem(f"{flags} {LAYOUT} Ett|ttm|tt|ttL", 4) == (
+        "--pipeline-schedule dualpipe has two copies of the model, whose ends are on ranks 0 and 3: "
+        f"{LAYOUT} Ett|ttm|tt|ttL has m on rank 1. List m with E or L, or use dualpipe-v."
+    )
+    assert config(flags).model.depths == 1
