@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 in all its parts at a size for two cores: latent attention, experts chosen in groups by a sigmoid and a bias,
-# shared expert, first layer dense; 4 processes, pipeline parallel 2 x expert parallel 2, DualPipe-V with pairs, ZeRO-1. It
+# shared expert, first layer dense, one token predicted further; 4 processes, pipeline parallel 2 x expert parallel 2, DualPipe-V with pairs, ZeRO-1. It
 # makes its text as scripts/quickstart.sh does, trains for about three minutes, samples, and tells what each part costs.
 # RUN=folder puts everything elsewhere than runs/deepseek-v3; flags given here come last and win. docs/deepseek.md has its log.
 set -euo pipefail
@@ -16,6 +16,7 @@ RUN_FLAGS=(
   --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
   --qk-layernorm --position-embedding-type rope --rope-type rope
   --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+  --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3
   --num-experts 16 --moe-layer-freq "([0]*1+[1]*5)" --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64
   --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2
   --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5

@@ -25,7 +25,7 @@ export MODEL="
   --v-head-dim 128 --qk-layernorm --position-embedding-type rope --rotary-base 10000
   --rotary-scaling-factor 40 --mscale 1 --mscale-all-dim 1
   --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-  --init-method-std 0.006
+  --init-method-std 0.006 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3
   --num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048
   --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4
   --moe-router-score-function sigmoid --moe-router-dtype fp32 --moe-router-topk-scaling-factor 2.5

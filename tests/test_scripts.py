@@ -215,7 +215,8 @@ def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, 
     assert "iteration        3/       3 |" in output
     assert "bubble: predicted" in output.split("== 5/5")[1]
     loads = [[int(n) for n in line.split()[2:-1]] for line in output.splitlines() if line.startswith("  layer")]
-    assert [sum(load) for load in loads] == [16 * 16 * 4] * 3, "each of 256 tokens has four experts, in three layers"
+    assert [sum(load) for load in loads] == [16 * 16 * 4] * 4, "256 tokens have four experts in 3 layers and a depth"
+    assert "mtp_1 loss: " in output.split("== 5/5")[1]
     assert re.search(r"latent attention +4 ", output)
     assert re.search(r"router and experts +3 ", output)
 
@@ -228,7 +229,10 @@ def test_deepseek_v3_at_full_size_has_the_parameters_that_are_published(tmp_path
     assert program == "tools/plan.py"
     config = replace(config, model=replace(config.model, padded_vocab_size=129_280))
     found = {part.name: part.work for part in parts(config)}
+    depth = found.pop("predicts 1 further")
     whole = sum(work.parameters for work in found.values())
     assert whole == 671_026_404_352
     assert whole - sum(work.unused for work in found.values()) == 37_552_282_624
+    # With copies of embedding and head, which the published files have: 685B.
+    assert whole + depth.parameters + 2 * 129_280 * 7168 == 684_489_830_400
     assert found["router and experts"].experts == 58 * 256 * 3 * 7168 * 2048

@@ -22,7 +22,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
-from megapipe.partition.spans import LayerSpan
+from megapipe.partition.spans import whole
 from megapipe.tensor_parallel.rng import initialize
 
 MOST = 100_000
@@ -78,11 +78,16 @@ def main(argv: Sequence[str]) -> None:
         )
 
     provider = find_provider(flags.model_provider) if flags.model_provider else gpt_provider
-    model = stage_provider(provider)(model_config, LayerSpan(0, model_config.layers, True, True), Axis())
-    initialize(model, 0, Axis())
-    if saved.train.bf16 or saved.train.fp16:
-        model = model.to(torch.bfloat16 if saved.train.bf16 else torch.float16)
-    load_checkpoint(folder, [model], None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
+    # Depths of multi-token prediction are in the checkpoint, and draw nothing.
+    modules = [
+        stage_provider(provider)(model_config, x, Axis()) for x in whole(model_config.layers, model_config.depths)
+    ]
+    for n, module in enumerate(modules):
+        initialize(module, 0, Axis())
+        if saved.train.bf16 or saved.train.fp16:
+            modules[n] = module.to(torch.bfloat16 if saved.train.bf16 else torch.float16)
+    load_checkpoint(folder, modules, None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
+    model = modules[0]
     try:
         ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
     except ValueError as error:  # a NullTokenizer takes numbers

@@ -40,7 +40,7 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
     def timed(piece: Work, span: LayerSpan) -> Work:
         module = provider(model, span, Axis(device=device)).to(device)
         initialize(module, train.seed, Axis(device=device))
-        labels, given = tokens if span.loss else None, None if span.embedding else x
+        labels, given = tokens if span.loss or span.depth else None, None if span.embedding else x
         f, b, w = _times(module.to(dtype), given, tokens, labels, repeats)
         return replace(piece, f=f, b=b, w=w)
 
@@ -52,7 +52,12 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
             alike[own] = timed(piece, LayerSpan(layer, 1, False, False))
         layers.append(alike[own])
     embedding = timed(counted.embedding, LayerSpan(0, 0, True, False))
-    return Pieces(embedding, tuple(layers), timed(counted.head, LayerSpan(model.layers, 0, False, True)))
+    head = timed(counted.head, LayerSpan(model.layers, 0, False, True))
+    depths = [
+        timed(piece, LayerSpan(model.layers + n, 1, False, False, depth=n + 1))
+        for n, piece in enumerate(counted.depths)
+    ]
+    return Pieces(embedding, tuple(layers), head, depths=tuple(depths))
 
 
 def _times(
@@ -62,13 +67,14 @@ def _times(
     trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
     buffers = FlatBuffers(trained)  # gradients are added where a run adds them
     grads, rows = WeightGrads(), []
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     for _ in range(repeats + 2):
         buffers.zero_grad()
         leaf = None if x is None else x.detach().requires_grad_()
         clock = [_now(tokens.device)]
         module.set_input_tensor(leaf)  # type: ignore[operator]
         with grads.capturing():
-            out = module(tokens, labels=labels)
+            out = module(tokens, positions, labels=labels)
         clock.append(_now(tokens.device))
         with grads.deferring(0):
             torch.autograd.backward(out, torch.ones_like(out))

@@ -48,7 +48,7 @@ class Layer(NamedTuple):
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
     """The parts of a layer."""
-    bare = replace(model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1")
+    bare = replace(model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None)
     if not model.no_attention:
         yield Layer("latent attention" if model.multi_latent_attention else "attention", replace(bare, no_mlp=True))
     if model.no_mlp:
@@ -88,9 +88,14 @@ def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) 
         Part(name, len(works), sum(works, Work()), sent * len(works) * (name == "router and experts"))
         for name, works in found.items()
     ]
-    bare = replace(model, num_layers=1, per_layer_overrides=None, moe_layer_freq="1", num_experts=None)
-    ends = pieces_of(config, bare) if took is None else took(bare)
-    return [Part("embedding", 0, ends.embedding), *middle, Part("head and loss", 0, ends.head)]
+    whole = pieces_of(config, model)
+    bare = replace(model, num_layers=1, per_layer_overrides=None, moe_layer_freq="1")
+    ends = whole if took is None else took(bare)
+    depths = [
+        Part(f"predicts {depth + 1} further", 0, work, sent * model.has_experts)
+        for depth, work in enumerate(ends.depths)
+    ]
+    return [Part("embedding", 0, ends.embedding), *middle, Part("head and loss", 0, ends.head), *depths]
 
 
 def parts_table(found: list[Part], *, seconds: bool = False) -> str:

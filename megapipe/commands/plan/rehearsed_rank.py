@@ -90,8 +90,8 @@ class Alone(Axis):
 
     def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
         arriving = sum(row[self.rank] for row in rows)
-        rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
-        return Pending(torch.cat([rows] * max(1, -(-arriving // len(rows))))[:arriving].clone())
+        given = x if len(x) else x.new_zeros(1, *x.shape[1:])
+        return Pending(torch.cat([given] * max(1, -(-arriving // len(given))))[:arriving].clone())
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x

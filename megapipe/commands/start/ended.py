@@ -58,7 +58,8 @@ def _parts(rows: Sequence[Row]) -> list[str]:
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
-    return median(row[key] for row in rows if row.get(key) is not None)
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return median(values)
 
 
 if __name__ == "__main__":
