@@ -103,6 +103,7 @@ ELSEWHERE = {
     "--apply-layernorm-1p": "test_architecture.py",
     "--calculate-per-token-loss": "test_same_numbers.py",
     "--cross-entropy-loss-fusion": "test_gpt.py",
+    "--mtp-num-layers": "test_depths_of_a_model.py",
 }
 # What Megatron-LM has for the architecture of a GPT.
 LISTED = """

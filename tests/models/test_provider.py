@@ -135,9 +135,8 @@ def test_a_parameter_named_by_its_place_in_the_stage_is_found():
             "megapipe.models.gpt:GPTModell: megapipe.models.gpt has no function GPTModell; did you mean GPTModel?",
         ),
         (
-            "megapipe.models.attention.rope:rotary_table",
-            "megapipe.models.attention.rope:rotary_table takes (length: 'int', rotary: 'Rotary', device: "
-            "'torch.device', dtype: 'torch.dtype', cut: 'Cut' = Cut(rank=0, size=1)) -> 'tuple[Tensor, Tensor]', but a "
+            "megapipe.models.moe.dispatch:summed",
+            "megapipe.models.moe.dispatch:summed takes (rows: 'Tensor', of_token: 'Tensor') -> 'Tensor', but a "
             "provider takes (config, span, tp) or (pre_process, post_process, vp_stage=None)",
         ),
     ],
