@@ -33,6 +33,8 @@ _NOT_HERE = {
     "--workers-to-check": "use as many --workers as there are cores",
     "--max-documents": "use as many --workers as there are cores",
 }
+MOST_WORKERS = 4096
+"""Processes, more than a host has cores; the pool takes no number that a C int cannot hold."""
 _SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
 """Flags that what is written does not depend on."""
 
@@ -94,11 +96,10 @@ def _validate(flags: Flags) -> None:
         problems.append("--input is missing: --input corpus.jsonl, or text files")
     if flags.output_prefix is None:
         problems.append("--output-prefix is missing: --output-prefix data/corpus writes data/corpus_text_document.bin")
-    problems += [
-        f"{name} {value} must be at least 1"
-        for name, value in (("--workers", flags.workers), ("--log-interval", flags.log_interval))
-        if value < 1
-    ]
+    if not 1 <= flags.workers <= MOST_WORKERS:
+        problems.append(f"--workers {flags.workers} must be at least 1 and at most {MOST_WORKERS}")
+    if flags.log_interval < 1:
+        problems.append(f"--log-interval {flags.log_interval} must be at least 1")
     for prefix in flags.prefixes if flags.output_prefix else ():
         problems += file_problems({"--output-prefix": f"{prefix}.bin"})
     if problems:

@@ -21,7 +21,7 @@ from megapipe.config import DataConfig
 from megapipe.data.indexed import IndexedDataset
 from megapipe.data.preprocess import Encoding, preprocess
 from megapipe.data.tokenizers.tokenizer import SentencePieceTokenizer
-from megapipe.errors import DataError, UserError
+from megapipe.errors import ConfigError, DataError, UserError
 
 TOOLS = programs.ROOT / "tools"
 NUMBERS = Encoding(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100), append_eod=True)
@@ -114,6 +114,14 @@ def test_wrong_flags_are_one_message_each_and_status_2(tmp_path: Path) -> None:
     small = run("train_tokenizer.py", "--input", json_lines(tmp_path / "s.jsonl", {"text": "a"}), "--output", "t")
     assert small.returncode == 2
     assert "SentencePiece cannot train on 1 lines: Vocabulary size too high" in small.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 10**20])
+def test_there_are_as_many_workers_as_a_host_can_have(tmp_path: Path, workers: int) -> None:
+    corpus = json_lines(tmp_path / "c.jsonl", {"text": "1"})
+    flags = ["--input", corpus, "--output-prefix", str(tmp_path / "out"), "--workers", str(workers)]
+    with pytest.raises(ConfigError, match=f"--workers {workers} must be at least 1 and at most 4096"):
+        preprocess_command.main(flags)
 
 
 def test_the_standard_library_becomes_a_corpus(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_parameter_named_by_its_place_in_the_stage_is_found():
         ),
         (
             "megapipe.models.moe.dispatch:summed",
-            "megapipe.models.moe.dispatch:summed takes (rows: 'Tensor', of_token: 'Tensor') -> 'Tensor', but a "
+            "megapipe.models.moe.dispatch:summed takes (rows: 'Tensor', of: 'Rows') -> 'Tensor', but a "
             "provider takes (config, span, tp) or (pre_process, post_process, vp_stage=None)",
         ),
     ],
