@@ -150,7 +150,8 @@ def _split(
             else:
                 others.append((name, values))
         elif values is None:
-            stray.append(f"unexpected {token}: values follow a flag")
+            shown = token or "''"
+            stray.append(f"unexpected {shown}: values follow a flag")
         else:
             values.append(token)
     return given, others, stray

@@ -122,6 +122,8 @@ def test_every_flag_names_what_it_takes_at_a_wrong_value_and_at_none():
 
 def test_a_value_without_a_flag():
     assert problems("train") == ("unexpected train: values follow a flag",)
+    with pytest.raises(ConfigError, match="unexpected '': values follow a flag"):
+        parse(Config, [""])
 
 
 def test_a_tool_with_flags_of_its_own_answers_for_those_alone():

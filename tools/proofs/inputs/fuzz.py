@@ -177,7 +177,7 @@ def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
         words = damage_words(words, scene.known, draw)
         done.append("words")
         # A flag or an argument that is missing is none of the words.
-        wanted |= {_printed(word.rstrip("/") or word) for word in words if word} | {"--", "argument", "arguments"}
+        wanted |= {_printed(word.rstrip("/") or word or "''") for word in words} | {"--", "argument", "arguments"}
     return Drawn(scene, words, frozenset(wanted), done)
 
 
