@@ -31,7 +31,7 @@ def path(text: str) -> Path:
 
 def schedule(text: str) -> str:
     """A name of the catalogue, a file, or a function of one's own."""
-    if not is_file(text) and ":" not in text:
+    if not is_file(text):
         try:
             entry_of(text)
         except ScheduleError as error:
