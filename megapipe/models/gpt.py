@@ -35,7 +35,8 @@ WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embe
 HEAD = "output_layer.weight"
 _between: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("between", default=None)
 _hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
-"""Of the pass that runs, not of a module, both of them: two passes of one may run together."""
+"""What is called between layers, and the hidden states that the head was given: of the pass that runs and not of a
+module, as two passes of one may run together."""
 
 
 class Embedding(nn.Module):

@@ -26,23 +26,23 @@ SOURCES = [Path(__file__).parents[1] / name for name in ("search/clock.h", "sear
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at
 
-_Ints, _Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+Ints, Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
 
 
 class _Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("passes", "microbatches", "ranks", "stages", "period")),
         ("unit", ctypes.c_double),
-        *((name, _Doubles) for name in ("duration", "lag", "holds", "memory")),
-        *((name, _Ints) for name in ("source", "target", "rank", "row")),
-        *((name, _Doubles) for name in ("normal", "decay")),
+        *((name, Doubles) for name in ("duration", "lag", "holds", "memory")),
+        *((name, Ints) for name in ("source", "target", "rank", "row")),
+        *((name, Doubles) for name in ("normal", "decay")),
     )
 
 
 class _State(ctypes.Structure):
     _fields_ = (
-        *((name, _Ints) for name in ("orders", "best_orders", "path")),
-        *((name, _Doubles) for name in ("end", "best_end")),
+        *((name, Ints) for name in ("orders", "best_orders", "path")),
+        *((name, Doubles) for name in ("end", "best_end")),
         *((name, ctypes.c_double) for name in ("cost", "best", "heat", "cooler", "spread", "goal")),
         ("draws", ctypes.c_uint64),
         ("path_length", ctypes.c_int),

@@ -23,9 +23,9 @@ from megapipe.schedule.simulate import Timeline, simulate
 AHEAD = 2
 """Microbatches that lookups are ahead of the first stage of a chain."""
 FIRST = Kind.C, Kind.EW, Kind.B, Kind.BW, Kind.S, Kind.F
-"""What is due before a row goes on: these are short or others wait for them, as a last backward for its loss."""
+"""Kinds beside a row that run before it goes on, in this order: they are short, or other ranks wait for them."""
 LATER = Kind.T, Kind.W
-"""What is due where a rank waits, or has too many."""
+"""Kinds that run where a rank waits otherwise, or has too many of them."""
 
 
 def merged(table: Schedule, beside: Sequence[Pass], costs: Costs, room: Sequence[float]) -> Schedule:

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.search.compiled import doubles, ints, library
+from megapipe.schedule.search.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.transforms.manner import Manner
 
 Rows = tuple[tuple[Step, ...], ...]
@@ -18,16 +18,14 @@ _TOGETHER = ((0, 3), (0, 0), (1, 1), (3, 3), (1, 2), (3, 2), (0, 2))
 """Kinds that a play runs together."""
 _SMALL = 1e-9
 
-_Ints, _Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
-
 
 class _Table(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches", "chunks", "split")),
-        *((name, _Ints) for name in ("rank_of", "local", "next", "prev")),
-        *((name, _Doubles) for name in ("held", "owes", "lag_next", "lag_prev")),
-        *((name, _Ints) for name in ("forwards", "backwards", "begin")),
-        *((name, _Doubles) for name in ("alone", "pairs", "limits")),
+        *((name, Ints) for name in ("rank_of", "local", "next", "prev")),
+        *((name, Doubles) for name in ("held", "owes", "lag_next", "lag_prev")),
+        *((name, Ints) for name in ("forwards", "backwards", "begin")),
+        *((name, Doubles) for name in ("alone", "pairs", "limits")),
         ("forward", ctypes.c_double),
     )
 
@@ -36,7 +34,7 @@ class _Manner(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_double) for name in ("wait", "forwards_from")),
         *((name, ctypes.c_int) for name in ("reach", "backwards", "weights", "keep")),
-        ("spare", _Doubles),
+        ("spare", Doubles),
     )
 
 
