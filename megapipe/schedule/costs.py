@@ -46,8 +46,8 @@ class Costs:
         fb: a forward and a fused backward run as one overlapped pair, per device share, in place of what follows from
             their pieces. A pair whose backward is split takes w less. No two passes take less than one of them alone.
         comm: time of a message between two ranks, latency and transfer, of a slice where microbatches are cut, of all
-            links or of each: link r joins ranks r
-            and r+1, the last one p-1 and 0. It occupies neither rank; a message within a rank costs nothing.
+            links or of each: link r joins ranks r and r+1, the last one p-1 and 0. It occupies neither rank; a message
+            within a rank costs nothing.
         attention_f, attention_b, attention_w: the share of f, b and w that is causal attention, which grows with the
             place in the sequence where a slice lies; all else grows with its length.
         mem_k: keys and values of a microbatch, which mem_b counts. Cut in slices their gradients take as much again,
@@ -63,6 +63,8 @@ class Costs:
         o, l: copying what a microbatch left to the host, and back.
         mem_o: the part of mem_b that is copied; None: all of it.
         mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input.
+        mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
+            first to the end of their reduction; what a rank has for ever, its shares of both, is not counted.
     Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 
@@ -94,6 +96,8 @@ class Costs:
     l: PerStage = 0.0
     mem_o: PerStage | None = None
     mem_r: PerStage = 0.0
+    mem_a: PerStage = 0.0
+    mem_g: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -150,9 +154,9 @@ class Costs:
         return replace(self, **parts, fb=fb)
 
     def memory(self, placement: Placement) -> list[list[float]]:
-        """mem_b, mem_w, mem_s, mem_o and mem_r by stage."""
-        copied = "mem_b" if self.mem_o is None else "mem_o"
-        return [self._by_stage(name, placement) for name in ("mem_b", "mem_w", "mem_s", copied, "mem_r")]
+        """mem_b, mem_w, mem_s, mem_o, mem_r, mem_a and mem_g by stage."""
+        names = "mem_b", "mem_w", "mem_s", "mem_b" if self.mem_o is None else "mem_o", "mem_r", "mem_a", "mem_g"
+        return [self._by_stage(name, placement) for name in names]
 
     def changes(self, placement: Placement, kinds: Iterable[Kind], cuts: Sequence[float] = ()) -> tuple[Held, Held]:
         """Changes of what is held: what a pass takes when it starts, and what it gives back when it ends."""

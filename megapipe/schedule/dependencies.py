@@ -7,11 +7,12 @@ from itertools import pairwise
 
 from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
+from megapipe.schedule.weights.runs import of_runs
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
 }
-_REPEATED = {Made.GATHERED, Made.ON_HOST, Made.BACK}
+_REPEATED = {Made.GATHERED, Made.ON_HOST, Made.BACK, Made.WEIGHTS}
 _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
@@ -25,6 +26,7 @@ class Dependencies:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._there = {item for row in schedule.ranks for step in row for item in step}
+        self._of_runs = of_runs(schedule)
         self._before = {item: before for lane in schedule.shared for before, item in pairwise(lane.order)}
 
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
@@ -42,6 +44,9 @@ class Dependencies:
         return {item: makers for item in self._there if (makers := self.of(item, beyond=True))}
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
+        if need.where is Where.RUN:
+            yield from self._of_runs.get(item, ())
+            return
         for stage in self._schedule.placement.needed(item.stage, need):
             for number in self._numbers(item, need, stage):
                 makers = [Pass(kind, stage, *number) for kind in _MAKERS[need.made]]
@@ -54,7 +59,7 @@ class Dependencies:
         """The microbatches, or steps, and slices that are meant."""
         schedule, number, piece = self._schedule, item.microbatch - need.back, item.slice
         if need.where is Where.STEP:
-            return [(number // schedule.num_microbatches, None)]
+            return [(item.microbatch // schedule.num_microbatches - need.back, None)]
         if need.where is Where.MICROBATCHES:
             return [(i, j) for i in _carried(stage, number, schedule) for j in schedule.slices]
         if need.where in OF_SLICES:

@@ -44,6 +44,8 @@ class Made(StrEnum):
     ROWS_GRADIENT = "gradient of the embedding's share"
     ON_HOST = "activations on the host"
     BACK = "activations in place again"
+    WEIGHTS = "weights of the stage, whole for a run"
+    SCATTERED = "share of the gradient of a run"
 
 
 class Where(StrEnum):
@@ -62,6 +64,7 @@ class Where(StrEnum):
     SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
     EARLIER = "the stage's own, of the slice before; nothing at the first"
     LATER = "the stage's own, of the slice behind; nothing at the last"
+    RUN = "the stage's own, of the run of passes that it is in"
 
 
 OF_SLICES = {Where.EARLIER, Where.LATER}
@@ -125,10 +128,12 @@ _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
 # A slice attends to the keys and values of those before it: F makes them, F and B of later slices read them, the B of
 # their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
 _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
-_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX
+# As long as weights are sharded a pass that reads them waits for the gather before its run.
+_WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)
+_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX, _WHOLE
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
 _BACK = Need(Made.BACK, Where.OWN, optional=True)
-_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK
+_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK, _WHOLE
 _OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
 _WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
 _REDUCE = (
@@ -147,6 +152,9 @@ _VALIDATE = (
 _SHARE = Need(Made.OUTPUT, Where.LAST), _GATHERED
 _COMBINE = (Need(Made.SHARE, Where.SHARES),)
 _OWN = (Need(Made.OUTPUT, Where.OWN),)
+_AGAIN = Need(Made.OUTPUT, Where.OWN), _WHOLE
+_GATHER_RUN = (Need(Made.UPDATED, Where.STEP, back=1, optional=True),)
+_REDUCE_RUN = (Need(Made.WEIGHT_GRADIENT, Where.RUN),)
 _ON_HOST = (Need(Made.ON_HOST, Where.OWN),)
 _HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID
 _ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID
@@ -163,6 +171,9 @@ class Kind(StrEnum):
     rank's rows of the embedding, S its rows of the head with their part of softmax and input gradient, C combine all
     into loss and gradient at the end of the model, T and EW the gradients of the rows of head and embedding. Of a
     microbatch whose activations are in the way: O copies them to the host, L brings them back, R computes them again.
+    Of a run of passes of a stage, as often as the table says: AF and AB gather its weights over data parallel, named by
+    the run's first pass, a forward (AF) or another (AB); RS reduce-scatters the gradients that passes have left since
+    the one before, named by the last of them. See `weights.runs` for what is whole when.
     """
 
     _value_: str
@@ -195,7 +206,12 @@ class Kind(StrEnum):
 
     O = "O", Traits("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), (0, 0, 0, -1), lane=Lane.D2H)
     L = "L", Traits("load again", "#a8a860", "l", _ON_HOST, (Made.BACK,), (0, 0, 0, 1), lane=Lane.H2D)
-    R = "R", Traits("forward again", "#606084", "f", _OWN, (Made.BACK,), (1, 0, 0, 0, -1), again=True)
+    R = "R", Traits("forward again", "#606084", "f", _AGAIN, (Made.BACK,), (1, 0, 0, 0, -1), again=True)
+
+    # The collectives of A and G, more than once a step: never in one table with them, and drawn in their colours.
+    AF = "AF", Traits("gather for a run", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), lane=Lane.DP, evaluates=True)
+    AB = "AB", Traits("gather for a run back", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), lane=Lane.DP)
+    RS = "RS", Traits("reduce-scatter of a run", "#9900ff", "g", _REDUCE_RUN, (Made.SCATTERED,), lane=Lane.DP)
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__

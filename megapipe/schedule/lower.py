@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import accumulate, count
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Lane, Made
-from megapipe.schedule.passes import Exchange, Message, Program, Schedule, Step
+from megapipe.schedule.kinds import Kind, Lane, Made
+from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
+from megapipe.schedule.weights.runs import GATHERS, runs
 
 _Entry = tuple[int, int, int, int, Step | Message]
 """A place in the global order (which V stand before it, tick, number within the tick, 0 for a step or the number of a
@@ -86,10 +87,22 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """A table with only what an evaluation does: its forwards, without those of multi-token prediction."""
+    """A table with only what an evaluation does: its forwards, without those of multi-token prediction, and of the
+    gathers those of runs that have one."""
     place = schedule.placement
+    named: dict[Pass, Pass] = {}  # a run begins with its first forward
+    for run in (run for rank in range(len(schedule.ranks)) for run in runs(schedule, rank)):
+        for x in (x for x in run.passes[::-1] if x.kind.is_forward):
+            named[run.gather] = x._replace(kind=Kind.AF)
     rows = [
-        [tuple(x for x in step if x.kind.traits.evaluates and not place.depth(x.stage)) for step in row]
+        [
+            tuple(
+                named.get(x, x)
+                for x in step
+                if (x in named or (x.kind.traits.evaluates and x.kind not in GATHERS)) and not place.depth(x.stage)
+            )
+            for step in row
+        ]
         for row in schedule.ranks
     ]
     return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows), shared=())

@@ -21,6 +21,7 @@ from megapipe.schedule.dependencies import Dependencies, is_beyond
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
+from megapipe.schedule.weights.runs import GATHERS, REDUCES
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
             lane = lane_of[step[0][0]]
             # Inlined, with local names: this loop runs once for each pass of each table that a search tries.
             now = lanes[lane]
-            if lane in _COPIES:  # it begins where it stands in the row
+            if lane and step[0][0] in _POSTED:  # it begins where it stands in the row
                 now = max(now, lanes[_COMPUTE])
             for item in step:
                 kind, stage, microbatch, piece = item
@@ -184,7 +185,8 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
 
 _LANES = tuple(Lane)
-_COMPUTE, _COPIES = _LANES.index(Lane.COMPUTE), {_LANES.index(lane) for lane in COPIES}
+_COMPUTE = _LANES.index(Lane.COMPUTE)  # 0
+_POSTED = {kind for kind in Kind if kind.traits.lane in COPIES or kind in GATHERS | REDUCES}
 _Arrival = tuple[dict[int, float], int, float]
 """The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 

@@ -18,6 +18,7 @@ from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.memory.rules import memory_problems
 from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
 from megapipe.schedule.simulate import Clock, run_clock, uncollected
+from megapipe.schedule.weights.rules import weight_problems
 
 _PAIRED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
@@ -83,6 +84,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
     yield from memory_problems(schedule, seen)
+    yield from weight_problems(schedule, seen)
     yield from _never_again(schedule)
 
 

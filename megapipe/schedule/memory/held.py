@@ -1,12 +1,13 @@
-"""The activation that ranks hold while a table runs."""
+"""The activation that ranks hold while a table runs, and the weights and gradients that are whole for a while."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.kinds import Lane
+from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.weights.runs import GATHERS, REDUCES, lives
 
 
 class _Clock(Protocol):
@@ -20,17 +21,21 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
     """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
     # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
     takes, gives = costs.changes(schedule.placement, schedule.kinds, schedule.cuts)
-    beside = any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
-    again, inputs = computed_again(schedule), costs.memory(schedule.placement)[-1]
+    sharded = not schedule.kinds.isdisjoint(GATHERS | REDUCES)
+    beside = sharded or any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
+    again, inputs = computed_again(schedule), costs.memory(schedule.placement)[4]
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         moments: list[tuple[float, float, int]] = []
+        whole = _whole(schedule, costs, rank) if sharded else {}
         for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
             for moment, change in ((start, takes), (end, gives)):
                 for kind, stage, microbatch, piece in step:
                     if (kind, piece) in change:
                         less = again and kind.is_forward and (stage, microbatch) in again
                         moments.append((moment, inputs[stage] if less else change[kind, piece][stage], i))
+                if (i, change is gives) in whole:
+                    moments.append((moment, whole[i, change is gives], i))
         if beside:  # copies end while passes run
             moments.sort(key=lambda moment: moment[0])
         held, curve = 0.0, list[tuple[float, float, int]]()
@@ -39,6 +44,16 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
             curve.append((at, held, i))
         curves.append(curve)
     return curves
+
+
+def _whole(schedule: Schedule, costs: Costs, rank: int) -> dict[tuple[int, bool], float]:
+    """The sizes of weights and gradients of runs: taken when a step starts (False), given back when it ends (True)."""
+    *_, weights, gradients = costs.memory(schedule.placement)
+    sizes, found = {Kind.AF: weights, Kind.RS: gradients}, dict[tuple[int, bool], float]()
+    for kind, stage, first, last in lives(schedule, rank):
+        found[first, False] = found.get((first, False), 0.0) + sizes[kind][stage]
+        found[last, True] = found.get((last, True), 0.0) - sizes[kind][stage]
+    return found
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:

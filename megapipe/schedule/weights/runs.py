@@ -1,0 +1,98 @@
+"""Runs of passes between which a stage's weights are one share: from when to when they are whole on a rank.
+
+What an executor must know of AF, AB and RS. A gather begins where it stands in the row, as copies do, and its run is
+every pass of the stage that reads the weights (F, B, BW, R; no W, which takes input and gradient alone) from there to
+the next gather of the stage or the end of the row. The weights go when the step with the run's last pass is over: no
+pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first W or BW behind the
+reduction before (or behind the start of the row) to the end of its own reduction, which adds the share of this rank to
+what earlier ones left. In a table without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2).
+All data-parallel replicas run one table, and gathers and reductions of a rank are one after another on the lane `dp`:
+so the collectives of a group meet in one order, whatever their ranks wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megapipe.schedule.kinds import Kind, Made
+from megapipe.schedule.passes import Pass, Schedule
+
+
+class Run(NamedTuple):
+    """A gather with the passes that read what it brings, in order; there may be none in a table that is wrong."""
+
+    gather: Pass
+    passes: tuple[Pass, ...]
+
+    @property
+    def dropped(self) -> Pass:
+        """The pass behind whose step the stage's weights are one share again."""
+        return self.passes[-1] if self.passes else self.gather
+
+
+class Sum(NamedTuple):
+    """A reduction with the passes before it whose gradients of the weights it sums, in order."""
+
+    reduce: Pass
+    passes: tuple[Pass, ...]
+
+
+def reads_weights(kind: Kind) -> bool:
+    """Does such a pass need the weights of its stage?"""
+    return any(need.made is Made.WEIGHTS for need in kind.traits.needs)
+
+
+def adds_gradients(kind: Kind) -> bool:
+    """Does such a pass add into the gradient of the weights that are gathered?"""
+    return Made.WEIGHT_GRADIENT in kind.traits.makes
+
+
+GATHERS = frozenset(kind for kind in Kind if Made.WEIGHTS in kind.traits.makes)
+REDUCES = frozenset(kind for kind in Kind if Made.SCATTERED in kind.traits.makes)
+_READS = frozenset(kind for kind in Kind if reads_weights(kind))
+_ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
+
+
+def runs(schedule: Schedule, rank: int) -> list[Run]:
+    """The runs of a rank's stages, in the order of their gathers."""
+    found, now = list[tuple[Pass, list[Pass]]](), dict[int, list[Pass]]()
+    for item in (x for step in schedule.ranks[rank] for x in step):
+        if item.kind in GATHERS:
+            now[item.stage] = []
+            found.append((item, now[item.stage]))
+        elif item.kind in _READS and item.stage in now:
+            now[item.stage].append(item)
+    return [Run(gather, tuple(passes)) for gather, passes in found]
+
+
+def sums(schedule: Schedule, rank: int) -> list[Sum]:
+    """The reductions of a rank's stages, in order."""
+    found, now = list[Sum](), dict[int, list[Pass]]()
+    for item in (x for step in schedule.ranks[rank] for x in step):
+        if item.kind in REDUCES:
+            found.append(Sum(item, tuple(now.pop(item.stage, ()))))
+        elif item.kind in _ADDS:
+            now.setdefault(item.stage, []).append(item)
+    return found
+
+
+def of_runs(schedule: Schedule) -> Mapping[Pass, tuple[Pass, ...]]:
+    """The needs that run: of a pass its gather, of a reduction the passes whose gradients it sums."""
+    if schedule.kinds.isdisjoint(GATHERS | REDUCES):
+        return {}
+    ranks = range(len(schedule.ranks))
+    gathered = {item: (run.gather,) for rank in ranks for run in runs(schedule, rank) for item in run.passes}
+    return gathered | {one.reduce: one.passes for rank in ranks for one in sums(schedule, rank)}
+
+
+def lives(schedule: Schedule, rank: int) -> Iterator[tuple[Kind, int, int, int]]:
+    """Weights (AF) and gradients (RS) that are whole on a rank for a while.
+
+    Returns: which of them, their stage, the step at whose start they are taken, the one at whose end they are free.
+    """
+    at = {item: i for i, step in enumerate(schedule.ranks[rank]) for item in step}
+    for run in runs(schedule, rank):
+        yield Kind.AF, run.gather.stage, at[run.gather], at[run.dropped]
+    for one in sums(schedule, rank):
+        yield Kind.RS, one.reduce.stage, at[one.passes[0] if one.passes else one.reduce], at[one.reduce]
