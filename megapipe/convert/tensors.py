@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, layout_of, saved_tensors
+from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, Layout, layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
 from megapipe.partition.spans import LayerSpan, whole
@@ -163,9 +163,16 @@ def is_trained(name: str) -> bool:
     return name.rpartition(".")[2] not in SAVED_BUFFERS
 
 
+def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, Layout]:
+    """Layouts of a model's parameters by name, or of those of a span and, where the loss is, of the depths behind it;
+    those that repeat another's weight are among them."""
+    own, *depths = whole(model.layers, model.depths)
+    spans = [span or own, *(depths if span is None or span.loss else ())]
+    with torch.device("meta"):
+        modules = [whole_model(model, span) for span in spans]
+    return {name: layout_of(param) for module in modules for name, param in saved_tensors(module)}
+
+
 def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes in which we save a model's parameters, by name, without those that repeat another's weight."""
-    with torch.device("meta"):
-        modules = [whole_model(model, span) for span in whole(model.layers, model.depths)]
-    layouts = {name: layout_of(param) for module in modules for name, param in saved_tensors(module)}
-    return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}
+    return {name: layout.full for name, layout in our_layouts(model).items() if layout.tied_to is None}

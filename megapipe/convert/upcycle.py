@@ -17,8 +17,8 @@ from megapipe.checkpoint.resume import resume_problems
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, ModelConfig
 from megapipe.convert.checkpoints import write_checkpoint
-from megapipe.convert.tensors import SavedTensors, is_trained, whole_model
-from megapipe.distributed.layout import Layout, layout_of, saved_tensors
+from megapipe.convert.tensors import SavedTensors, is_trained, our_layouts
+from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.tensor_parallel.rng import initial
@@ -58,11 +58,9 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
     refuse_upcycling(folder, config)
     saved = SavedTensors(folder)
     dtype = saved.dtypes[WORD_EMBEDDINGS]
-    with torch.device("meta"):
-        layouts = {name: layout_of(x) for name, x in saved_tensors(whole_model(config.model))}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, layout in layouts.items():
+        for name, layout in our_layouts(config.model).items():
             if layout.tied_to is None:
                 yield name, _made(name, layout, saved.read, config).to(dtype if is_trained(name) else torch.float32)
 

@@ -39,9 +39,7 @@ MODEL = ModelConfig(
 )
 TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 KINDS = ("", "exp_avg", "exp_avg_sq", "master")
-MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_num_layers", "mtp_loss_scaling_factor"} | {
-    "mtp_within_documents"
-}
+MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_within_documents"}
 EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
 OTHER_EXPERTS = {
     "moe_layer_freq": "[0, 1, 1]",
@@ -243,7 +241,7 @@ def test_a_damaged_pickle_gets_no_more_memory_than_its_bytes_can_need(tmp_path):
 @pytest.mark.parametrize(
     "other, text",
     [
-        ({"mtp_num_layers": 1}, "iter_0000005: --mtp-num-layers 1 is not supported"),
+        ({"mtp_use_repeated_layer": True}, "iter_0000005: --mtp-use-repeated-layer True is not supported"),
         ({"fp8": "hybrid"}, "iter_0000005: --fp8 hybrid is not supported"),
         ({"num_layers": 4}, "iter_0000005: lacks decoder.layers.3.input_layernorm.weight, "),
         ({"ffn_hidden_size": 8}, "mlp.linear_fc1.weight is [6, 8], but its arguments mean [2, 4, 8]"),

@@ -32,7 +32,7 @@ _MODEL = _alike(
     "init_method_std init_method_xavier_uniform embedding_init_method_std padded_vocab_size "
     "make_vocab_size_divisible_by",
     "norm_epsilon apply_layernorm_1p disable_bias_linear no_bias_gelu_fusion window_size per_layer_overrides "
-    "no_attention no_mlp mtp_num_layers mtp_loss_scaling_factor mtp_within_documents",
+    "no_attention no_mlp mtp_within_documents",
 )
 _TRAIN = _alike(
     "train",
@@ -43,7 +43,7 @@ _DATA = _alike("data", "eval_iters eval_interval", "no_data_sharding")
 
 # What would be another model here, if it has a value but these.
 _OTHER = (
-    "mtp_num_layers fp8 fp4 is_hybrid_model hybrid_layer_pattern "
+    "mtp_use_repeated_layer mtp_detach_heads mtp_hsm fp8 fp4 is_hybrid_model hybrid_layer_pattern "
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json experimental_attention_variant "
     "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
     "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "

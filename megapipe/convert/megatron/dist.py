@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,11 @@ class DistributedTensors:
     Attributes:
         sizes: shapes of stored tensors by key, as stored.
         objects: what is no tensor, by key without its shard.
+        copies: none, as each tensor is there once.
     Raises: CheckpointError if the folder has no .metadata, or it is damaged.
     """
+
+    copies: Set[str] = frozenset()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

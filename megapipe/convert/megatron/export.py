@@ -112,9 +112,10 @@ def opened(folder: Path, target: Path, optimizer: bool, fused: bool | None) -> E
     model, saved = config.model, SavedTensors(folder)
     if model.per_layer_overrides is not None:
         raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
-    if model.depths:
+    if model.depths and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
-            f"{folder.name}: --mtp-num-layers {model.depths} is not exported to Megatron-LM. To --to-huggingface it is"
+            f"{folder.name}: --mtp-num-layers {model.depths} with --position-embedding-type learned_absolute has no "
+            "like in Megatron-LM, which refuses it"
         )
     k, groups = model.moe_router_topk, model.moe_router_group_topk
     if groups and model.group_scores != k // groups:

@@ -65,7 +65,7 @@ class FlatState:
                         "the distributed optimizer's main parameters are not the weights of the model in any known "
                         "order; convert the weights alone with --no-load-optim"
                     )
-                found |= {name: (row, start) for name, start in starts.items()}
+                found = {name: (row, start) for name, start in starts.items()} | found  # a copy's are the same
             self.places.append(found)
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:

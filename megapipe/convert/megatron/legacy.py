@@ -7,7 +7,7 @@ each group those that the group has, in the order of the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ Chunk = Mapping[str, Tensor]
 class LegacyTensors:
     """The ranks' files.
 
+    Attributes:
+        copies: tensors of which a later stage has other numbers than the first that has them.
     Raises: CheckpointError if one is missing, or is none of Megatron-LM's GPT.
     """
 
@@ -54,6 +56,7 @@ class LegacyTensors:
         self.etp: int = args.get("expert_tensor_parallel_size") or self.tp
         self._complete()
         self.chunks = {rank: list(self._chunks(*rank)) for rank in sorted(self.paths)}
+        self.copies: Set[str] = set()
         self._parts: dict[tuple[str, str], list[list[Tensor]]] = {}
         its_experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         dense: set[tuple[int, int]] = set()
@@ -63,11 +66,15 @@ class LegacyTensors:
                 if (its := of_expert(name)) is not None:
                     its_experts.setdefault((kind, its[0], t if self.etp > 1 else 0), {})[e, its[1]] = x
                 elif (t, p) not in dense:
-                    self._parts.setdefault((kind, name), []).append([x])
+                    held = self._parts.setdefault((kind, name), [])
+                    if len(held) == t:
+                        held.append([x])
+                    elif not kind and not torch.equal(held[t][0], x):  # a later stage's copy
+                        self.copies |= {name}
             dense.add((t, p))
-        for (kind, name, _), held in sorted(its_experts.items(), key=lambda pair: pair[0]):
+        for (kind, name, _), experts in sorted(its_experts.items(), key=lambda pair: pair[0]):
             self._parts.setdefault((kind, name), []).append(
-                [x for _, x in sorted(held.items(), key=lambda one: one[0])]
+                [x for _, x in sorted(experts.items(), key=lambda one: one[0])]
             )
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:

@@ -20,10 +20,9 @@ from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts
 from megapipe.convert.megatron.export import Export, opened
-from megapipe.convert.megatron.names import fused_name, orders
-from megapipe.convert.tensors import Progress, counted, is_trained, whole_model
+from megapipe.convert.megatron.names import fused_name, in_layer, of_stage, orders
+from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.errors import CheckpointError
 from megapipe.partition.spans import LayerSpan, partition
 from megapipe.schedule import loop
@@ -114,8 +113,7 @@ def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, 
     """A rank's file."""
     model = export.config.model
     span = partition(model.layers, loop(sizes.pp, 1))[p]
-    with torch.device("meta"):
-        layouts = {name: layout_of(param) for name, param in saved_tensors(whole_model(model, span))}
+    layouts = of_stage(model, span)
     if sizes.pp == 1:  # where the embedding is, a tied head is nothing of its own
         layouts = {name: layout for name, layout in layouts.items() if layout.tied_to is None}
     axis = Axis(t, sizes.tp, beside={"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)})
@@ -134,7 +132,7 @@ def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, 
         return {name: x.clone(memory_format=torch.contiguous_format) for *_, name, x in found}
 
     tensors = read("")
-    of_linear = [x.rpartition(".")[0] for x in tensors if re.search(r"\.linear_\w+\.weight$", x)]
+    of_linear = [x.rpartition(".")[0] for x in tensors if re.search(r"\.(linear_\w+|eh_proj)\.weight$", x)]
     content = export.common(args_of(export.config) | sizes.args())
     extra = dict.fromkeys(f"{module}._extra_state" for module in [*of_linear, *["output_layer"] * span.loss])
     content["model"] = tensors | extra
@@ -150,11 +148,11 @@ def _parts(name: str, x: Tensor, model: ModelConfig, span: LayerSpan, local: boo
     """A rank's part of a tensor of ours -> theirs: gate above up, experts each by itself, layers counted from 0."""
     if model.gated and ".linear_fc1." in name:
         x = x.flatten(int(is_experts(name)), int(is_experts(name)) + 1)
-    if name.startswith("decoder.layers."):
-        _, _, layer, inner = name.split(".", 3)
-        if not local:
-            inner = fused_name(inner, model.has_experts_in(int(layer)), model.multi_latent_attention)
-        name = f"decoder.layers.{int(layer) - span.first}.{inner}"
+    if (place := in_layer(name, model)) is not None:
+        layer, inner = place
+        its = inner if local else fused_name(inner, model.has_experts_in(layer), model.multi_latent_attention)
+        first = f"decoder.layers.{layer - span.first}." if name.startswith("decoder.") else name.removesuffix(inner)
+        name = first + its
     if not is_experts(name):
         return [(name, x)]
     return [

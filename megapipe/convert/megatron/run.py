@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +22,10 @@ from megapipe.convert.megatron.args import config_of, left_out
 from megapipe.convert.megatron.dist import FLAT, DistributedTensors
 from megapipe.convert.megatron.flat import FlatState, Row
 from megapipe.convert.megatron.legacy import LegacyTensors
-from megapipe.convert.megatron.names import orders
-from megapipe.convert.tensors import Progress, counted, is_trained, whole_model
+from megapipe.convert.megatron.names import of_stage, orders
+from megapipe.convert.tensors import Progress, counted, is_trained, our_layouts
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, layout_of, saved_tensors
+from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
 from megapipe.partition.spans import LayerSpan, partition
@@ -39,9 +39,14 @@ exp_avg, exp_avg_sq or master."""
 
 
 class Source(Protocol):
-    """A checkpoint of either format."""
+    """A checkpoint of either format.
+
+    Attributes:
+        copies: tensors of which a later stage has other numbers than the first that has them.
+    """
 
     folder: Path
+    copies: Set[str]
 
     @property
     def common(self) -> Mapping[str, Any]: ...
@@ -99,6 +104,7 @@ def import_megatron(
     state = {"iteration": iteration} | _where(common, args, released)
     final = write_checkpoint(target, config, tensors, state, steps)
     notes = [*_notes(config, with_state, folder), *_left(args)]
+    notes += [f"{name} is the first stage's; a later one has other numbers in its copy" for name in opened.copies]
     return Converted(final, config, tuple(notes), args["padded_vocab_size"], steps)
 
 
@@ -129,9 +135,7 @@ def find_folder(source: Path, step: int | None = None) -> Path:
 
 def _parameters(config: Config) -> tuple[dict[str, Layout], dict[str, str]]:
     """Layouts of what we save, and what repeats another's weight."""
-    with torch.device("meta"):
-        params = dict(saved_tensors(whole_model(config.model)))
-    layouts = {name: layout_of(param) for name, param in params.items()}
+    layouts = our_layouts(config.model)
     tied = {name: layout.tied_to for name, layout in layouts.items() if layout.tied_to is not None}
     return {name: layout for name, layout in layouts.items() if name not in tied}, tied
 
@@ -240,9 +244,7 @@ def _rows(
 
 def _own(config: Config, span: LayerSpan, tied: Mapping[str, str], apart: bool) -> list[str]:
     """Parameters of a stage; a tied head is one of its own where it is apart from the embedding."""
-    with torch.device("meta"):
-        names = [name for name, _ in whole_model(config.model, span).named_parameters()]
-    return [name for name in names if apart or name not in tied]
+    return [name for name in of_stage(config.model, span) if is_trained(name) and (apart or name not in tied)]
 
 
 def _steps(held: Any) -> Iterator[Any]:

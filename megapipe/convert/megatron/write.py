@@ -33,10 +33,9 @@ from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import alike, is_experts
 from megapipe.convert.megatron.export import Export, opened
-from megapipe.convert.megatron.names import stored_names
+from megapipe.convert.megatron.names import in_layer, stored_names
 from megapipe.convert.tensors import Progress, counted, is_trained
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
 _KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp32_param", "param")}
 _EXTRA = tuple(
@@ -45,6 +44,7 @@ _EXTRA = tuple(
 _EXTRA_LATENT = tuple(
     f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 )
+_EXTRA_DEPTH = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXTRA_SPARSE = ("pre_mlp_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _FILE_BYTES = 1 << 32
@@ -146,12 +146,12 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
         gate = int(is_experts(name))
         tensor = tensor.flatten(gate, gate + 1)
     offsets, size, names = [0] * tensor.ndim, list(tensor.shape), [name]
-    if match := _LAYER.fullmatch(name):
-        layer, inner = int(match[1]), match[2]
-        where = "decoder.layers." if alike(model) else f"decoder.layers.{layer}."
+    if (place := in_layer(name, model)) is not None:
+        layer, inner = place
+        where = name.removesuffix(inner).replace("mtp_model_layer", "transformer_layer")
+        if alike(model) and name.startswith("decoder."):
+            where, offsets, size, tensor = "decoder.layers.", [layer, *offsets], [model.layers, *size], tensor[None]
         names = [where + its for its in stored_names(inner, model.has_experts_in(layer), model.multi_latent_attention)]
-        if alike(model):
-            offsets, size, tensor = [layer, *offsets], [model.layers, *size], tensor[None]
     keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names] or names
     if with_state and not kinds and tensor.dtype == torch.float32 and is_trained(name):
         keys = [*keys, *(f"optimizer.state.param.{key}" for key in names)]  # the weights are the main parameters
@@ -161,17 +161,27 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
 def _extras(model: ModelConfig) -> Iterator[str]:
     """Keys of modules that ask for a state of their own, which is empty without fp8."""
     for layer in range(model.layers):
-        sparse = model.has_experts_in(layer)
-        first, last = ("", f"{layer}") if alike(model) else (f"{layer}.", "")
-        of, total = (f"_{model.layers}",) * 2 if alike(model) else ("_1", "")
-        latent = ("input_layernorm", "self_attention.kv_layernorm", *_EXTRA_LATENT) * model.multi_latent_attention
-        for module in (*_EXTRA, *latent, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
-            yield f"decoder.layers.{first}{module}._extra_state/shard_{last or 0}{of}"
-        for expert in range(model.experts if sparse else 0):
-            at = f"{last}.{expert}{total}.{model.experts}" if alike(model) else f"{expert}_{model.experts}"
-            for module in ("linear_fc1", "linear_fc2"):
-                yield f"decoder.layers.{first}mlp.experts.experts.{module}._extra_state/shard_{at}"
+        stacked = alike(model)
+        where = "decoder.layers." + f"{layer}." * (not stacked)
+        yield from _extras_of(model, layer, where, (layer, model.layers) if stacked else None)
+    for depth in range(model.depths):
+        where = f"mtp.layers.{depth}."
+        yield from (f"{where}{module}._extra_state/shard_0_1" for module in _EXTRA_DEPTH)
+        yield from _extras_of(model, model.layers - 1, f"{where}transformer_layer.")
     yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def _extras_of(model: ModelConfig, layer: int, where: str, part: tuple[int, int] | None = None) -> Iterator[str]:
+    """Keys of one layer. part: the layer's number and that of all layers, under a key of all."""
+    sparse = model.has_experts_in(layer)
+    n, of = part or (0, 1)
+    latent = ("input_layernorm", "self_attention.kv_layernorm", *_EXTRA_LATENT) * model.multi_latent_attention
+    for module in (*_EXTRA, *latent, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
+        yield f"{where}{module}._extra_state/shard_{n}_{of}"
+    for expert in range(model.experts if sparse else 0):
+        at = f"{expert}_{model.experts}" if part is None else f"{n}.{expert}_{of}.{model.experts}"
+        for module in ("linear_fc1", "linear_fc2"):
+            yield f"{where}mlp.experts.experts.{module}._extra_state/shard_{at}"
 
 
 def _state(export: Export) -> dict[str, Any]:
