@@ -123,20 +123,21 @@ class Axis:
         return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """into: as in `start_reduce_scatter`, of the result's shape; x is this rank's slice of it."""
+        """into: as in `start_reduce_scatter`, of the result's shape; x may be this rank's slice of it."""
         if self.size == 1:
             return Pending(x)
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if into is None or not into.is_cuda else into
+        out = into if into is not None and _fits(x, into) else x.new_empty(self.size * x.shape[0], *x.shape[1:])
         exchange = self._exchange(x, lambda parts: torch.cat(list(parts), out=out))
         return Pending(out, exchange or _all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """into: where a GPU is to leave the result, this rank's slice of x: NCCL needs no room beside x then."""
+        """into: where the result is to be left. If that is this rank's slice of x, a GPU does so alone: NCCL needs no
+        room beside x then."""
         if self.size == 1:
             return Pending(x)
         rows = x.shape[0] // self.size
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        out = x.new_empty(rows, *x.shape[1:]) if into is None or not into.is_cuda else into
+        out = into if into is not None and _fits(x, into) else x.new_empty(rows, *x.shape[1:])
         exchange = self._exchange(x, lambda parts: _combine([part[mine] for part in parts], out, torch.add))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
@@ -212,6 +213,11 @@ ALONE = Axis()
 
 
 _OF_TWO: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _fits(x: Tensor, into: Tensor) -> bool:
+    """Can a result be left there? On a CPU not within what it is made of."""
+    return into.is_cuda or x.untyped_storage()._cdata != into.untyped_storage()._cdata
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:

@@ -167,6 +167,11 @@ class FlatBuffers:
         return whole.reshape(-1)[first : first + part.stop - part.start]
 
     @property
+    def own_weights(self) -> Tensor:
+        """The model's weights of the share."""
+        return self.model[self.share]
+
+    @property
     def reduced(self) -> Tensor:
         """The gradients of the share; summed over data parallel once that is done."""
         return self.grads[self.share]
@@ -212,6 +217,15 @@ class FlatBuffers:
                 self.model.copy_(whole)
 
         return finish
+
+    def begin_grads(self) -> None:
+        """A run of backwards begins: `sharded.buffers` takes memory for what they write. So with the two below."""
+
+    def drop(self) -> None:
+        """A run of passes that read the weights is over."""
+
+    def take_share(self) -> None:
+        """The weights have been written."""
 
     def gathered(self, flat: Tensor) -> Tensor:
         """A tensor of the share's size, whole: the shares of all ranks. Collective over data parallel."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -23,9 +24,11 @@ from megapipe.optim.buckets import buckets_of
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import check_trained, frozen, natural, take_census, trained
 from megapipe.optim.norm import Norm
-from megapipe.optim.reduction import Reduction, all_of
+from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Groups, Part, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
+from megapipe.optim.sharded.buffers import Live, ShardedBuffers
+from megapipe.optim.sharded.gathers import Gathers
 from megapipe.optim.ties import Ties
 
 
@@ -56,15 +59,18 @@ class Optimizer:
     Args:
         stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
             whole model.
-        gathers_later: a step leaves updated weights to `start_gather` of the next, or to `settle`.
+        gathers_later: a step leaves updated weights to `gathers` of the next, or to its `settle`.
         groups: which parameters have a rate or decay of their own.
         bucket_size, num_buckets: elements, or of a stage, that are summed over data parallel at once; see buckets_of.
         distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
+        shards_grads, shards_weights: and of gradients and weights, which are whole while passes use them.
     Attributes:
         chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
+        gathers: of their weights.
         reduction: sums their gradients; what it has not begun by then, `step` begins.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
+        live: what comes and goes of them within a step.
         steps: updates made so far; Adam's bias correction needs it.
         weight_decay: as in TrainConfig; a loaded checkpoint may set it.
     Parameters with requires_grad False are no part of it.
@@ -79,6 +85,8 @@ class Optimizer:
         *,
         groups: Groups = usual_groups,
         distributed: bool = False,
+        shards_grads: bool = False,
+        shards_weights: bool = False,
         gathers_later: bool = False,
         bucket_size: int | None = None,
         num_buckets: int | None = None,
@@ -86,7 +94,7 @@ class Optimizer:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
         self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
-        self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
+        self._shards, self.live = (shards_grads and self.distributed, shards_weights and self.distributed), Live()
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
         self.steps, self.weight_decay = 0, train.weight_decay
@@ -97,7 +105,7 @@ class Optimizer:
         self._frozen = frozen(stages, census, mesh)
         owners = sorted((row.name for row in census.values() if row.tied_to is None), key=natural)
         self.ties = ties = Ties(everything, self.params, mesh)
-        self._lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
+        lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
         self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
         self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
         of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
@@ -117,24 +125,31 @@ class Optimizer:
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
         twice = [twin for _, twin in self._twins]
         ready = [[(bucket.first, bucket.layers) for bucket in of] for of in of_stages]
-        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties, dtype)
+        sharded = [b for b in self.buffers if isinstance(b, ShardedBuffers)]
+        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties, sharded, dtype)
+        self.gathers = Gathers(self.chunks, lenders, drops=self._shards[1])
         self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
         ties.share()
         self._send_to_twins()
-        self.reload_main()
+        with self.gathers.whole():
+            self.reload_main()
 
     def _laid_out(
         self, params: Mapping[str, nn.Parameter], borrowed: Collection[str], groups: Groups, *, has_main: bool
     ) -> FlatBuffers:
         """Parameters of one grid, which the same ranks have."""
         train, mesh, experts = self.train, self.mesh, any(layout_of(param).experts for param in params.values())
-        return FlatBuffers(
+        replicas = mesh.edp if experts else mesh.dp_cp
+        make: Callable[..., FlatBuffers] = partial(FlatBuffers, distributed=self.distributed)
+        if self._shards[0] and replicas.size > 1:
+            tied = {row.name for tie in self.ties.all for row in tie.uses}
+            make = partial(ShardedBuffers, tied=tied, drops_weights=self._shards[1], live=self.live)
+        return make(
             params,
             borrowed,
             has_main=has_main,
             device=mesh.device,
-            replicas=mesh.edp if experts else mesh.dp_cp,
-            distributed=self.distributed,
+            replicas=replicas,
             groups=groups,
             grads_as=_dtype(train.main_grads_dtype),
             main_as=_dtype(train.main_params_dtype),
@@ -224,31 +239,10 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_model_to_main()
 
-    def start_gather(self, chunk: int) -> Callable[[], None]:
-        """Begin to gather the weights of this rank's stage number `chunk` if they were updated since; as above.
-
-        They are there when those are that it borrows: a head may run before the stage whose embedding it uses.
-        """
-        chunks = self._lenders[chunk]
-        for stale in sorted(chunks & self._stale):
-            self._stale.remove(stale)
-            self._gathering[stale] = all_of([buffers.start_gather() for buffers in self.chunks[stale]])
-
-        def finish() -> None:
-            for under_way in sorted(chunks & self._gathering.keys()):
-                self._gathering.pop(under_way)()
-
-        return finish
-
-    def settle(self) -> None:
-        """Gather the weights that a step has left for the next. Collective over data parallel."""
-        for finish in [self.start_gather(chunk) for chunk in sorted(self._stale)]:
-            finish()
-
     def _send_to_twins(self, *, shares: bool = False) -> None:
         """The owners' weights, or this rank's share of them."""
         for source, buffers in self._twins:
-            self.mesh.twins.broadcast(buffers.model[buffers.share] if shares else buffers.model, source)
+            self.mesh.twins.broadcast(buffers.own_weights if shares else buffers.model, source)
 
     def update(self, lr: float, ends_lr: float | None = None) -> None:
         """Let the rule update what is owned here, by gradients that are summed, scaled and clipped."""
@@ -275,13 +269,14 @@ class Optimizer:
         for buffers in self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
-        # Under ZeRO-1 the rest of `model` is of the step before until it is gathered.
-        self._stale = set(range(len(self.chunks)))
+        self.gathers.updated()
         if not self.gathers_later:
-            self.settle()
+            self.gathers.settle()
         for chunk in self._sends:
-            self.start_gather(chunk)()
+            self.gathers.start(chunk)()
         self.ties.feed()
+        for chunk in self._sends:
+            self.gathers.drop(chunk)
 
     @property
     def _grads(self) -> list[Tensor]:

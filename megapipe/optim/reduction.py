@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import FlatBuffers
+from megapipe.optim.sharded.buffers import ShardedBuffers
 from megapipe.optim.ties import Ties
 
 
@@ -34,6 +35,7 @@ class Reduction:
         twins: those of them that exist on another rank too, in one order on both.
         params: of all stages by name.
         ties: weights that are used several times.
+        sharded: buffers whose gradients are reduced after each run of passes.
         dtype: what gradients are rounded to on their way over data parallel, if not their own.
     """
 
@@ -43,6 +45,7 @@ class Reduction:
     twins: Sequence[FlatBuffers]
     params: Mapping[str, nn.Parameter]
     ties: Ties
+    sharded: Sequence[ShardedBuffers] = ()
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
     _early: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
@@ -61,12 +64,20 @@ class Reduction:
             if n >= len(early) and layer <= first and layers == count:
                 early.append(self._start(buffers))
 
+    def begin(self, chunk: int) -> None:
+        """A run of backwards of this rank's stage number `chunk` begins."""
+        for buffers in self.chunks[chunk]:
+            buffers.begin_grads()
+
     def start(self, chunk: int) -> Callable[[], None]:
         """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
 
         Returns: what waits for the sums.
         """
         self._begun.add(chunk)
+        # One at a time: what the one before read is free when the next begins.
+        for sharded in self.sharded:
+            sharded.end_reduce()
         early = self._early.pop(chunk, [])
         return all_of([*early, *(self._start(buffers) for buffers in self.chunks[chunk][len(early) :])])
 
@@ -74,7 +85,7 @@ class Reduction:
         dp = buffers.replicas
         buffers.sum_over_tp(self.mesh.tp)
         # The uses of a weight have other shares on their ranks, so under ZeRO-1 each is summed whole.
-        apart = self.ties.apart if buffers.shares.size > 1 else ()
+        apart = self.ties.apart if buffers.shares.size > 1 and buffers not in self.sharded else ()
         grads = [self._main_grad(name) for name in buffers.own if name in apart]
         whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
         finish_all = buffers.start_reduce(self.dtype)
@@ -90,11 +101,15 @@ class Reduction:
         """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
         for finish in [self.start(chunk) for chunk in range(len(self.chunks)) if chunk not in self._begun]:
             finish()
+        for sharded in self.sharded:
+            sharded.sum_tied(self.mesh.tp, self.dtype)
         # After data parallel, and in one order on both ranks: a sum of two sums has the same bits on either.
         for buffers in self.twins:
             for part in buffers.parts:
                 self.mesh.twins.all_reduce(part)
         self.ties.add_gradients()
+        for sharded in self.sharded:
+            sharded.take_tied()
         self._begun.clear()
 
     def _main_grad(self, name: str) -> Tensor:

@@ -54,12 +54,13 @@ class Saving:
         directory = run.config.checkpoint.save
         assert directory is not None
         run.say(f"saving checkpoint at iteration {n:7d} to {directory} in safetensors format")
-        run.optimizer.settle()
         state = dataclasses.asdict(run.progress) | {"contents": self._contents}
         given = directory, n, run.modules, run.optimizer, state, run.config, run.mesh, run.curve, self._background
         if self._background is not None:
             self._background.keep = self._keep
-        if self._tried(partial(save_checkpoint, *given), last):
+        with run.optimizer.gathers.whole():
+            done = self._tried(partial(save_checkpoint, *given), last)
+        if done:
             self.begun = n
             self.jobs.saved(n, run.progress.consumed_train_samples)
             if self._background is None or self._background.under_way is None:

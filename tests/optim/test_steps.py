@@ -173,8 +173,8 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
         seen = []
         for act in (
             lambda: optimizer.step(1.0),
-            lambda: optimizer.start_gather(0)(),
-            lambda: optimizer.start_gather(0)(),
+            lambda: optimizer.gathers.start(0)(),
+            lambda: optimizer.gathers.start(0)(),
         ):
             weight.main_grad.fill_(1)
             act()
@@ -182,10 +182,10 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
         begun = []
         for b in optimizer.buffers:
             b.start_gather = lambda real=b.start_gather: begun.append(1) or real()
-        optimizer.start_gather(0)()
+        optimizer.gathers.start(0)()
         assert begun == [], "they are there"
         optimizer.step(1.0)
-        optimizer.settle()
+        optimizer.gathers.settle()
         assert begun == [1]
         return [*seen, [weight[0].item(), weight[-1].item()]]
 

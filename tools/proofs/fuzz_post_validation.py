@@ -173,7 +173,7 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         told(result)
 
     def save(**_: Any) -> None:  # ranks that are threads cannot
-        run.optimizer.settle()
+        run.optimizer.gathers.settle()
         state = run.optimizer.state() | {"weights": run.optimizer.params}
         saving.last = saving.begun = n = run.progress.iteration
         tensors.update(

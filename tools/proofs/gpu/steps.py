@@ -55,7 +55,7 @@ def records_of(flags: str, world: int) -> dict[int, list[Item]]:
                 training.driver.step(lambda: False)
             if training.driver.open:
                 training.driver._end()
-            training.run.optimizer.settle()
+            training.run.optimizer.gathers.settle()
             stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
             evaluate(stages, lambda consumed: _batch(config) * config.evaluation.num_microbatches, 0, 1)
         records[rank] = by.items
