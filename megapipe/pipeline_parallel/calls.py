@@ -12,6 +12,7 @@ from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Exchange, Pass, Placement, Program, Schedule
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import Lane
+from megapipe.schedule.weights.runs import REDUCES, runs
 
 
 class Call(NamedTuple):
@@ -24,6 +25,8 @@ class Call(NamedTuple):
         gives: how often its result is used here, by passes and by messages.
         ends: is it the last pass of a microbatch on its stage?
         beside: does it run on another lane than compute?
+        begins: is it the first of a run that writes gradients of its stage's weights?
+        drops: is it the last of a run that reads its stage's weights, which were gathered for it?
         awaits: passes beside it, of another lane than its own, that must have ended before it begins.
     """
 
@@ -33,6 +36,8 @@ class Call(NamedTuple):
     gives: int
     ends: bool
     beside: bool
+    begins: bool
+    drops: bool
     awaits: tuple[Pass, ...]
 
 
@@ -50,9 +55,10 @@ def looked_up(
     takes = {p: [made[what, s, *p[2:]] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
-    last = {p.stage: p for p in passes if not p.kind.traits.per_stage}
+    last = {p.stage: p for p in passes if p.kind.traits.lane is Lane.COMPUTE and not p.kind.traits.per_stage}
     beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
-    needs = Dependencies(table)
+    needs, begin = Dependencies(table), _begin_grads(passes)
+    drop = {run.dropped for run in runs(table, 0)}
 
     # A need on another lane whose result is not handed over, such as an update before a gather, is waited for by name.
     def awaited(p: Pass) -> Iterator[Pass]:
@@ -62,9 +68,23 @@ def looked_up(
 
     def call(p: Pass) -> Call:
         taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        return Call(p, table.number(p), taken, uses[p], last.get(p.stage) == p, p in beside, tuple(awaited(p)))
+        ends, own = last.get(p.stage) == p, (p in beside, p in begin, p in drop)
+        return Call(p, table.number(p), taken, uses[p], ends, *own, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
+
+
+def _begin_grads(passes: Sequence[Pass]) -> set[Pass]:
+    """The first passes of runs that write gradients which a pass of the table reduces. Of a backward that is split its
+    first part is one: what is no product, as a norm's, is not put off."""
+    begin, whole, reduced = set[Pass](), set[int](), {p.stage for p in passes if p.kind in REDUCES}
+    for p in passes:
+        if p.kind in REDUCES:
+            whole.discard(p.stage)
+        elif p.stage in reduced - whole and (p.kind.is_backward or p.kind.is_gradient_of_weights):
+            whole.add(p.stage)
+            begin.add(p)
+    return begin
 
 
 def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:

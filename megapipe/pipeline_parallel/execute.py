@@ -18,7 +18,7 @@ from megapipe.distributed.meeting.position import Position
 from megapipe.pipeline_parallel.calls import Call, looked_up
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import InFlight
-from megapipe.pipeline_parallel.passes.begin import AGAIN, PASSES, Begun, Made, sum_of
+from megapipe.pipeline_parallel.passes.begin import AGAIN, PASSES, Begun, Made, sum_of, weights_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together, how
 from megapipe.schedule import Exchange, Pass, Placement, Program
@@ -200,22 +200,29 @@ class _Runs(NamedTuple):
 
     def item(self, item: tuple[Call, ...] | Exchange) -> bool:
         """Returns: is the program to begin again?"""
-        hand, watch = self.hand, self.watch
+        hand = self.hand
         if isinstance(item, Exchange):
             hand.update(self.comm.exchange(item.messages, hand.take))
             return False
         for call in item:
             if call.awaits:
                 hand.end(call.awaits)
-        if len(item) == 2:
-            self.pair(*item)
-            return False
-        call = item[0]
+            if call.begins:
+                weights_of(self.stages[call.item.stage]).begin()
+        again = self.pair(*item) if len(item) == 2 else self.single(item[0])
+        for call in item:
+            if call.drops:
+                weights_of(self.stages[call.item.stage]).drop()
+        return again
+
+    def single(self, call: Call) -> bool:
+        """One pass. Returns as `item`."""
+        hand, watch = self.hand, self.watch
         # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
         kind, stage, *_ = call.item
         given = [hand.take(taken) for taken, _ in call.takes]
         begin = watch.mark()
-        at_waits.watch = None if kind.traits.per_stage else watch
+        at_waits.watch = None if call.beside or kind.traits.per_stage else watch
         made = PASSES[kind](self.stages[stage], call.number, given)
         at_waits.watch = None
         if not call.beside:
@@ -226,8 +233,8 @@ class _Runs(NamedTuple):
         _give(call, made, hand)
         return False
 
-    def pair(self, one: Call, other: Call) -> None:
-        """Two passes together: one computes while the other waits for a collective."""
+    def pair(self, one: Call, other: Call) -> bool:
+        """Two passes together: one computes while the other waits for a collective. Returns as `item`."""
         given = [[self.hand.take(taken) for taken, _ in call.takes] for call in (one, other)]
         begin, (f, b) = self.watch.mark(), (one.item, other.item)
         stage, back = self.stages[f.stage], self.stages[b.stage]
@@ -245,6 +252,7 @@ class _Runs(NamedTuple):
         self.watch.note(begin, passes=2)
         for call, tensor in zip((one, other), made, strict=True):
             _give(call, tensor, self.hand)
+        return False
 
     def labelled(self, item: tuple[Call, ...] | Exchange) -> bool:
         """`item` with labels for a profiler."""

@@ -10,6 +10,7 @@ from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.run import Run
 from megapipe.training.seams import Seams
 from megapipe.training.steps.stages import evaluate
+from megapipe.training.steps.step import weights_of
 
 
 class Evaluation:
@@ -44,8 +45,8 @@ class Evaluation:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
         # Weights whose gathering the next step would begin are needed now.
-        run.optimizer.settle()
-        losses = evaluate(self._stages, batches_at, begin, iters)
+        run.optimizer.gathers.settle()
+        losses = evaluate(self._stages, batches_at, begin, iters, weights_of(run.optimizer))
         end = begin + iters * run.config.evaluation.global_batch_size
         if consumed is None:
             progress.consumed_valid_samples = end

@@ -27,7 +27,7 @@ from megapipe.partition.spans import spans
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages, evaluate
-from megapipe.training.steps.step import Rates, StepResult, train_step
+from megapipe.training.steps.step import Rates, StepResult, train_step, weights_of
 from tools.proofs.equivalence_case import EOD, LR, Case, table
 
 # Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.
@@ -91,8 +91,8 @@ class Training:
 
     def validation_loss(self) -> float:
         """Of a batch that is not trained on."""
-        self.optimizer.settle()
-        return _loss(evaluate(self.pipeline, self._at, 10_000, 1))
+        self.optimizer.gathers.settle()
+        return _loss(evaluate(self.pipeline, self._at, 10_000, 1, weights_of(self.optimizer)))
 
     def gradients(self) -> dict[str, Part]:
         """Of the parameters whose optimizer state is here, or a share of it."""
@@ -103,7 +103,8 @@ class Training:
         """Of all stages here, routers' biases too."""
         biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
         whole = {name: Part(x.double(), {}) for name, x in biases.items() if x is not None}
-        return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
+        with self.optimizer.gathers.whole():
+            return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
 
     def _at(self, consumed: int) -> list[Tensor]:
         dp, b = self.mesh.dp, self.case.batch

@@ -35,20 +35,30 @@ it. Passes of one lane begin in the order of the table, and whoever runs them ke
 
 @dataclass(frozen=True)
 class Weights:
-    """Work on the weights of a stage as a whole. The first two functions begin it and return what waits for its end.
+    """Work on the weights of a stage as a whole. The first two begin it and return what waits for its end.
 
     Attributes:
         reduce: sum their gradients over data parallel.
-        gather: the updated weights over data parallel.
+        gather: the updated weights over data parallel, or those of a run of passes.
         update: those that the rank owns; None where no table has U.
         validate: what the step before has updated; returns whether it was wrong, so that what stood before it runs
             again. None where no table has V.
+        begin: take memory for the gradients of a run of passes.
+        drop: let go of the weights that were gathered for one.
     """
 
     reduce: Callable[[], Callable[[], None]]
     gather: Callable[[], Callable[[], None]]
     update: Callable[[], None] | None = None
     validate: Callable[[], bool] | None = None
+    begin: Callable[[], None] = lambda: None
+    drop: Callable[[], None] = lambda: None
+
+
+def weights_of(stage: Any) -> Weights:
+    """The work on a stage of a table that has passes of it as a whole."""
+    weights: Weights = stage.weights
+    return weights
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
@@ -69,6 +79,9 @@ PASSES: Mapping[Kind, Begin] = {
     Kind.G: lambda stage, _, __: Begun(stage.weights.reduce()),
     Kind.U: lambda stage, _, __: stage.weights.update(),
     Kind.A: lambda stage, _, __: Begun(stage.weights.gather()),
+    Kind.AF: lambda stage, _, __: Begun(stage.weights.gather()),
+    Kind.AB: lambda stage, _, __: Begun(stage.weights.gather()),
+    Kind.RS: lambda stage, _, __: Begun(stage.weights.reduce()),
     Kind.O: lambda stage, microbatch, _: Begun(stage.moves.offload(microbatch)),
     Kind.L: lambda stage, microbatch, _: Begun(stage.moves.load(microbatch)),
     Kind.R: lambda stage, microbatch, _: stage.again(microbatch),

@@ -144,7 +144,7 @@ class Activations:
     again: Collection[int]
 
     def __post_init__(self) -> None:
-        self._weights = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        self._weights = {p.untyped_storage()._cdata for p in self.module.parameters()}
         self.held = self.host.held
         self._kept: dict[int, _Kept] = {}
 
@@ -156,7 +156,7 @@ class Activations:
         def pack(tensor: Tensor) -> Tensor | _View:
             storage = tensor.untyped_storage()
             at = storage.data_ptr()
-            if at in self._weights or type(tensor) is not Tensor or not storage.nbytes():
+            if storage._cdata in self._weights or type(tensor) is not Tensor or not storage.nbytes():
                 return tensor
             slot = slots.get(at)
             if slot is None:

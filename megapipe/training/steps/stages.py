@@ -246,13 +246,19 @@ def with_overlap(schedule: Schedule, config: Config) -> Schedule:
 
 
 def evaluate(
-    stages: Stages, batches_at: Callable[[int], Sequence[Microbatch]], consumed: int, iters: int
+    stages: Stages,
+    batches_at: Callable[[int], Sequence[Microbatch]],
+    consumed: int,
+    iters: int,
+    weights: Sequence[Weights] | None = None,
 ) -> dict[str, float]:
     """Means of what loss_func reports in `iters` global batches: all sums over all counts, as in Megatron-LM.
 
     Args:
         batches_at: samples consumed -> one batch.
+        weights: as of `Stages.run`.
     """
     size = stages.config.global_batch_size
     starts = range(consumed, consumed + iters * size, size)
-    return reduce(add, (stages.run(batches_at(start), start, evaluate=True)() for start in starts)).means
+    totals = (stages.run(batches_at(start), start, evaluate=True, weights=weights)() for start in starts)
+    return reduce(add, totals).means

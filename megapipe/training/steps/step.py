@@ -153,8 +153,11 @@ def _state(stages: Stages, optimizer: Optimizer) -> list[Tensor]:
 
 def weights_of(optimizer: Optimizer) -> list[Weights]:
     """The reductions and gathers of each of this rank's stages."""
-    reduce, gather = optimizer.reduction.start, optimizer.start_gather
-    return [Weights(partial(reduce, n), partial(gather, n)) for n in range(len(optimizer.chunks))]
+    reduce, gathers, begin = optimizer.reduction.start, optimizer.gathers, optimizer.reduction.begin
+    return [
+        Weights(partial(reduce, n), partial(gathers.start, n), begin=partial(begin, n), drop=partial(gathers.drop, n))
+        for n in range(len(optimizer.chunks))
+    ]
 
 
 def train_step(
