@@ -45,7 +45,7 @@ class Dependencies:
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
         if need.where is Where.RUN:
-            yield from self._of_runs.get(item, ())
+            yield from self._of_runs.get((item, need.made), ())
             return
         for stage in self._schedule.placement.needed(item.stage, need):
             for number in self._numbers(item, need, stage):

@@ -128,14 +128,16 @@ _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
 # A slice attends to the keys and values of those before it: F makes them, F and B of later slices read them, the B of
 # their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
 _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
-# As long as weights are sharded a pass that reads them waits for the gather before its run.
+# As long as weights are sharded a pass that reads them waits for the gather before its run, and one that begins a
+# gradient for the reduction of the one before.
 _WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)
+_FREE = Need(Made.SCATTERED, Where.RUN, optional=True)
 _FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX, _WHOLE
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
 _BACK = Need(Made.BACK, Where.OWN, optional=True)
-_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK, _WHOLE
+_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK, _WHOLE, _FREE
 _OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
-_WEIGHTS = (Need(Made.GRADIENT, Where.OWN),)
+_WEIGHTS = Need(Made.GRADIENT, Where.OWN), _FREE
 _REDUCE = (
     Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
     Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),

@@ -59,7 +59,7 @@ def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    reduce, passes = one
+    reduce, _, passes = one
     named = next((x for x in (reduce._replace(kind=k) for k in (Kind.W, Kind.BW)) if x in seen), None)
     if named is None:
         return  # its gradient is missing, which is said

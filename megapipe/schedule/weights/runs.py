@@ -3,11 +3,12 @@
 What an executor must know of AF, AB and RS. A gather begins where it stands in the row, as copies do, and its run is
 every pass of the stage that reads the weights (F, B, BW, R; no W, which takes input and gradient alone) from there to
 the next gather of the stage or the end of the row. The weights go when the step with the run's last pass is over: no
-pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first W or BW behind the
-reduction before (or behind the start of the row) to the end of its own reduction, which adds the share of this rank to
-what earlier ones left. In a table without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2).
-All data-parallel replicas run one table, and gathers and reductions of a rank are one after another on the lane `dp`:
-so the collectives of a group meet in one order, whatever their ranks wait for.
+pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first backward or W
+behind the reduction before (`Sum.begin`, which waits for that reduction: a stage has one such buffer) to the end of its
+own reduction, which adds the share of this rank to what earlier ones left. In a table without gathers the weights are
+whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel replicas run one table, and gathers and reductions
+of a rank are one after another on the lane `dp`: so the collectives of a group meet in one order, whatever their ranks
+wait for.
 """
 
 from __future__ import annotations
@@ -32,9 +33,14 @@ class Run(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A reduction with the passes before it whose gradients of the weights it sums, in order."""
+    """A reduction with the passes before it whose gradients of the weights it sums, in order.
+
+    Attributes:
+        begin: the pass from whose start on the gradient is whole: a B writes that of weights which no W is for.
+    """
 
     reduce: Pass
+    begin: Pass
     passes: tuple[Pass, ...]
 
 
@@ -68,22 +74,30 @@ def runs(schedule: Schedule, rank: int) -> list[Run]:
 
 def sums(schedule: Schedule, rank: int) -> list[Sum]:
     """The reductions of a rank's stages, in order."""
-    found, now = list[Sum](), dict[int, list[Pass]]()
+    found, now, begin = list[Sum](), dict[int, list[Pass]](), dict[int, Pass]()
     for item in (x for step in schedule.ranks[rank] for x in step):
         if item.kind in REDUCES:
-            found.append(Sum(item, tuple(now.pop(item.stage, ()))))
-        elif item.kind in _ADDS:
+            found.append(Sum(item, begin.pop(item.stage, item), tuple(now.pop(item.stage, ()))))
+        elif item.kind in _ADDS or item.kind.is_backward:
+            begin.setdefault(item.stage, item)
+        if item.kind in _ADDS:
             now.setdefault(item.stage, []).append(item)
     return found
 
 
-def of_runs(schedule: Schedule) -> Mapping[Pass, tuple[Pass, ...]]:
-    """The needs that run: of a pass its gather, of a reduction the passes whose gradients it sums."""
-    if schedule.kinds.isdisjoint(GATHERS | REDUCES):
-        return {}
-    ranks = range(len(schedule.ranks))
-    gathered = {item: (run.gather,) for rank in ranks for run in runs(schedule, rank) for item in run.passes}
-    return gathered | {one.reduce: one.passes for rank in ranks for one in sums(schedule, rank)}
+def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
+    """The needs that run: weights of a pass, gradients of a reduction, and of who begins a gradient the one before."""
+    found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
+    for rank in range(len(schedule.ranks)) if not schedule.kinds.isdisjoint(GATHERS | REDUCES) else ():
+        for run in runs(schedule, rank):
+            found |= dict.fromkeys([(item, Made.WEIGHTS) for item in run.passes], (run.gather,))
+        before: dict[int, Pass] = {}
+        for one in sums(schedule, rank):
+            found[one.reduce, Made.WEIGHT_GRADIENT] = one.passes
+            if one.reduce.stage in before:
+                found[one.begin, Made.SCATTERED] = (before[one.reduce.stage],)
+            before[one.reduce.stage] = one.reduce
+    return found
 
 
 def lives(schedule: Schedule, rank: int) -> Iterator[tuple[Kind, int, int, int]]:
@@ -95,4 +109,4 @@ def lives(schedule: Schedule, rank: int) -> Iterator[tuple[Kind, int, int, int]]
     for run in runs(schedule, rank):
         yield Kind.AF, run.gather.stage, at[run.gather], at[run.dropped]
     for one in sums(schedule, rank):
-        yield Kind.RS, one.reduce.stage, at[one.passes[0] if one.passes else one.reduce], at[one.reduce]
+        yield Kind.RS, one.reduce.stage, at[one.begin], at[one.reduce]

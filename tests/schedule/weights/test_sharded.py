@@ -1,0 +1,67 @@
+"""Tables whose weights are gathered for runs: how often, what it costs, and what fits how much memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from megapipe.schedule import Costs, Kind, Schedule, ScheduleError, build, simulate, verify
+from megapipe.schedule.weights.sharded import Living, sharded_within, with_sharded_weights
+from tools.proofs.tables import weights
+
+LINK = Costs(mem_b=0, mem_w=0, a=0.5, g=1, mem_a=1, mem_g=2)
+"""A gather takes as long as half a forward, a reduction as a whole one."""
+
+
+def count(table: Schedule, *kinds: Kind) -> int:
+    return sum(x.kind in kinds for row in table.ranks for step in row for x in step)
+
+
+@pytest.mark.parametrize("v, places", [(4, 1), (4, 2), (4, 3), (6, 2)])
+def test_breadth_first_gathers_each_stage_twice_but_those_that_stay(v: int, places: int) -> None:
+    table = with_sharded_weights(build("breadth-first", 1, 8, chunks=v), LINK, Living(places, 1))
+    verify(table)
+    assert count(table, Kind.AF, Kind.AB) == 2 * v - places
+    assert count(table, Kind.RS) == v
+
+
+def test_depth_first_gathers_and_sums_for_every_microbatch() -> None:
+    table = with_sharded_weights(build("1f1b-v", 1, 8), LINK, Living(1, 1))
+    assert count(table, Kind.AF, Kind.AB) == 2 * 8 + 1  # 0F 1F 1BW 0BW 0F 1F ...: the turns share a gather
+    assert count(table, Kind.RS) == 2 * 8
+
+
+def test_a_second_place_hides_all_gathers_behind_passes_but_the_first() -> None:
+    plain = build("breadth-first", 1, 8, chunks=4)
+    time = simulate(with_sharded_weights(plain, LINK, Living(2, 1)), LINK)
+    # What shows is the gather before the first pass and the reduction behind the last, of a stage of a quarter.
+    assert time.makespan == simulate(plain).makespan + (0.5 + 1) / 4
+    # Weights of one stage, gradients of two, those on the link and those of the next; shares are not counted.
+    assert time.peak == (1 / 4 * 1 + 2 / 4 * 2,)
+
+
+def test_least_memory_that_is_as_fast_to_a_hundredth_and_the_fastest_that_fits() -> None:
+    plain, costs = build("breadth-first", 1, 8, chunks=4), replace(LINK, mem_g=0.5)
+    free, tight = simulate(sharded_within(plain, costs), costs), simulate(sharded_within(plain, costs, 0.5), costs)
+    assert (free.makespan, free.peak) == (24.375, (0.625,))
+    assert (tight.makespan, tight.peak) == (25.125, (0.5,))  # six gathers of 0.125 that nothing hides
+    with pytest.raises(ScheduleError, match=r"rank 0 needs 0.5 for activations, .* the limit is 0.4\."):
+        sharded_within(plain, costs, 0.4)
+
+
+def test_what_a_table_has_already_or_has_twice_is_not_sharded() -> None:
+    table = with_sharded_weights(build("zb-v", 2, 4), LINK)
+    with pytest.raises(ScheduleError, match="zb-v has AF and RS already"):
+        with_sharded_weights(table)
+    with pytest.raises(ScheduleError, match="dualpipe keeps two copies of the model"):
+        with_sharded_weights(build("dualpipe", 2, 4))
+
+
+def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refused() -> None:
+    dice, done = Random(3), 0
+    while done < 12:
+        if (drawn := weights.draw(dice)) is not None:
+            weights.check(*drawn)
+            done += sum(bool(weights.misorder(dice, drawn[0])) for _ in range(3))

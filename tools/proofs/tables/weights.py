@@ -1,0 +1,218 @@
+"""Tables with AF, AB and RS: drawn, verified, timed by another count of what is whole; and misordered, each refused.
+
+    python tools/proofs/tables/weights.py --tables 300 --misorders 300 --seed 1
+
+Tables are the catalogue's at p 1 to 8 and m p to 4p and such that no catalogue has, with drawn costs and ways to live,
+some with R. Every one is verified and holds what a count by hand says; none has more stages whole than it was told to,
+but where one step needs two. A misordered one (a gather behind its first use, none before the first, one again before
+the last use of the run, one under another's name, a sum before its last gradient or behind a later one, a gradient that
+nothing sums, a reduction of the whole step beside) is refused in a line that names the pass. Ends with how many of each
+there were.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from random import Random
+
+from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
+from megapipe.schedule.transforms.memory import with_recompute
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from tools.proofs.tables.drawn import drawn_table
+
+Rows = list[list[tuple[Pass, ...]]]
+GATHERS, READS, ADDS = {Kind.AF, Kind.AB}, {Kind.F, Kind.B, Kind.BW, Kind.R}, {Kind.W, Kind.BW}
+
+
+def main() -> None:
+    """Draw as many of both as are asked for."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=int, default=300)
+    parser.add_argument("--misorders", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    dice, held, refused = Random(args.seed), 0, Counter[str]()
+    while held < args.tables:
+        if (drawn := draw(dice)) is not None:
+            check(*drawn)
+            held += 1
+    while refused.total() < args.misorders:
+        if (drawn := draw(dice)) is not None:
+            refused.update(misorder(dice, drawn[0]))
+    print(f"{held} tables verified, held as counted by hand")
+    print(f"{refused.total()} misorders, all refused by the line: " + ", ".join(f"{n} {x}" for x, n in refused.items()))
+
+
+def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
+    """A table of sharded weights, its costs and what was asked for; None where there is no such table."""
+    p = dice.randint(1, 8)
+    sizes = {name: dice.uniform(0.1, 4) for name in ("mem_a", "mem_g")}
+    times = {name: dice.uniform(0.5, 2) for name in ("f", "b", "w")} | {x: dice.uniform(0, 3) for x in ("a", "g")}
+    costs = Costs(**times, **sizes, comm=dice.choice((0.0, 0.1)), mem_b=0, mem_w=0)
+    try:
+        if dice.random() < 0.2:
+            table = drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
+        else:
+            name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
+            chunks = dice.randint(1, 6) if SCHEDULES[name].chunks is None else None
+            table = build(name, p, dice.randint(p, 4 * p), chunks=chunks)
+        if dice.random() < 0.3:
+            table = with_recompute(table, costs, share=dice.random())
+        living = Living(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
+        return with_sharded_weights(table, costs, living), costs, living
+    except ScheduleError:
+        return None
+
+
+def check(table: Schedule, costs: Costs, living: Living) -> None:
+    """Raises: ScheduleError or AssertionError for a table that is refused or holds something else."""
+    verify(table, costs=costs)
+    time, place = simulate(table, costs), table.placement
+    for rank, row in enumerate(table.ranks):
+        intervals = whole_by_hand(row, time)
+        of_weights, of_gradients = (float(x) * place.num_ranks / place.chain for x in (costs.mem_a, costs.mem_g))  # type: ignore[arg-type]
+        mine = most([(a, b, of_weights if weights else of_gradients) for a, b, weights, _ in intervals])
+        assert abs(mine - time.peak[rank]) < 1e-6 * max(1, mine), (table.name, rank, mine, time.peak[rank])
+        places = max(living.weights, *(len({x.stage for x in step if x.kind in READS}) for step in row))
+        drops = {last for *_, weights, last in intervals if weights}
+        changes = [sum(x.kind in GATHERS for x in step) - sum(x in drops for x in before)
+                   for before, step in pairwise([(), *row])]  # fmt: skip
+        assert max(accumulate(changes)) <= places, (table.name, rank, living)
+
+
+def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tuple[float, float, bool, Pass]]:
+    """From when to when the weights (True) or the gradient of a stage are whole, and which pass is the last then."""
+    flat, found = [x for step in row for x in step], []
+    for stage in {x.stage for x in flat}:
+        own = [x for x in flat if x.stage == stage]
+        gathers = [i for i, x in enumerate(own) if x.kind in GATHERS]
+        for begin, end in zip(gathers, [*gathers[1:], len(own)], strict=True):
+            last = [x for x in own[begin:end] if x.kind in READS][-1]
+            found.append((time.start[own[begin]], time.end[last], True, last))
+        writes = [x for x in own if x.kind in ADDS | {Kind.B, Kind.RS}]
+        cuts = [i for i, x in enumerate(writes) if x.kind is Kind.RS]
+        for begin, end in zip([-1, *cuts], cuts, strict=False):
+            found.append((time.start[writes[begin + 1]], time.end[writes[end]], False, writes[end]))
+    return found
+
+
+def most(intervals: list[tuple[float, float, float]]) -> float:
+    """The largest sum of sizes at any time; of what ends where another begins both are counted only if they must."""
+    moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
+    moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
+    held = top = 0.0
+    for _, _, size in sorted(moments):
+        held += size
+        top = max(top, held)
+    return top
+
+
+def misorder(dice: Random, table: Schedule) -> list[str]:
+    """The name of a mistake that was made in the table and refused; none where the table has no place for it."""
+    rows = [list(row) for row in table.ranks]
+    name = dice.choice(list(MISTAKES))
+    there = [x for row in rows for step in row for x in step if x.kind in MISTAKES[name][0]]
+    made = None
+    for item in dice.sample(there, min(len(there), 8)):
+        rank, i = next((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step)
+        if (made := MISTAKES[name][1](rows[rank], i, item)) is not None:
+            break
+    if made is None:
+        return []
+    row, blamed = made
+    wrong = replace(table, ranks=(*table.ranks[:rank], tuple(row), *table.ranks[rank + 1 :]))
+    try:
+        verify(wrong)
+        told: list[str] = []
+    except ScheduleError as error:
+        told = str(error).split("\n")[1:]
+    if not any(str(blamed) in line and "rank" in line for line in told):
+        raise AssertionError(f"{name} of {item} in {table.name}: {told or 'not refused'}")
+    return [name]
+
+
+Row = list[tuple[Pass, ...]]
+Mistake = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
+
+
+def _uses(row: Row, at: int, stage: int, kinds: set[Kind]) -> list[int]:
+    """The steps behind one with passes of a stage of these kinds."""
+    return [i for i in range(at + 1, len(row)) if any(x.stage == stage and x.kind in kinds for x in row[i])]
+
+
+def _moved(row: Row, i: int, to: int) -> Row:
+    """The row with its step i where step `to` is, which goes to the other side of it."""
+    rest = [*row[:i], *row[i + 1 :]]
+    return [*rest[:to], row[i], *rest[to:]]
+
+
+def _behind_its_use(row: Row, i: int, gather: Pass) -> tuple[Row, Pass]:
+    return _moved(row, i, _uses(row, i, gather.stage, READS)[0]), gather
+
+
+def _never_gathered(row: Row, i: int, gather: Pass) -> tuple[Row, Pass] | None:
+    if any(x.stage == gather.stage and x.kind in GATHERS for step in row[:i] for x in step):
+        return None  # the run before goes on: a table that holds more
+    if not any(x.kind in GATHERS for step in [*row[:i], *row[i + 1 :]] for x in step):
+        return None  # where no rank has others, weights live for ever
+    use = next(x for x in row[_uses(row, i, gather.stage, READS)[0]] if x.stage == gather.stage and x.kind in READS)
+    return [*row[:i], *row[i + 1 :]], use
+
+
+def _again_before_the_drop(row: Row, i: int, gather: Pass) -> tuple[Row, Pass] | None:
+    uses = _uses(row[:i], -1, gather.stage, READS)
+    return (_moved(row, i, uses[-1]), gather) if uses else None
+
+
+def _twice(row: Row, i: int, gather: Pass) -> tuple[Row, Pass]:
+    return [*row[: i + 1], row[i], *row[i + 1 :]], gather
+
+
+def _unread(row: Row, i: int, gather: Pass) -> tuple[Row, Pass]:
+    """Gathered again by another name before anything has read it."""
+    other = gather._replace(kind=Kind.AB if gather.kind is Kind.AF else Kind.AF)
+    return [*row[: i + 1], (other,), *row[i + 1 :]], gather
+
+
+def _misnamed(row: Row, i: int, gather: Pass) -> tuple[Row, Pass]:
+    other = gather._replace(kind=Kind.AB if gather.kind is Kind.AF else Kind.AF)
+    return [*row[:i], (other,), *row[i + 1 :]], other
+
+
+def _before_its_gradient(row: Row, i: int, reduce: Pass) -> tuple[Row, Pass]:
+    return _moved(row, i, _uses(row[:i], -1, reduce.stage, ADDS)[-1]), reduce
+
+
+def _behind_a_later_one(row: Row, i: int, reduce: Pass) -> tuple[Row, Pass] | None:
+    later = _uses(row, i, reduce.stage, ADDS)
+    return (_moved(row, i, later[0]), reduce) if later else None
+
+
+def _never_summed(row: Row, i: int, reduce: Pass) -> tuple[Row, Pass] | None:
+    return None if _uses(row, i, reduce.stage, ADDS) else ([*row[:i], *row[i + 1 :]], reduce)
+
+
+def _beside_the_step(row: Row, i: int, reduce: Pass) -> tuple[Row, Pass]:
+    whole = Pass(Kind.G, reduce.stage, 0)
+    return [*row, (whole,)], whole
+
+
+MISTAKES: dict[str, tuple[set[Kind], Mistake]] = {
+    "gathers behind the first use": (GATHERS, _behind_its_use),
+    "never gathered": (GATHERS, _never_gathered),
+    "gathered again before the last use": (GATHERS, _again_before_the_drop),
+    "gathered twice": (GATHERS, _twice),
+    "gathered again unread": (GATHERS, _unread),
+    "gathered by another's name": (GATHERS, _misnamed),
+    "summed before the last gradient": ({Kind.RS}, _before_its_gradient),
+    "summed behind a later gradient": ({Kind.RS}, _behind_a_later_one),
+    "never summed": ({Kind.RS}, _never_summed),
+    "summed with the step too": ({Kind.RS}, _beside_the_step),
+}
+
+if __name__ == "__main__":
+    main()
