@@ -46,7 +46,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _depth_problems(config, name, schedule_of(config, microbatches or usual))
         yield from _pair_problems(config)
         if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
-            yield from slice_problems(config, name)
+            yield from slice_problems(config, name, schedule_of(config, microbatches or usual))
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))

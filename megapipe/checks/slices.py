@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from megapipe.config import Config
 from megapipe.plan.slices import FLAG, number_of
 from megapipe.plan.split import is_searched
+from megapipe.schedule import Schedule
 
 
-def slice_problems(config: Config, name: str) -> Iterator[str]:
+def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     """Problems of a run whose schedule, of this name, cuts microbatches in slices."""
+    if table.documents:
+        yield (
+            f"--pipeline-schedule {name} runs documents in an order of their own, and those of a run begin elsewhere "
+            "in each microbatch. Write it without --documents; --pipeline-slice-cuts documents follows a run's."
+        )
     par, model = config.parallel, config.model
     given = f"{FLAG} {par.pipeline_slices}" if par.pipeline_slices else f"--pipeline-schedule {name}, which has slices,"
     if par.pipeline_slices and number_of(config) == 1:

@@ -70,6 +70,8 @@ def slices(one: argparse.ArgumentParser) -> None:
     cuts = "equal lengths, or equal work of forward and backward together, for which later slices are shorter (default)"
     one.add_argument("--cuts", choices=CUTS, help=f"with --slices: {cuts}")
     part = "part of each pass that is causal attention, which grows towards the end of the sequence (default: 0)"
+    packed = "each sequence is D documents of one length, which need nothing of each other (default: 1)"
+    one.add_argument("--documents", type=count, metavar="D", help=f"with --slices: {packed}")
     one.add_argument("--attention-share", type=share, metavar="A", help=f"with --slices: {part}")
 
 

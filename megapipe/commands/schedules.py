@@ -35,6 +35,7 @@ from megapipe.schedule.memory.solve import tables
 from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
+from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.compare import advise, to_table
@@ -133,8 +134,9 @@ def _priced(costs: Costs, share: float | None) -> Costs:
 
 def _attending(costs: Costs, args: argparse.Namespace) -> Costs:
     """The costs with --attention-share. Raises: ScheduleError for a flag of slices without --slices."""
-    if not args.slices and (args.cuts or args.attention_share):
-        raise ScheduleError("--cuts and --attention-share are of slices: add --slices 4, or leave them out")
+    if not args.slices and (args.cuts or args.attention_share or args.documents):
+        flags = "--cuts, --documents and --attention-share"
+        raise ScheduleError(f"{flags} are of slices: add --slices 4, or leave them out")
     return replace(costs, **dict.fromkeys(ATTENTION, args.attention_share)) if args.attention_share else costs
 
 
@@ -196,7 +198,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
     costs = [_attending(_priced(cost, args.comm_share), args) for cost in args.costs]
-    slices = (args.slices, args.cuts or "work") if args.slices else None
+    slices = _cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
@@ -253,8 +255,12 @@ def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     others = ("pairs", "vocabulary", "step", "post_validation", "copy_ratio", "placement", "objective", "effort")
     if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    choice = {"count": args.slices, "how": args.cuts or "work", "chunks": args.chunks, "memory": args.memory}
+    choice = {"cutting": _cutting(args), "chunks": args.chunks, "memory": args.memory}
     return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
+
+
+def _cutting(args: argparse.Namespace) -> Cutting:
+    return Cutting(args.slices, args.cuts or "work", args.documents or 1)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

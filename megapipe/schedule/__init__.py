@@ -7,18 +7,8 @@ from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b
 from megapipe.schedule.generators.recorder import Recorder
 from megapipe.schedule.generators.waves import loop, mirror, vee, wave
-from megapipe.schedule.lower import forward_only, lower
-from megapipe.schedule.passes import (
-    Exchange,
-    Kind,
-    Message,
-    Pass,
-    Placement,
-    Program,
-    Schedule,
-    Step,
-    unpaired,
-)
+from megapipe.schedule.lower import Exchange, Message, Program, forward_only, lower
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step, unpaired
 from megapipe.schedule.patterns import Entry
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.text import from_csv, from_json, load, to_csv, to_json

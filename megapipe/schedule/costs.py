@@ -10,13 +10,13 @@ two lanes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Placement, Step
+from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
 PerStage = float | tuple[float, ...]
 MOST = 1e100
@@ -27,10 +27,6 @@ ATTENTION = ("attention_f", "attention_b", "attention_w")
 _AS_THEY_ARE = {"s", "t", "e", "mem_s", *ATTENTION}
 """Fields whose plain number is no device share."""
 _TURNS = 256  # of finer pieces the sums alone count
-
-
-Held = dict[tuple[Kind, int | None], list[float]]
-"""Changes of what a rank holds, by kind and slice, of each stage."""
 
 
 @dataclass(frozen=True)
@@ -133,24 +129,24 @@ class Costs:
             return self.comm[near]
         return self.comm[-1] if (near, far) == (0, ranks - 1) and len(self.comm) == ranks else max(self.comm)
 
-    def of_slice(self, cuts: Sequence[float], number: int | None) -> Costs:
+    def of_slice(self, cuts: Sequence[float], of: Part | None) -> Costs:
         """The costs of one slice of microbatches that are cut so; of whole ones these."""
-        if number is None:
+        if of is None:
             return self
-        begin, end = (sum(cuts[:n]) / sum(cuts) for n in (number, number + 1))
+        first, begin, end = (sum(cuts[:n]) / sum(cuts) for n in (of[1], of[0], of[0] + 1))
 
         def part(time: PerStage, share: PerStage) -> PerStage:
             if isinstance(time, tuple):
                 shares = share if isinstance(share, tuple) else (share,) * len(time)
-                return tuple(_of_slice(*one, begin, end) for one in zip(time, shares, strict=True))
+                return tuple(_of_slice(*one, begin, end, first) for one in zip(time, shares, strict=True))
             if isinstance(share, tuple):
                 raise ScheduleError("Costs name attention's share of each stage and not the times: name both, or one.")
-            return _of_slice(time, share, begin, end)
+            return _of_slice(time, share, begin, end, first)
 
         parts: dict[str, Any] = {name: part(getattr(self, name), 0.0) for name in _BY_LENGTH}
         parts |= {name: part(getattr(self, name), getattr(self, f"attention_{name}")) for name in _OF_LAYERS}
         # A pair of a forward and a backward is as much shorter as the forward is.
-        fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end)
+        fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end, first)
         return replace(self, **parts, fb=fb)
 
     def memory(self, placement: Placement) -> list[list[float]]:
@@ -158,28 +154,13 @@ class Costs:
         names = "mem_b", "mem_w", "mem_s", "mem_b" if self.mem_o is None else "mem_o", "mem_r", "mem_a", "mem_g"
         return [self._by_stage(name, placement) for name in names]
 
-    def changes(self, placement: Placement, kinds: Iterable[Kind], cuts: Sequence[float] = ()) -> tuple[Held, Held]:
-        """Changes of what is held: what a pass takes when it starts, and what it gives back when it ends."""
-        takes: Held = {}
-        gives: Held = {}
-        last = len(cuts) - 1
-        for n in range(len(cuts)) if cuts else (None,):
-            part = self.of_slice(cuts, n)
-            by_stage, keys = list(zip(*part.memory(placement), strict=True)), part._by_stage("mem_k", placement)
-            for kind in kinds:
-                counts = kind.traits.memory
-                change = [sum(n * size for n, size in zip(counts, sizes, strict=False)) for sizes in by_stage]
-                if kind.is_backward and n is not None and n < last:
-                    change = [x - y for x, y in zip(change, keys, strict=True)]
-                    before = takes.setdefault((kind, last), [0.0] * len(keys))
-                    takes[kind, last] = [x + y for x, y in zip(before, keys, strict=True)]
-                if counts:
-                    (takes if next(filter(None, counts)) > 0 else gives)[kind, n] = change
-        return takes, gives
+    def keys(self, stage: int, placement: Placement) -> float:
+        """mem_k of a stage."""
+        return self._at("mem_k", stage, placement)
 
-    def of_step(self, step: Step, placement: Placement, cuts: Sequence[float] = ()) -> float:
-        """Duration of a step: of one pass, or of two run together. cuts: of the table's slices."""
-        parts = [self.of_slice(cuts, x.slice) for x in step]
+    def of_step(self, step: Step, placement: Placement, table: Schedule | None = None) -> float:
+        """Duration of a step: of one pass, or of two run together. table: says how microbatches are cut."""
+        parts = [self.of_slice(table.cuts, table.part(x)) if table else self for x in step]
         alone = [part._of_pass(x.kind, x.stage, placement) for x, part in zip(step, parts, strict=True)]
         if len(step) == 1:
             return alone[0]
@@ -230,9 +211,9 @@ class Costs:
 _BY_LENGTH = ("s", "t", "e", "mem_b", "mem_w", "mem_s", "mem_k")
 
 
-def _of_slice(whole: float, attention: float, begin: float, end: float) -> float:
-    """The part of `whole` from `begin` to `end` of the sequence; a token attends to all before it."""
-    return whole * ((1 - attention) * (end - begin) + attention * (end**2 - begin**2))
+def _of_slice(whole: float, attention: float, begin: float, end: float, first: float) -> float:
+    """The part of `whole` from `begin` to `end` of the sequence; a token attends to all from `first` on before it."""
+    return whole * ((1 - attention) * (end - begin) + attention * ((end - first) ** 2 - (begin - first) ** 2))
 
 
 def _mean(value: PerStage) -> float:

@@ -64,8 +64,19 @@ class Dependencies:
             return [(i, j) for i in _carried(stage, number, schedule) for j in schedule.slices]
         if need.where in OF_SLICES:
             piece = (piece or 0) + (1 if need.where is Where.LATER else -1)
-            return [(number, piece)] if piece in schedule.slices else []
+            return [(number, piece)] if piece in schedule.document(item) else []
         return [(number, piece)]
+
+
+def wrong_documents(schedule: Schedule) -> str | None:
+    """The reason why documents cannot begin where the table says."""
+    n, rows = len(schedule.cuts), schedule.documents
+    if len(rows) not in (0, 1, m := schedule.num_microbatches):
+        return f"documents has {len(rows)} rows; it has one, or one for each of {m} microbatches"
+    for row in rows:
+        if list(row) != sorted({*row} & {*range(1, n)}):
+            return f"documents begin at slices {[*row]}: name them in ascending order, from 1 to {n - 1}"
+    return None
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:

@@ -7,14 +7,37 @@ receive.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, count
+from typing import NamedTuple
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane, Made
-from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule, Step
+from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 from megapipe.schedule.weights.runs import GATHERS, runs
+
+
+class Message(NamedTuple):
+    """A message: the result of a pass, on its way from rank src to rank dst."""
+
+    made_by: Pass
+    src: int
+    dst: int
+
+    def __str__(self) -> str:
+        return f"{self.made_by}:{self.src}->{self.dst}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages that one rank posts together, in the one global order."""
+
+    messages: tuple[Message, ...]
+
+
+Program = tuple[Step | Exchange, ...]
+"""The program of one rank: steps and exchanges, in order."""
 
 _Entry = tuple[int, int, int, int, Step | Message]
 """A place in the global order (which V stand before it, tick, number within the tick, 0 for a step or the number of a

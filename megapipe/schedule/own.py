@@ -58,7 +58,7 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
     if problems:
         raise ScheduleError(f"{source} is not a schedule:" + "".join(f"\n  {problem}" for problem in problems))
     placement = Placement(tuple(made.placement.rank_of), made.placement.chain, made.placement.vocabulary)
-    return Schedule(made.name, placement, microbatches, rows, cuts=tuple(made.cuts))
+    return Schedule(made.name, placement, microbatches, rows, cuts=tuple(made.cuts), documents=made.documents)
 
 
 def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megapipe.schedule.kinds import HANDED, OF_SLICES, Lane, Made, Need, Where
@@ -163,6 +164,10 @@ class Link(NamedTuple):
     sends: tuple[int, ...]
 
 
+Part = tuple[int, int]
+"""A slice of a microbatch, and the one with which its document begins."""
+
+
 class Last(NamedTuple):
     """The last microbatches, or slices of all, in the row of a stage: of its backwards, and of the passes that add into
     the gradients of its weights."""
@@ -188,6 +193,8 @@ class Schedule:
         num_microbatches: of one training step.
         training_steps: how many of them follow each other in the table; microbatches are numbered on.
         cuts: lengths of the slices of a microbatch along the sequence, in tokens or any other unit; () leaves it whole.
+        documents: of each microbatch, or once for all of them, the slices behind the first that begin a document and so
+            need nothing of those before them.
         shared: lanes that several ranks have together.
     """
 
@@ -197,6 +204,7 @@ class Schedule:
     ranks: tuple[tuple[Step, ...], ...]
     training_steps: int = 1
     cuts: tuple[float, ...] = ()
+    documents: tuple[tuple[int, ...], ...] = ()
     shared: tuple[Shared, ...] = ()
 
     @property
@@ -207,6 +215,24 @@ class Schedule:
     def number(self, item: Pass) -> int:
         """The place of its slice among all slices of all microbatches; the number of a microbatch that is whole."""
         return item.microbatch if item.slice is None else item.microbatch * len(self.cuts) + item.slice
+
+    def document(self, item: Pass) -> range:
+        """The slices of its document, the only ones that a slice shares keys and values with."""
+        return self._documents[item.microbatch % len(self._documents)][item.slice or 0]
+
+    def part(self, item: Pass) -> Part | None:
+        """The part of its microbatch that a pass is of; None of whole ones."""
+        return None if item.slice is None else (item.slice, self.document(item).start)
+
+    @property
+    def parts(self) -> set[Part]:
+        """All parts of its microbatches."""
+        return {(n, document.start) for row in self._documents for n, document in enumerate(row)}
+
+    @cached_property
+    def _documents(self) -> list[list[range]]:
+        rows = [(0, *begins, len(self.cuts)) for begins in self.documents or ((),)]
+        return [[range(a, b) for a, b in pairwise(row) for _ in range(a, b)] for row in rows]
 
     @property
     def all_microbatches(self) -> int:
@@ -271,25 +297,3 @@ def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: Fal
 def overlaps(step: Step) -> bool:
     """Is it a forward and a backward run together?"""
     return len(step) == 2 and step[0].kind.is_forward and step[1].kind.is_backward
-
-
-class Message(NamedTuple):
-    """A message: the result of a pass, on its way from rank src to rank dst."""
-
-    made_by: Pass
-    src: int
-    dst: int
-
-    def __str__(self) -> str:
-        return f"{self.made_by}:{self.src}->{self.dst}"
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Messages that one rank posts together, in the one global order."""
-
-    messages: tuple[Message, ...]
-
-
-Program = tuple[Step | Exchange, ...]
-"""The program of one rank: steps and exchanges, in order."""

@@ -128,10 +128,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
 
 def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Clock:
     """Start and end of every step, in time linear in the number of passes. took: as in `simulate`."""
-    rows, slots = schedule.ranks, _slots(schedule)
+    rows, n, (at, each) = schedule.ranks, len(schedule.cuts), _places(schedule)
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
-    m = schedule.all_microbatches * slots
-    by_kind = _lengths(costs, schedule.placement, schedule.cuts)
+    by_kind = _lengths(costs, schedule.placement, schedule.cuts, schedule.documents)
     length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
     done: dict[Pass, float] = {}
 
@@ -154,7 +153,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
                 now = max(now, lanes[_COMPUTE])
             for item in step:
                 kind, stage, microbatch, piece = item
-                key = stage * m + (microbatch if piece is None else microbatch * slots + piece)
+                key = stage * each + (microbatch if piece is None else at[microbatch * n + piece])
                 for made, shift, lag in needs[kind][stage]:
                     there = made.get(key + shift, inf) + lag
                     if there > now:
@@ -170,7 +169,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
             ends.append(now)
             for item in step:
                 kind, stage, microbatch, piece = item
-                key = stage * m + (microbatch if piece is None else microbatch * slots + piece)
+                key = stage * each + (microbatch if piece is None else at[microbatch * n + piece])
                 for made, waiting in makes[kind][stage]:
                     made[key] = now
                     ready[waiting] = None
@@ -191,9 +190,14 @@ _Arrival = tuple[dict[int, float], int, float]
 """The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 
 
-def _slots(schedule: Schedule) -> int:
-    """Places of a microbatch among those times: one for each slice, and one that stands before the first."""
-    return len(schedule.cuts) + 1 if schedule.cuts else 1
+def _places(schedule: Schedule) -> tuple[list[int], int]:
+    """Places of all slices of all microbatches among those times, with a gap behind each document; and how many there
+    are, gaps included. Of whole microbatches none are listed: each has its own number."""
+    at, end = list[int](), 0
+    for microbatch, piece in product(range(schedule.all_microbatches), range(len(schedule.cuts))):
+        at.append(end)
+        end += 2 if piece == schedule.document(Pass(Kind.F, 0, microbatch, piece))[-1] else 1
+    return at, end or schedule.all_microbatches
 
 
 class _Wires(NamedTuple):
@@ -208,8 +212,7 @@ class _Wires(NamedTuple):
 
 
 def _wire(schedule: Schedule, costs: Costs) -> _Wires:
-    place, slots = schedule.placement, _slots(schedule)
-    m = schedule.all_microbatches * slots
+    place, (at, m) = schedule.placement, _places(schedule)
     tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
     needs: dict[Kind, list[list[_Arrival]]] = {}
     waits: dict[tuple[Made, int], int] = {}  # the rank that may wait for it, its own if no other does
@@ -228,9 +231,10 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
                 )
                 if rank != src or (need.made, other) not in waits:
                     waits[need.made, other] = rank
-    # Nothing is before the first slice and behind the last: it was always there.
+    # Nothing is before the first slice of a document and behind the last: it was always there.
+    gaps = [-1, *({*range(place.num_stages * m)} - {s * m + x for s in range(place.num_stages) for x in at})]
     for made in {need.made for rows in schedule.needs.values() for need in rows if need.where in _ASIDE}:
-        tables[made].update(dict.fromkeys(range(-1, place.num_stages * m, slots), 0.0))
+        tables[made].update(dict.fromkeys(gaps, 0.0))
     makes = {
         kind: [
             [(tables[made], waits[made, s]) for made in kind.traits.makes if (made, s) in waits]
@@ -257,18 +261,21 @@ _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 
 
 @lru_cache(maxsize=8)  # a search plays table after table under the same costs
-def _lengths(costs: Costs, place: Placement, cuts: tuple[float, ...]) -> Callable[[Step], float]:
-    duration = {n: costs.of_slice(cuts, n).durations(place) for n in (None, *range(len(cuts)))}
+def _lengths(
+    costs: Costs, place: Placement, cuts: tuple[float, ...], documents: tuple[tuple[int, ...], ...]
+) -> Callable[[Step], float]:
+    like = Schedule("", place, len(documents) or 1, (), cuts=cuts, documents=documents)  # cut as the table is
+    duration = {part: costs.of_slice(cuts, part).durations(place) for part in (*like.parts, None)}
     whole = duration[None]
-    pairs: dict[tuple[Kind | int | None, ...], float] = {}
+    pairs: dict[tuple[object, ...], float] = {}
 
     def length(step: Step) -> float:
         kind, stage, _, piece = step[0]
         if len(step) == 1:
-            return whole[kind][stage] if piece is None else duration[piece][kind][stage]
-        key = (kind, stage, piece, step[1].kind, step[1].stage, step[1].slice)
+            return whole[kind][stage] if piece is None else duration[like.part(step[0])][kind][stage]
+        key = tuple((x.kind, x.stage, like.part(x)) for x in step)
         if key not in pairs:
-            pairs[key] = costs.of_step(step, place, cuts)
+            pairs[key] = costs.of_step(step, place, like)
         return pairs[key]
 
     return length

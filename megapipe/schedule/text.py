@@ -61,6 +61,7 @@ def to_json(schedule: Schedule) -> str:
         **({"vocabulary": True} if place.vocabulary else {}),
         **({"depths": place.depths} if place.depths else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
+        **({"documents": list(map(list, schedule.documents))} if schedule.documents else {}),
         **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
     rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
@@ -90,7 +91,8 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
     cuts, lanes = tuple(data.get("cuts", ())), [_shared(lane) for lane in data.get("shared", ())]
     _refuse(source, (lane for lane in lanes if isinstance(lane, str)))
     shared = tuple(lane for lane in lanes if not isinstance(lane, str))
-    return _verified(Schedule(data["name"], placement, data["microbatches"], rows, cuts=cuts, shared=shared), source)
+    made = Schedule(data["name"], placement, data["microbatches"], rows, cuts=cuts, shared=shared)
+    return _verified(replace(made, documents=tuple(map(tuple, data.get("documents", ())))), source)
 
 
 def _shared(lane: dict[str, Any]) -> Shared | str:
@@ -105,18 +107,16 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 
     Raises: ScheduleError for a table that those letters cannot say.
     """
-    if torch and schedule.cuts:
-        raise ScheduleError(
-            f"{schedule.name} cuts microbatches in slices, and torch.distributed.pipelining has none. Write our own "
-            "letters."
-        )
-    if torch and schedule.placement.vocabulary:
-        raise ScheduleError(
-            f"{schedule.name} shares the vocabulary, and torch.distributed.pipelining has no passes for that. Write "
-            "our own letters, or the table without the shares."
-        )
-    if schedule.shared:
-        raise ScheduleError(f"{schedule.name} says in which order ranks share a lane, which CSV cannot. Write JSON.")
+    of_torch = "and torch.distributed.pipelining has"
+    cannot = {
+        f"cuts microbatches in slices, {of_torch} none. Write our own letters.": torch and schedule.cuts,
+        f"shares the vocabulary, {of_torch} no passes for that. Write our own letters, or the table without the "
+        "shares.": torch and schedule.placement.vocabulary,
+        "says in which order ranks share a lane, which CSV cannot. Write JSON.": schedule.shared,
+        "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
+    }
+    if why := [reason for reason, there in cannot.items() if there]:
+        raise ScheduleError(f"{schedule.name} {why[0]}")
     letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
     width = max(len(row) for row in schedule.ranks)
     out = io.StringIO()
@@ -153,7 +153,8 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
             pair = _PAIR.fullmatch(cell)
             step = _step(list(pair.groups()) if pair else [cell], letters)
             if isinstance(step, str):
-                problems.append(f"rank {r} (line {r + 1}), step {count}: {_shortened(cell)}: {step}")
+                short = cell if len(cell) <= 40 else f"{cell[:36]} ..."
+                problems.append(f"rank {r} (line {r + 1}), step {count}: {short}: {step}")
             else:
                 steps[-1].append(step)
             count += 1
@@ -170,10 +171,6 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
         return _verified(schedule, source)
     except ScheduleError as error:
         raise ScheduleError(str(error) + "".join(f"\n  {line}" for line in _cut_off(schedule))) from None
-
-
-def _shortened(cell: str) -> str:
-    return cell if len(cell) <= 40 else f"{cell[:36]} ..."
 
 
 def _cut_off(schedule: Schedule) -> Iterator[str]:
@@ -260,8 +257,12 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         f"a list of objects with lane ({' or '.join(sorted(COPIES))}), ranks and order, a list of passes",
         lambda x: isinstance(x, list) and all(map(is_lane, x)),
     ),
+    "documents": (
+        "a list for each microbatch, or one for all, of the slices that begin a document",
+        lambda x: isinstance(x, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in x),
+    ),
 }
-_OPTIONAL = {"shared"}
+_OPTIONAL = {"shared", "documents"}
 
 
 def _is_cell(step: object) -> bool:
@@ -290,8 +291,7 @@ def _shape_problems(data: Any) -> Iterator[str]:
 
 
 def _refuse(source: str, problems: Iterable[str]) -> None:
-    found = list(problems)
-    if found:
+    if found := list(problems):
         raise ScheduleError(f"{source} cannot be read:" + "".join(f"\n  {problem}" for problem in found))
 
 

@@ -11,12 +11,12 @@ from itertools import pairwise, product, takewhile
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.dependencies import Dependencies, can_repeat
+from megapipe.schedule.dependencies import Dependencies, can_repeat, wrong_documents
 from megapipe.schedule.kinds import Kind, Lane, Made
-from megapipe.schedule.lower import lower_timed
+from megapipe.schedule.lower import Exchange, Message, Program, lower_timed
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.memory.rules import memory_problems
-from megapipe.schedule.passes import Exchange, Message, Pass, Program, Schedule
+from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Clock, run_clock, uncollected
 from megapipe.schedule.weights.rules import weight_problems
 
@@ -65,6 +65,9 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
         # Here already: a file may say a number for which the loops below would run for ever.
         slices = f" of {len(schedule.cuts)} slices" if schedule.cuts else ""
         yield f"there are {m} microbatches{slices}, but only {passes} passes"
+        return
+    if wrong := wrong_documents(schedule):
+        yield wrong
         return
     seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):

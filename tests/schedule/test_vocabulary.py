@@ -19,8 +19,7 @@ from megapipe.schedule import (
     verify_programs,
 )
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.lower import forward_only, lower
-from megapipe.schedule.passes import Exchange
+from megapipe.schedule.lower import Exchange, forward_only, lower
 from megapipe.schedule.transforms.merge import activation
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary

@@ -32,7 +32,8 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.measured.costs import measured_costs
-from megapipe.schedule.views.sliced import in_slices
+from megapipe.schedule.transforms.cuts import Cutting
+from megapipe.schedule.views.sliced import told_slices
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
         schedule = build(name, flags.pp, flags.microbatches, chunks=chunks, costs=costs, **options)
         jobs.append(Job("megapipe", schedule))
         if flags.slices and not (entry and entry.searched):
-            cut = in_slices(name, flags.pp, flags.microbatches, costs, count=flags.slices, chunks=chunks)
+            cutting = Cutting(flags.slices)
+            cut, _ = told_slices(name, flags.pp, flags.microbatches, costs, cutting=cutting, chunks=chunks)
             jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
             jobs.append(Job("torch", schedule))

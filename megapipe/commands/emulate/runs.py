@@ -23,7 +23,7 @@ from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import Costs, Kind, Schedule, lower, unpaired
+from megapipe.schedule import Costs, Kind, Pass, Schedule, lower, unpaired
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import overlaps
@@ -192,8 +192,10 @@ class Ours(Runner):
 
     def _shared(self, weights: Mapping[int, Weights]) -> dict[int, Shared]:
         place, cuts = self.schedule.placement, self.schedule.cuts
-        lengths = [self.costs.of_slice(cuts, n).durations(place) for n in self.schedule.slices]
-        sizes = [cut / sum(cuts) * place.num_ranks / place.chain for cut in cuts] or [place.num_ranks / place.chain]
+        table, whole = self.schedule, place.num_ranks / place.chain
+        items = [Pass(Kind.F, 0, i, n) for i in range(len(table.documents) or 1) for n in table.slices]
+        lengths = [self.costs.of_slice(cuts, table.part(x)).durations(place) for x in items]
+        sizes = [whole if x.slice is None else whole * cuts[x.slice] / sum(cuts) for x in items]
 
         def parts(stage: int) -> list[Part]:
             rows = zip(lengths, sizes, strict=True)

@@ -77,7 +77,8 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
     took, halves = defaultdict[_At, list[float]](list), defaultdict[_At, list[float]](list)
     between, pairs = list[float](), list[float]()
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-    work = {n: replace(counted, overhead=0.0).of_slice(cuts, n).durations(place) for n in (None, *range(len(cuts)))}
+    alone = replace(counted, overhead=0.0)
+    work = {n: alone.of_slice(cuts, None if n is None else (n, 0)).durations(place) for n in (None, *range(len(cuts)))}
 
     def whole(x: Ran) -> float:
         kind, stage, _, piece = x.item

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind, Lane
-from megapipe.schedule.passes import Schedule
+from megapipe.schedule.passes import Part, Pass, Schedule
 from megapipe.schedule.weights.runs import GATHERS, REDUCES, lives
+
+Held = dict[tuple[Kind, Part | None], list[float]]
+"""Changes of what a rank holds, by kind and part of a microbatch, of each stage."""
 
 
 class _Clock(Protocol):
@@ -20,20 +24,25 @@ class _Clock(Protocol):
 def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[tuple[float, float, int]]]:
     """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
     # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
-    takes, gives = costs.changes(schedule.placement, schedule.kinds, schedule.cuts)
+    takes, gives = _changes(schedule, costs)
     sharded = not schedule.kinds.isdisjoint(GATHERS | REDUCES)
     beside = sharded or any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
     again, inputs = computed_again(schedule), costs.memory(schedule.placement)[4]
+    part, gradients = schedule.part, _gradients_of_keys(schedule, costs)
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         moments: list[tuple[float, float, int]] = []
         whole = _whole(schedule, costs, rank) if sharded else {}
         for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
             for moment, change in ((start, takes), (end, gives)):
-                for kind, stage, microbatch, piece in step:
-                    if (kind, piece) in change:
+                for item in step:
+                    kind, stage, microbatch, piece = item
+                    key = kind, None if piece is None else part(item)
+                    if key in change:
                         less = again and kind.is_forward and (stage, microbatch) in again
-                        moments.append((moment, inputs[stage] if less else change[kind, piece][stage], i))
+                        moments.append((moment, inputs[stage] if less else change[key][stage], i))
+                    if gradients and kind.is_backward:
+                        moments.append((moment, gradients(item, change is takes), i))
                 if (i, change is gives) in whole:
                     moments.append((moment, whole[i, change is gives], i))
         if beside:  # copies end while passes run
@@ -62,3 +71,33 @@ def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
     if not again:
         return frozenset()
     return frozenset((x.stage, x.microbatch) for row in schedule.ranks for step in row for x in step if x.kind in again)
+
+
+def _changes(schedule: Schedule, costs: Costs) -> tuple[Held, Held]:
+    """Changes by a pass: what it takes when it starts, and what it gives back when it ends."""
+    takes: Held = {}
+    gives: Held = {}
+    for part in (*schedule.parts, None):  # passes of a stage as a whole are of no part
+        by_stage = list(zip(*costs.of_slice(schedule.cuts, part).memory(schedule.placement), strict=True))
+        for kind in schedule.kinds:
+            counts = kind.traits.memory
+            if counts:
+                change = [sum(n * size for n, size in zip(counts, sizes, strict=False)) for sizes in by_stage]
+                (takes if next(filter(None, counts)) > 0 else gives)[kind, part] = change
+    return takes, gives
+
+
+def _gradients_of_keys(schedule: Schedule, costs: Costs) -> Callable[[Pass, bool], float] | None:
+    """Gradients of the keys of a document's slices: the backward of the last takes them for all before it, which each
+    of theirs gives back. None where they count nothing."""
+    place = schedule.placement
+    if not schedule.cuts or not any(keys := [costs.keys(s, place) for s in range(place.num_stages)]):
+        return None
+
+    def change(item: Pass, starts: bool) -> float:
+        document, piece = schedule.document(item), item.slice or 0
+        of = (document[:-1] if piece == document[-1] else ()) if starts else (piece,) * (piece != document[-1])
+        part = sum(schedule.cuts[n] for n in of) / sum(schedule.cuts) * keys[item.stage]
+        return part if starts else -part
+
+    return change

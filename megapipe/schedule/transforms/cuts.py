@@ -7,6 +7,7 @@ sec. 3.3). With x of the sequence done, and a of the work attention, a share (1 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megapipe.errors import ScheduleError
@@ -15,15 +16,48 @@ from megapipe.schedule.costs import Costs, PerStage
 CUTS = ("equal", "work")
 
 
-def shares(count: int, how: str, costs: Costs) -> tuple[float, ...]:
-    """Lengths of so many slices, as shares of the sequence. how: of `CUTS`."""
+@dataclass(frozen=True)
+class Cutting:
+    """A way to cut sequences: in so many slices, how, of `CUTS`, and of how many documents of one length they are."""
+
+    count: int
+    how: str = "work"
+    documents: int = 1
+
+    @property
+    def begins(self) -> tuple[tuple[int, ...], ...]:
+        """The slices that begin a document, as a `Schedule` has them.
+
+        Raises: ScheduleError if documents have no whole number of slices.
+        """
+        if self.count % self.documents:
+            raise ScheduleError(
+                f"{self.documents} documents of one length are not cut in {self.count} slices alike: take "
+                f"{-(-self.count // self.documents) * self.documents} slices."
+            )
+        begins = range(0, self.count, self.count // self.documents)[1:]
+        return (tuple(begins),) if begins else ()
+
+
+def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[float, ...]:
+    """Lengths of so many slices, as shares of a sequence of so many documents of one length. how: of `CUTS`."""
     if how == "equal":
         return (1 / count,) * count
+    if documents > 1:  # which each are as a sequence of which attention is a smaller part
+        part = shares(count // documents, how, _shorter(costs, documents))
+        return tuple(length / documents for length in part) * documents
     a = attention_of_all(costs)
     ends = [k / count for k in range(count + 1)]
     if a > 0:
         ends = [(math.sqrt((1 - a) ** 2 + 4 * a * done) - (1 - a)) / (2 * a) for done in ends]
     return tuple(end - begin for begin, end in pairwise(ends))
+
+
+def _shorter(costs: Costs, times: int) -> Costs:
+    """The costs of a sequence so many times as short, with attention's share of all passes alone."""
+    a = attention_of_all(costs) / times
+    share = a / (a + 1 - a * times)
+    return Costs(attention_f=share, attention_b=share, attention_w=share)
 
 
 def attention_of_all(costs: Costs) -> float:

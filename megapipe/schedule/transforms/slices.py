@@ -3,7 +3,8 @@
 Forwards of a microbatch run from its first slice to its last, backwards from the last to the first (Li et al. 2021,
 TeraPipe; Sun et al. 2024, Seq1F1B). Read a table for m n microbatches as one of m in n slices each: its ramps are n
 times shorter. Its forwards must come n - 1 sooner, as the first backward waits for all slices of its microbatch, and
-that is all that a rank holds more: (k + n - 1) / n microbatches where it held k.
+that is all that a rank holds more: (k + n - 1) / n microbatches where it held k. A document that begins with a slice
+needs nothing of the others: its slices are a microbatch of their own here, which wait for less and keep less.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
@@ -20,6 +22,7 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding
+Documents = tuple[tuple[int, ...], ...]
 
 
 def slices(
@@ -29,12 +32,14 @@ def slices(
     costs: Costs = UNIT,
     *,
     memory: float | None = None,
+    documents: Documents = (),
 ) -> Schedule:
     """A schedule with every microbatch cut in slices of these lengths; pairs become two passes.
 
     Args:
         made_for: makes the table for a number of microbatches.
         memory: most activation of a rank; None: what the rule above asks for.
+        documents: as a `Schedule` has them, of tables in which each runs by itself.
     Returns: a table that `verify` has passed.
     Raises: ScheduleError if no such table keeps to the memory, or the table has other passes than of layers.
     """
@@ -43,8 +48,9 @@ def slices(
     refuse_uncuttable(pattern)
     best: tuple[float, Schedule] | None = None
     least = 0.0
-    for sooner in range(n - 1, n * pattern.placement.num_stages // pattern.placement.num_ranks + 1):
-        found = of_microbatches(_with_forwards_sooner(pattern, sooner), cuts)
+    most = n * pattern.placement.num_stages // pattern.placement.num_ranks
+    for sooner in range(_longest(n, documents) - 1, most + 1):
+        found = of_microbatches(_with_forwards_sooner(pattern, sooner), cuts, documents)
         try:
             time = simulate(found, costs)
         except ScheduleError:  # chunks of a rank share its forwards: more of them must come sooner
@@ -62,7 +68,7 @@ def slices(
     return best[1]
 
 
-def in_place(schedule: Schedule, cuts: tuple[float, ...]) -> Schedule:
+def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
     """A table with each pass replaced by those of its slices: ramps are shorter, memory stays. Of a table in a file,
     which is made for its microbatches alone."""
     refuse_uncuttable(schedule)
@@ -71,21 +77,27 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...]) -> Schedule:
         tuple((x._replace(slice=j if x.kind.is_forward else n - 1 - j),) for (x,) in row for j in range(n))
         for row in unpaired(schedule).ranks
     )
-    table = replace(schedule, ranks=tuple(rows), cuts=cuts)
+    table = replace(schedule, ranks=tuple(rows), cuts=cuts, documents=documents)
     verify(table)
     return table
 
 
-def of_microbatches(pattern: Schedule, cuts: tuple[float, ...]) -> Schedule:
+def of_microbatches(pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
     """A table whose microbatches are read as slices, n after n of one microbatch; the order of its passes stays."""
     n = len(cuts)
+    table = replace(pattern, num_microbatches=pattern.num_microbatches // n, cuts=cuts, documents=documents)
 
     def slice_of(x: Pass) -> Pass:
-        microbatch, piece = divmod(x.microbatch, n)
-        return x._replace(microbatch=microbatch, slice=piece if x.kind.is_forward else n - 1 - piece)
+        item = x._replace(microbatch=x.microbatch // n, slice=x.microbatch % n)
+        of = table.document(item)
+        return item if x.kind.is_forward else item._replace(slice=of[0] + of[-1] - x.microbatch % n)
 
-    rows = (tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks)
-    return replace(pattern, ranks=tuple(rows), num_microbatches=pattern.num_microbatches // n, cuts=cuts)
+    return replace(table, ranks=tuple(tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks))
+
+
+def _longest(n: int, documents: Documents) -> int:
+    """Slices of the document that has most of them."""
+    return max(b - a for begins in documents or ((),) for a, b in pairwise((0, *begins, n)))
 
 
 def refuse_uncuttable(schedule: Schedule) -> None:

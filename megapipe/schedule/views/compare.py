@@ -11,6 +11,7 @@ from megapipe.schedule.costs import SHARES, UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.draw import short
 from megapipe.schedule.views.sliced import told_slices
 
@@ -72,7 +73,7 @@ def compare(
     names: Sequence[str] = tuple(SCHEDULES),
     effort: float = 4.0,
     progress: Callable[[float, str], None] = lambda share, doing: None,
-    slices: tuple[int, str] | None = None,
+    slices: Cutting | None = None,
 ) -> list[Row | Refusal]:
     """One row for each schedule, several for those that leave a choice; 1f1b, the measure of the others, always.
 
@@ -83,12 +84,12 @@ def compare(
         names: as `build` takes them: entries of the catalogue, files, functions FILE.py:NAME.
         effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
         progress: called with the share that is done and what is next.
-        slices: each that is not searched also with its microbatches in so many slices, cut so, of `cuts.CUTS`.
+        slices: each that is not searched also with its microbatches cut so.
     Raises: ScheduleError for a name that is none.
     """
     makers, searches = _makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort)
     if slices:
-        makers |= _cut(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, *slices)
+        makers |= _cut(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, slices)
     weight = {label: _SEARCH if label in searches else 1 for label in makers}
     rows: list[Row | Refusal] = []
     done = 0
@@ -226,20 +227,18 @@ def _makers(
     return makers, searches
 
 
-def _cut(names: Iterable[str], ranks: int, microbatches: int, costs: Costs, count: int, how: str) -> dict[str, _Make]:
+def _cut(names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutting: Cutting) -> dict[str, _Make]:
     """Makers of the schedules in slices, by label."""
 
     def made(name: str, chunks: int | None) -> _Make:
-        return lambda report: told_slices(
-            name, ranks, microbatches, costs, count=count, how=how, chunks=chunks, memory=None
-        )[0]
+        return lambda report: told_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)[0]
 
     makers = dict[str, _Make]()
     for name in names:
         entry = None if is_file(name) else entry_of(name)
         for chunks in (2, 4) if entry and entry.any_chunks else (None,):
             if not (entry and entry.searched):
-                makers[f"{name}{f' v={chunks}' if chunks else ''} in {count}"] = made(name, chunks)
+                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(name, chunks)
     return makers
 
 

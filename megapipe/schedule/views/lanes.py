@@ -55,7 +55,7 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
     for step, count in counts.items():
         chains = [chain for _, chain in _chains(schedule, costs, step)]
         link = sum(chain.link for chain in chains)
-        rest = costs.of_step(step, schedule.placement, schedule.cuts) - sum(chain.compute for chain in chains)
+        rest = costs.of_step(step, schedule.placement, schedule) - sum(chain.compute for chain in chains)
         total += count * link
         exposed += count * min(link, max(0.0, rest - costs.overhead))
     return Communication(total, exposed)
@@ -83,7 +83,7 @@ def _has_lanes(step: Step) -> bool:
 
 
 def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Chain]]:
-    parts = ((x, costs.of_slice(schedule.cuts, x.slice)) for x in step)
+    parts = ((x, costs.of_slice(schedule.cuts, schedule.part(x))) for x in step)
     return [(x, chain) for x, part in parts for chain in part.chains(x.kind, x.stage, schedule.placement)]
 
 

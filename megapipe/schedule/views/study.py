@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Refusal, Row, compare
 from megapipe.schedule.views.draw import short
 from megapipe.schedule.views.figure import Files, legend, plain
@@ -69,7 +70,7 @@ def study(
     names: Sequence[str],
     effort: float,
     progress: Callable[[float, str], None],
-    slices: tuple[int, str] | None = None,
+    slices: Cutting | None = None,
 ) -> list[Point]:
     """`compare` at every combination. Raises: ScheduleError for a name that is none."""
     places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
