@@ -20,8 +20,8 @@ from megapipe.checkpoint.resume import settings
 from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, DataConfig, TrainConfig
-from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes
-from megapipe.convert.huggingface.deepseek import depths_in
+from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes, other_copies
+from megapipe.convert.huggingface.deepseek import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
@@ -99,7 +99,8 @@ def import_checkpoint(
         data, why = _data(beside, vocab_size, model.padded_vocab_size or vocab_size)
         config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=data)
         final = write_checkpoint(target, config, tensors)
-    return Converted(final, config, (*notes(content, model, vocab_size), *why), vocab_size)
+    said = *notes(content, model, vocab_size), *other_copies(saved, model), *why
+    return Converted(final, config, said, vocab_size)
 
 
 def write_checkpoint(
@@ -171,15 +172,19 @@ def export_checkpoint(
         content = to_huggingface(model, vocab_size) | token_ids(config)
     content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     content.pop("dtype", None)  # the newer name of torch_dtype; all versions of transformers read the older
+    if model.depths and content["model_type"] == "gpt2":
+        raise CheckpointError(f"{folder.name}: --mtp-num-layers {model.depths}: a gpt2 has no names for depths")
     table = rules(model, content["model_type"], vocab_size)
     check_ours(saved, model, folder.name)
+    further = copies(model)
 
     with fresh_folder(target) as out:
         writer = ShardWriter(out)
         for rule in counted(table, progress):
             kind = dtype if is_trained(rule.ours) else torch.float32
             for name, tensor in zip(rule.theirs, rule.split(saved.read(rule.ours)), strict=True):
-                writer.add(name, tensor.to(kind))
+                for its in (name, *(copy for copy, of in further.items() if of == name)):
+                    writer.add(its, tensor.to(kind))
         writer.close()
         missing = None
         if beside is not None:

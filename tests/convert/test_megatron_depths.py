@@ -184,6 +184,21 @@ def test_torch_reads_depths_under_the_keys_that_megatron_asks_for(tmp_path):
     assert {"mtp.layers.1.eh_proj._extra_state/shard_0_1", f"{there}mlp.linear_fc2._extra_state/shard_0_1"} <= {*states}
 
 
+def test_a_norm_has_the_names_of_both_kinds_of_layers_where_attention_is_latent(tmp_path):
+    """Before a dense MLP there was Transformer Engine's alone, and Megatron-LM's own layers did not find theirs."""
+    theirs = export_megatron(written(tmp_path / "ours", SPARSE), tmp_path / "theirs").folder
+    keys = FileSystemReader(theirs).read_metadata().state_dict_metadata.keys()
+    assert {"decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"} <= keys
+
+
+def test_latents_over_ranks_of_megatrons_own_layers_are_refused(tmp_path):
+    folder = written(tmp_path / "ours", SPARSE)
+    (said,) = refused(lambda: export_ranks(folder, tmp_path / "theirs", Sizes(2, local=True)))
+    assert said.startswith(
+        "--target-tensor-parallel-size 2 does not go with --transformer-impl local here: of latents "
+    )
+
+
 def test_depths_beside_learned_positions_are_not_exported(tmp_path):
     folder = written(tmp_path / "ours", replace(MODEL, position_embedding_type="learned_absolute"))
     (said,) = refused(lambda: export_megatron(folder, tmp_path / "theirs"))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.deepseek import repeats
-from megapipe.convert.huggingface.mapping import BUFFERS, HEAD, Tensors
+from megapipe.convert.huggingface.deepseek import HEAD, copies
+from megapipe.convert.huggingface.mapping import BUFFERS, Tensors
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
@@ -26,7 +26,7 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
     used = {key for rule in table for key in rule.theirs}
     missing = sorted(used - saved.shapes.keys())
     rest = {key for key in saved.shapes.keys() - used if not BUFFERS.fullmatch(key)}
-    rest = {key for key in rest if not repeats(key, model)}
+    rest -= copies(model).keys()
     embedding = next(rule.theirs[0] for rule in table if rule.ours == WORD_EMBEDDINGS)
     # Some tied models are saved with their head all the same.
     if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
@@ -71,6 +71,13 @@ def check_names(
     ]
     if problems:
         raise CheckpointError([f"{name}: {problem}" for problem in problems])
+
+
+def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
+    """Notes on copies of embedding and head in depths of multi-token prediction that are not like them."""
+    for copy, its in copies(model).items():
+        if copy in saved.shapes and not (saved.shapes[copy] == saved.shapes[its] and _equal(saved, copy, its)):
+            yield f"{copy} is left out, though it is not as {its}, which depths share"
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:

@@ -3,7 +3,6 @@ sigmoid and a bias in V3."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ _METHODS = ("greedy", _GROUPED)
 _GROUP_SCORES = {_V2: 1, _V3: 2}
 """Experts whose scores are a group's."""
 _LATENT_EPSILON = 1e-6
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 NAMES = {
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
     "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
@@ -49,7 +47,8 @@ def deepseek(read: Reader, write: Callable[[str, ModelConfig], dict[str, Any]]) 
 
 FURTHER = {"enorm": ("enorm",), "hnorm": ("hnorm",), "eh_proj": ("eh_proj",), "final_layernorm": ("shared_head.norm",)}
 """Names of a depth of multi-token prediction beside those of its layer."""
-COPIES = "embed_tokens.weight", "shared_head.head.weight"
+WORDS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 """Names that such a layer has for the model's own embedding and head."""
 
 
@@ -58,10 +57,12 @@ def depths_in(names: Collection[str], layers: int) -> int:
     return next(n for n in range(len(names) + 1) if f"model.layers.{layers + n}.eh_proj.weight" not in names)
 
 
-def repeats(name: str, model: ModelConfig) -> bool:
-    """Is a tensor of theirs one more copy of the model's embedding or head, in a depth of multi-token prediction?"""
-    match = _LAYER.match(name)
-    return match is not None and 0 <= int(match[1]) - model.layers < model.depths and name.endswith(COPIES)
+def copies(model: ModelConfig) -> dict[str, str]:
+    """Their names of the copies that depths of multi-token prediction have of the model's embedding and head, and of
+    what they are copies."""
+    layers = range(model.layers, model.layers + model.depths)
+    of = {copy: WORDS if model.tied else its for copy, its in _COPIES.items()}
+    return {f"model.layers.{n}.{copy}": its for n in layers for copy, its in of.items()}
 
 
 def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.convert.huggingface import deepseek, experts
+from megapipe.convert.huggingface.deepseek import HEAD
 from megapipe.convert.tensors import our_shapes
 
 # Buffers that old files carry: causal masks, rotary frequencies.
 BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)

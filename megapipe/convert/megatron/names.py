@@ -88,7 +88,7 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
     fused = next((name.replace(apart, its) for its, apart in _FUSED.items() if name.startswith(apart)), name)
     if name.startswith(("self_attention.q_layernorm.", "self_attention.kv_layernorm.")) and not latent:
         return [name]
-    both = sparse if name.startswith("pre_mlp_layernorm.") else latent
+    both = latent or (sparse and name.startswith("pre_mlp_layernorm."))
     return [fused, name] if both and fused != name else [fused]
 
 

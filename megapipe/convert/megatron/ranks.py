@@ -73,6 +73,11 @@ class Sizes:
                 yield f"{flags['tensor']} does not divide the model's {size} {name}"
         if model.layers % self.pp:
             yield f"{flags['pipeline']} does not divide the model's {model.layers} layers"
+        if self.local and self.tp > 1 and model.multi_latent_attention:
+            yield (
+                f"{flags['tensor']} does not go with --transformer-impl local here: of latents each of its ranks has a "
+                "part. Use --transformer-impl transformer_engine, or --ckpt-format torch_dist"
+            )
         if self.ep > 1 and (not model.has_experts or model.experts % self.ep):
             yield f"{flags['expert']} does not divide the model's {model.num_experts or 0} experts"
 
