@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from megapipe.schedule.costs import Costs
@@ -32,7 +32,6 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         moments: list[tuple[float, float, int]] = []
-        whole = _whole(schedule, costs, rank) if sharded else {}
         for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
             for moment, change in ((start, takes), (end, gives)):
                 for item in step:
@@ -43,10 +42,10 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
                         moments.append((moment, inputs[stage] if less else change[key][stage], i))
                     if gradients and kind.is_backward:
                         moments.append((moment, gradients(item, change is takes), i))
-                if (i, change is gives) in whole:
-                    moments.append((moment, whole[i, change is gives], i))
-        if beside:  # copies end while passes run
-            moments.sort(key=lambda moment: moment[0])
+        if sharded:
+            moments += _whole(schedule, costs, clock, rank)
+        if beside:  # copies end while passes run; of one time the order of the row
+            moments.sort(key=lambda moment: (moment[0], moment[2]))
         held, curve = 0.0, list[tuple[float, float, int]]()
         for at, size, i in moments:
             held += size
@@ -55,14 +54,19 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
     return curves
 
 
-def _whole(schedule: Schedule, costs: Costs, rank: int) -> dict[tuple[int, bool], float]:
-    """The sizes of weights and gradients of runs: taken when a step starts (False), given back when it ends (True)."""
+def _whole(schedule: Schedule, costs: Costs, clock: _Clock, rank: int) -> Iterator[tuple[float, float, int]]:
+    """Times, sizes and steps of the weights and gradients that are whole for a while."""
     *_, weights, gradients = costs.memory(schedule.placement)
-    sizes, found = {Kind.AF: weights, Kind.RS: gradients}, dict[tuple[int, bool], float]()
-    for kind, stage, first, last in lives(schedule, rank):
-        found[first, False] = found.get((first, False), 0.0) + sizes[kind][stage]
-        found[last, True] = found.get((last, True), 0.0) - sizes[kind][stage]
-    return found
+    end, begun, free = clock.end[rank], list[float](), 0.0
+    for step, starts, ends in zip(schedule.ranks[rank], clock.start[rank], end, strict=True):
+        computes = step[0].kind.traits.lane is Lane.COMPUTE
+        # A step beside is begun where it stands in the row, though its lane may have to end another first.
+        begun.append(starts if computes else free)
+        free = ends if computes else free
+    for kind, stage, first, last, waits in lives(schedule, rank):
+        size = (weights if kind is Kind.AF else gradients)[stage]
+        yield begun[first], size, first
+        yield max(end[last], begun[waits] if waits >= 0 else 0.0), -size, max(last, waits)
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:

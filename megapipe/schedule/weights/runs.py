@@ -4,11 +4,11 @@ What an executor must know of AF, AB and RS. A gather begins where it stands in 
 every pass of the stage that reads the weights (F, B, BW, R; no W, which takes input and gradient alone) from there to
 the next gather of the stage or the end of the row. The weights go when the step with the run's last pass is over: no
 pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first backward or W
-behind the reduction before (`Sum.begin`, which waits for that reduction: a stage has one such buffer) to the end of its
-own reduction, which adds the share of this rank to what earlier ones left. In a table without gathers the weights are
-whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel replicas run one table, and gathers and reductions
-of a rank are one after another on the lane `dp`: so the collectives of a group meet in one order, whatever their ranks
-wait for.
+behind the reduction before (`Sum.begin`, which waits for that reduction: a stage has one such buffer) until its own
+reduction is waited for, which adds the share of this rank to what earlier ones left: `lives` says where. In a table
+without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel replicas run one
+table, and gathers and reductions of a rank are one after another on the lane `dp`: so the collectives of a group meet
+in one order, whatever their ranks wait for.
 """
 
 from __future__ import annotations
@@ -100,13 +100,25 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
     return found
 
 
-def lives(schedule: Schedule, rank: int) -> Iterator[tuple[Kind, int, int, int]]:
-    """Weights (AF) and gradients (RS) that are whole on a rank for a while.
+class Life(NamedTuple):
+    """A while in which a stage's weights (AF) or gradient (RS) are whole: taken when the step `first` is begun, free
+    when `last` is over, and where `waits` is begun if that is not -1."""
 
-    Returns: which of them, their stage, the step at whose start they are taken, the one at whose end they are free.
-    """
+    kind: Kind
+    stage: int
+    first: int
+    last: int
+    waits: int = -1
+
+
+def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
+    """Lives of all that is whole on a rank for a while. What a reduction has read is free when the rank begins the next
+    one, or the next gradient of that stage: both wait for it."""
     at = {item: i for i, step in enumerate(schedule.ranks[rank]) for item in step}
     for run in runs(schedule, rank):
-        yield Kind.AF, run.gather.stage, at[run.gather], at[run.dropped]
-    for one in sums(schedule, rank):
-        yield Kind.RS, one.reduce.stage, at[one.begin], at[one.reduce]
+        yield Life(Kind.AF, run.gather.stage, at[run.gather], at[run.dropped])
+    own = sums(schedule, rank)
+    for n, one in enumerate(own):
+        stage, later = one.reduce.stage, own[n + 1 :]
+        waits = [at[x.reduce] for x in later[:1]] + [at[x.begin] for x in later if x.reduce.stage == stage]
+        yield Life(Kind.RS, stage, at[one.begin], at[one.reduce], min(waits, default=-1))

@@ -92,12 +92,22 @@ def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tup
         gathers = [i for i, x in enumerate(own) if x.kind in GATHERS]
         for begin, end in zip(gathers, [*gathers[1:], len(own)], strict=True):
             last = [x for x in own[begin:end] if x.kind in READS][-1]
-            found.append((time.start[own[begin]], time.end[last], True, last))
+            found.append((_posted(flat, own[begin], time), time.end[last], True, last))
         writes = [x for x in own if x.kind in ADDS | {Kind.B, Kind.RS}]
         cuts = [i for i, x in enumerate(writes) if x.kind is Kind.RS]
         for begin, end in zip([-1, *cuts], cuts, strict=False):
-            found.append((time.start[writes[begin + 1]], time.end[writes[end]], False, writes[end]))
+            # Until someone waits for the reduction: the next one of the rank, or the next gradient of the stage.
+            reduce, again = writes[end], [time.start[x] for x in writes[end + 1 : end + 2]]
+            behind = [_posted(flat, x, time) for x in flat[flat.index(reduce) + 1 :] if x.kind is Kind.RS]
+            free = max(time.end[reduce], min([*behind[:1], *again], default=0.0))
+            found.append((time.start[writes[begin + 1]], free, False, reduce))
     return found
+
+
+def _posted(flat: list[Pass], item: Pass, time: Timeline) -> float:
+    """When a pass beside is begun: where it stands in the row, though the link may have to end another first."""
+    before = [time.end[x] for x in flat[: flat.index(item)] if x.kind not in GATHERS | {Kind.RS}]
+    return max(before, default=0.0)
 
 
 def most(intervals: list[tuple[float, float, float]]) -> float:
