@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, Layout, layout_of, saved_tensors
+from megapipe.distributed.layout import HISTORY, SAVED_BUFFERS, Layout, layout_of, saved_tensors, whole_name
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
 from megapipe.partition.spans import LayerSpan, whole
@@ -148,7 +148,7 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
     for stage in stages:
         for name, param in saved_tensors(stage):
             layout = layout_of(param)
-            whole = read(layout.tied_to or name)
+            whole = read(whole_name(layout.tied_to or name))
             assert tuple(whole.shape) == layout.full, f"{name} is {list(whole.shape)}, not {list(layout.full)}"
             param.copy_(layout.mine(whole, tp).reshape(param.shape))
 

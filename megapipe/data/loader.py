@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapipe.data.gpt_dataset import Item, TokenDataset
-from megapipe.distributed.tokens import Cut
+from megapipe.distributed.tokens import Cut, ahead
 from megapipe.errors import DataError
 
 Microbatch = Tensor | Mapping[str, Tensor]
@@ -49,8 +49,7 @@ class Batch:
         if not depth:
             return self
         tokens, labels, mask, positions = (
-            F.pad(x[:, depth:], (0, min(depth, x.shape[1])))
-            for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+            ahead(x, depth) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
         )
         for between in () if ends is None else range(depth + 1):
             end = self.tokens[:, between:].eq(ends or 0)

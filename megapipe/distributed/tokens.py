@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.errors import ConfigError
@@ -74,6 +75,11 @@ def length_problem(length: int, ranks: int) -> str:
         f"--context-parallel-size {ranks} cuts sequences into {pieces} equal pieces, and {length} = "
         f"{pieces} x {length // pieces} + {length % pieces}. Use --seq-length {near}."
     )
+
+
+def ahead(x: Tensor, depth: int) -> Tensor:
+    """[b, s] -> what stands so many tokens further, zeros behind the end: how far multi-token prediction reads."""
+    return F.pad(x[:, depth:], (0, min(depth, x.shape[1]))) if depth else x
 
 
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:

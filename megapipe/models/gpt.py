@@ -41,7 +41,8 @@ module, as two passes of one may run together."""
 
 class Embedding(nn.Module):
     """Word embedding plus learned positions, if the model has them; of a span that only has a share of the vocabulary,
-    its rows. A depth of multi-token prediction repeats the weights of the model's."""
+    its rows. A depth of multi-token prediction repeats the weights of the model's; the rows that shares look up for it
+    are theirs."""
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
         super().__init__()
@@ -50,8 +51,10 @@ class Embedding(nn.Module):
         self.shares_sequence = tp if config.sequence_parallel else None
         self.site = f"embedding of depth {span.depth}" if span.depth else "embedding"
         full = config.padded_vocab_size, config.hidden
-        self.word_embeddings: VocabParallelEmbedding | VocabularyRows
-        if span.share is None:
+        self.word_embeddings: VocabParallelEmbedding | VocabularyRows | None = None
+        if span.share is not None:
+            self.word_embeddings = VocabularyRows(full, (span.share, span.shares), tp, config.embedding_std)
+        elif span.shares == 1:
             self.word_embeddings = VocabParallelEmbedding(
                 *full,
                 tp=tp,
@@ -59,8 +62,6 @@ class Embedding(nn.Module):
                 init_std=config.embedding_std,
                 tied_to=WORD_EMBEDDINGS if span.depth else None,
             )
-        else:
-            self.word_embeddings = VocabularyRows(full, (span.share, span.shares), tp, config.embedding_std)
         self._closes = closing(tp, config.sequence_parallel)
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute" and (span.embedding or span.depth):
@@ -77,7 +78,11 @@ class Embedding(nn.Module):
         looked_up: [s, b, h], what the shares of the vocabulary have of the tokens; to be summed over tp.
         """
         tp = self.shares_sequence
-        x = self.word_embeddings(tokens.t()) if looked_up is None else across(looked_up, self._closes)
+        if looked_up is None:
+            assert self.word_embeddings is not None, "without rows they come looked up"
+            x = self.word_embeddings(tokens.t())
+        else:
+            x = across(looked_up, self._closes)
         if self.position_embeddings is not None:
             ids = position_ids.t()
             x = x + self.position_embeddings(ids if tp is None else ids.chunk(tp.size)[tp.rank])
@@ -121,33 +126,39 @@ def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParalle
 
 
 class Depth(nn.Module):
-    """A depth of multi-token prediction, whose embedding and head repeat the model's weights."""
+    """A depth of multi-token prediction, whose embedding and head repeat the model's weights; it has neither where all
+    ranks share the vocabulary."""
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis, layer: LayerProvider) -> None:
         super().__init__()
         self.number = str(span.depth - 1)
         self.layers = nn.ModuleDict({self.number: MultiTokenLayer(config, tp, span.first, layer)})
         self.embeddings = nn.ModuleDict({self.number: Embedding(config, span, tp)})
-        self.heads = nn.ModuleDict({self.number: head_of(config, tp, WORD_EMBEDDINGS if config.tied else HEAD)})
+        tied_to = WORD_EMBEDDINGS if config.tied else HEAD
+        self.heads = nn.ModuleDict({self.number: head_of(config, tp, tied_to)} if span.shares == 1 else {})
         for param in (*self.embeddings.parameters(), *self.heads.parameters()):
             set_layout(param, replace(layout_of(param), lent=True))
 
     @property
-    def head(self) -> ColumnParallelLinear:
-        head = self.heads[self.number]
-        assert isinstance(head, ColumnParallelLinear)
+    def head(self) -> ColumnParallelLinear | None:
+        head = self.heads[self.number] if self.heads else None
+        assert head is None or isinstance(head, ColumnParallelLinear)
         return head
 
     @property
-    def ends(self) -> tuple[nn.Module, nn.Module]:
-        """The two modules with rows of the vocabulary."""
+    def ends(self) -> list[nn.Module]:
+        """The modules with rows of the vocabulary."""
         embedding = self.embeddings[self.number]
         assert isinstance(embedding, Embedding)
-        return embedding.word_embeddings, self.head
+        return [end for end in (embedding.word_embeddings, self.head) if end is not None]
 
     def forward(self, x: Tensor, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """[s, b, h] of the depth before, and tokens and positions [b, s] so far ahead -> [s, b, h]."""
-        return self.layers[self.number](x, self.embeddings[self.number](tokens, position_ids))  # type: ignore[no-any-return]
+        """[s, b, h] of the depth before, and tokens and positions [b, s] so far ahead -> [s, b, h]. Of shares of the
+        vocabulary what they looked up stands behind x."""
+        looked_up = None
+        if not self.heads:
+            x, looked_up = x[: -tokens.shape[1]], x[-tokens.shape[1] :]
+        return self.layers[self.number](x, self.embeddings[self.number](tokens, position_ids, looked_up))  # type: ignore[no-any-return]
 
 
 class GPTModel(nn.Module):
@@ -180,9 +191,8 @@ class GPTModel(nn.Module):
             self.output_layer = VocabularyRows(full, part, tp, std, tied_to)
         elif span.loss and span.shares == 1:
             self.output_layer = head_of(config, tp, WORD_EMBEDDINGS if config.tied else None)
-        embeds = [self.embedding.word_embeddings] if self.embedding is not None else []
-        heads = [self.output_layer] if self.output_layer is not None else []
-        for end in (*embeds, *heads, *([] if self.mtp is None else self.mtp.ends)):
+        ends = [self.embedding and self.embedding.word_embeddings, self.output_layer]
+        for end in (*filter(None, ends), *([] if self.mtp is None else self.mtp.ends)):
             # Megatron-LM's mark; the optimizer may have a rate for them
             setattr(end.weight, "is_embedding_or_output_parameter", True)  # noqa: B010
         self.most_kept: int | None = None

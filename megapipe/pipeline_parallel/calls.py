@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ class Call(NamedTuple):
         takes: the passes whose results it uses, each with the rank that it is made on; none at an end of the model, and
             for W.
         gives: how often its result is used here, by passes and by messages.
+        leaves: what it takes of another rank that a later pass takes too.
         ends: is it the last pass of a microbatch on its stage?
         beside: does it run on another lane than compute?
         begins: is it the first of a run that writes gradients of its stage's weights?
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     number: int
     takes: tuple[tuple[Pass, int], ...]
     gives: int
+    leaves: frozenset[Pass]
     ends: bool
     beside: bool
     begins: bool
@@ -51,9 +53,10 @@ def looked_up(
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
     # Received tensors stand in the program as messages alone: the passes that made them are on other ranks.
     made = {(p.kind.traits.makes[0], *p[1:]): p for p in [*passes, *(m.made_by for m in messages)]}
-    table = _table(passes, placement)
+    table = _table(passes, [m.made_by for m in messages if m.src != rank], placement)
     takes = {p: [made[what, s, *p[2:]] for what, s in table.links[p[:2]].takes] for p in passes}
     uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
+    leaves = _not_for_the_last_time(takes, {m.made_by for m in messages if m.src != rank})
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
     last = {p.stage: p for p in passes if p.kind.traits.lane is Lane.COMPUTE and not p.kind.traits.per_stage}
     beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
@@ -69,7 +72,7 @@ def looked_up(
     def call(p: Pass) -> Call:
         taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
         ends, own = last.get(p.stage) == p, (p in beside, p in begin, p in drop)
-        return Call(p, table.number(p), taken, uses[p], ends, *own, tuple(awaited(p)))
+        return Call(p, table.number(p), taken, uses[p], leaves[p], ends, *own, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
@@ -87,8 +90,19 @@ def _begin_grads(passes: Sequence[Pass]) -> set[Pass]:
     return begin
 
 
-def _table(passes: Sequence[Pass], placement: Placement) -> Schedule:
-    """The passes of one rank in one step, as a table."""
+def _not_for_the_last_time(takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]) -> dict[Pass, frozenset[Pass]]:
+    """The results of other ranks that each pass takes and a later one too. takes: by pass, in their order."""
+    found, later = {}, set[Pass]()
+    for one in reversed(list(takes)):
+        taken = received.intersection(takes[one])
+        found[one] = frozenset(taken & later)
+        later |= taken
+    return found
+
+
+def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -> Schedule:
+    """The passes of one rank in one step, and behind them those whose results it is sent, as a table."""
     numbers = [p.microbatch for p in passes if not p.kind.traits.per_stage]
     slices = 1 + max((p.slice for p in passes if p.slice is not None), default=-1)
-    return Schedule("", placement, 1 + max(numbers, default=0), ((*((p,) for p in passes),),), cuts=(1.0,) * slices)
+    rows = tuple(tuple((p,) for p in row) for row in (passes, sent))
+    return Schedule("", placement, 1 + max(numbers, default=0), rows, cuts=(1.0,) * slices)

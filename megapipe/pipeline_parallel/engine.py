@@ -22,7 +22,7 @@ from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Host, moves_of
-from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare, check_shares, data_of_shares, shape_of
+from megapipe.pipeline_parallel.passes.vocabulary import check_shares, ends_of, shape_of, shares_of
 from megapipe.pipeline_parallel.slices import Slices, ranks_of_tokens, shape_of_slice, tokens_of_slices
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
@@ -193,7 +193,7 @@ class ForwardBackward:
         place = self.table(step.num_microbatches).placement
         if place.vocabulary:
             check_shares(variable, self.mesh.cp.size)
-        whole = partial(shape_of, place, (shape[0] * shared, batch, hidden), dtype)
+        whole = shape_of(place, (shape[0] * shared, batch, hidden), shape[0], dtype, evaluates=step.forward_only)
         return Messenger(
             self.mesh.pp,
             shape,
@@ -249,7 +249,7 @@ def _stages(
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done, place = step.around_last_backward, step.on_layer_done, table.placement
     moves = {} if step.forward_only else moves_of(table, chunks, host)
-    shared, own = data_of_shares(place, {number: data for number, (_, data) in chunks.items()})
+    shares, own = shares_of(place, chunks, step.forward_step_func)
     return {
         number: PipelineStage(
             module,
@@ -264,8 +264,8 @@ def _stages(
             collect_non_loss_data=step.collect_non_loss_data,
             stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths)),
             slices=slices,
-            share=VocabularyShare(module, step.forward_step_func, shared.get(number)) if number in shared else None,
-            combines=place.vocabulary and place.is_last(number),
+            share=shares.get(number),
+            **ends_of(place, number, evaluates=step.forward_only),
             last=table.last.get(number),
             weights=step.weights[n] if step.weights else None,
             moves=moves.get(number),

@@ -79,6 +79,15 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         """Hold until it is used so often."""
         self[made_by], self.uses[made_by] = made, uses
 
+    def taken(self, call: Call) -> list[Tensor]:
+        """The inputs of a pass."""
+        given = []
+        for made_by, _ in call.takes:
+            given.append(self.take(made_by))
+            if made_by in call.leaves:
+                self[made_by] = given[-1]
+        return given
+
     def take(self, made_by: Pass) -> Tensor:
         """Use once, waiting for it if it is under way."""
         held = self[made_by]  # in hand while it is waited for: so `watch` knows
@@ -220,7 +229,7 @@ class _Runs(NamedTuple):
         hand, watch = self.hand, self.watch
         # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
         kind, stage, *_ = call.item
-        given = [hand.take(taken) for taken, _ in call.takes]
+        given = hand.taken(call)
         begin = watch.mark()
         at_waits.watch = None if call.beside or kind.traits.per_stage else watch
         made = PASSES[kind](self.stages[stage], call.number, given)
@@ -235,7 +244,7 @@ class _Runs(NamedTuple):
 
     def pair(self, one: Call, other: Call) -> bool:
         """Two passes together: one computes while the other waits for a collective. Returns as `item`."""
-        given = [[self.hand.take(taken) for taken, _ in call.takes] for call in (one, other)]
+        given = [self.hand.taken(call) for call in (one, other)]
         begin, (f, b) = self.watch.mark(), (one.item, other.item)
         stage, back = self.stages[f.stage], self.stages[b.stage]
         if hasattr(stage, "overlapped_forward_backward") and f.kind.is_forward and b.kind.is_backward:

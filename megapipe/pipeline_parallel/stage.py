@@ -18,7 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Noting, Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, beside, output_of
-from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.passes.begin import Weights, sum_of
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.pipeline_parallel.slices import Grad, Slices
@@ -66,7 +66,8 @@ class PipelineStage:
             nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
         share: of the vocabulary, if this stage has one.
-        combines: the ranks share the vocabulary, and this stage puts the loss together in a pass of its own.
+        combines: the ranks share the vocabulary, and this stage puts a loss together in a pass of its own: the k-th of
+            n that shares compute of a microbatch. joins: what its forward is given, to its input.
         last: the microbatches that the table has last, for those that follow; None without a table.
         slices: of a microbatch; each is to a stage what a whole one is, by its number among all.
         weights: what is done to the stage as a whole.
@@ -92,7 +93,8 @@ class PipelineStage:
     collect_non_loss_data: bool
     stream: Callable[[int], Stream]
     share: VocabularyShare | None = None
-    combines: bool = False
+    combines: tuple[int, int] | None = None
+    joins: Callable[[list[Tensor]], Tensor | None] = sum_of
     last: Last | None = None
     slices: Slices = field(default_factory=Slices)
     weights: Weights | None = None
@@ -147,7 +149,8 @@ class PipelineStage:
         saved = self._saved.pop(microbatch)
         # The loss of a slice counts by the tokens of its microbatch, which are known by now.
         own = self._combined.pop(microbatch, saved.grad() if callable(saved.grad) else saved.grad)
-        grad = own if grad is None else grad if own is None else grad + own
+        # The gradient of a depth's input has that of its embedded tokens behind it, where shares look these up.
+        grad = own if grad is None else grad if own is None else grad[: len(own)] + own
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
         around = self.around_last_backward if is_last else None
@@ -225,7 +228,8 @@ class PipelineStage:
         the gradient of its output."""
         x, loss_func, cp = self._ends.pop(microbatch)
         tp = attribute_of(self.module, "tp")
-        of_loss = combine(shares, x.shape[-1], tp)
+        assert self.combines is not None
+        of_loss = combine(shares, x.shape[-1], tp, self.combines)
         losses = of_loss.losses.view(-1, x.shape[1]).requires_grad_(torch.is_grad_enabled())
         value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
         assert not callable(grad), "shares of the vocabulary are of whole microbatches"

@@ -29,7 +29,6 @@ from megapipe.plan.transforms.paired import with_pairs
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.depths import with_depths
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 
 @lru_cache(maxsize=8)
@@ -91,8 +90,6 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
         whole = replace(whole, shares=work.shares)
         plan = replace(plan, pieces=replace(work, kept=(whole, kept_shares(plan.schedule, some))))
-    if par.vocab_parallel_pipeline:
-        plan = replace(plan, schedule=with_vocabulary(plan.schedule, plan.costs))
     ways = []
     for ranks in ranks_of_depths(config, plan.schedule.placement):
         further = with_further(plan, depths, ranks)
@@ -102,8 +99,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         ways.append(further)
     if len(ways) > 1:
         ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
-    plan = ways[0]
-    return _checked(plan, config)
+    return _checked(ways[0], config)
 
 
 def _step_time(plan: Plan) -> float:
@@ -111,9 +107,10 @@ def _step_time(plan: Plan) -> float:
 
 
 def with_further(plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> Plan:
-    """The plan with depths of multi-token prediction on these ranks."""
+    """The plan with depths of multi-token prediction on these ranks, and with the passes of a shared vocabulary."""
     plan = replace(plan, pieces=plan.pieces.further(depths))
-    return replace(plan, schedule=with_depths(plan.schedule, ranks, plan.costs)) if depths else plan
+    vocabulary = plan.pieces.shares > 1
+    return replace(plan, schedule=with_depths(plan.schedule, ranks, plan.costs, vocabulary=vocabulary))
 
 
 def _paired(plan: Plan, config: Config) -> Plan:
@@ -163,12 +160,16 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
     config = chosen(config, len(plan.schedule.cuts) or 1)
-    if at := plan.schedule.placement.depths:
-        place, depths = plan.schedule.placement, plan.pieces.depths
-        own = replace(plan, pieces=replace(plan.pieces, depths=()))
-        own = replace(own, schedule=replace(plan.schedule, placement=own_chain(place)))
-        return with_further(with_batch(own, config), depths, place.rank_of[place.main :][:at])
-    place, count = replace(plan.schedule.placement, vocabulary=False), config.num_microbatches
+    place, depths = plan.schedule.placement, plan.pieces.depths
+    own = replace(plan, pieces=replace(plan.pieces, depths=()))
+    own = replace(own, schedule=replace(plan.schedule, placement=replace(own_chain(place), vocabulary=False)))
+    made = with_further(_of_batch(own, config), depths, place.rank_of[place.main :][: place.depths])
+    return _checked(made, config)
+
+
+def _of_batch(plan: Plan, config: Config) -> Plan:
+    """The plan of the model's own chain, whose ends have the vocabulary, for another number of microbatches."""
+    place, count = plan.schedule.placement, config.num_microbatches
     if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
         empty = replace(plan, schedule=Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks))
@@ -183,9 +184,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     made = _paired(made, config)
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], kept_shares(made.schedule, some))))
-    if plan.schedule.placement.vocabulary:
-        made = replace(made, schedule=with_vocabulary(made.schedule, made.costs))
-    return _checked(made, config)
+    return made
 
 
 def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = False) -> Plan:

@@ -109,7 +109,7 @@ class Plan:
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
                 total -= (each - self.gradient) * words / shares  # one weight, and a gradient for each use
-        for first in range(0, len(self.spans), chain):
+        for first in range(0, len(self.spans), chain) if self.pieces.shares == 1 else ():
             gradients, weights = lent([self.spans[s] for s in stages if first <= s < first + chain], tied=self.tied)
             total += words * (self.gradient * gradients + (self.replica - self.gradient) * weights)
         return total / self.tp + sum(self.works[stage].rounded for stage in stages)
@@ -119,8 +119,10 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
     """The groups of Plan.shares."""
     first, last, depths = place.rank_of[0], place.rank_of[place.main - 1], place.rank_of[place.main : place.chain]
     uses = [{first, last, *depths}] if tied else [{first, *depths}, {last, *depths}]
+    if place.vocabulary:  # learned positions alone, which no share has
+        uses = [{first, *depths}]
     ends = {rank for ranks in uses if len(ranks) > 1 for rank in ranks}
-    there = {"ends": ends if not place.vocabulary else (), "twins": range(2) if place.num_chains > 1 else ()}
+    there = {"ends": ends, "twins": range(2) if place.num_chains > 1 else ()}
     return {name: tuple(sorted(ranks)) for name, ranks in there.items() if ranks}
 
 

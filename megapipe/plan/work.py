@@ -34,6 +34,7 @@ class Pieces:
         overhead: time of every pass beside its work.
         shares: ranks that share embedding and head, in passes of their own; 1: the ends of the model have them.
         depths: of multi-token prediction, each with a head.
+        hidden: bytes of hidden states, where they are and on a rank with a share of the vocabulary, which sees all.
     """
 
     embedding: Work
@@ -43,6 +44,7 @@ class Pieces:
     overhead: float = 0.0
     shares: int = 1
     depths: tuple[Work, ...] = ()
+    hidden: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
@@ -52,11 +54,30 @@ class Pieces:
     def stage(self, span: LayerSpan) -> Work:
         """A stage's share."""
         if span.depth:
-            return self.depths[span.depth - 1]
+            return self._beside[span.depth - 1]
         ends = (self.embedding if span.embedding else Work()) + (self.head if span.loss else Work())
         if self.shares > 1:
-            ends = (self.embedding + self.head).part(self.shares) if span.share is not None else Work()
+            ends = Work() if span.share is None else self.share
         return sum((self.layers[layer] for layer in span.layers), ends)
+
+    @property
+    def share(self) -> Work:
+        """The part of embedding and heads that one of the ranks has which share them; it keeps all hidden states."""
+        head, losses = self.head, 1 + len(self.depths)
+        logits = (head.held - 2 * self.hidden[0]) / self.shares
+        f, b, w, held = (losses * x for x in (head.f, head.b, head.w, (self.hidden[1] + logits) * self.shares))
+        return (self.embedding + replace(head, f=f, b=b, w=w, held=held)).part(self.shares)
+
+    @cached_property
+    def _beside(self) -> tuple[Work, ...]:
+        """The depths; where the ranks share the heads they keep what their last norms take."""
+        if self.shares == 1:
+            return self.depths
+        head, kept = self.head, self.head.held - self.hidden[0]
+        return tuple(
+            replace(x, f=x.f - head.f, b=x.b - head.b, w=x.w - head.w, held=x.held - kept, kept=x.kept - head.kept)
+            for x in self.depths
+        )
 
     def costs(self, counts: Sequence[int]) -> Costs:
         """Costs of the stages of a split, then of the depths, in the units of Work. counts: layers at each position."""
@@ -68,8 +89,8 @@ class Pieces:
         costs = Costs(f, b, w, mem_b=held, mem_w=owed, overhead=self.overhead)
         if self.shares == 1:
             return costs
-        share = self.head.part(self.shares)
-        return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held)
+        share = self.share
+        return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - self.embedding.held / self.shares)
 
     def further(self, depths: tuple[Work, ...]) -> Pieces:
         """The pieces with these depths, of which microbatches that are not computed again keep as much as others."""
@@ -109,7 +130,10 @@ class Pieces:
             if self.shares == 1:
                 column[0] += getattr(self.embedding, name)
                 column[last] += getattr(self.head, name)
-            columns.append((*column, *(getattr(depth, name) for depth in self.depths)))
+            elif name == "held":
+                column[0] += self.embedding.held
+                column[last] += self.hidden[0]
+            columns.append((*column, *(getattr(depth, name) for depth in self._beside)))
         return columns
 
 
@@ -159,7 +183,8 @@ def pieces(
     embedding = Work(held=masks, parameters=rows * h)
     head = _head(model, load)
     depth = _depth(model, load) + head
-    return Pieces(embedding, layers * (model.layers // different), head, depths=(depth,) * model.depths)
+    hidden = load.bytes(h, 0), float(load.element * tokens * h)
+    return Pieces(embedding, layers * (model.layers // different), head, depths=(depth,) * model.depths, hidden=hidden)
 
 
 def _depth(model: ModelConfig, load: Load) -> Work:

@@ -59,8 +59,8 @@ class Where(StrEnum):
     REPLICAS = "the stage's and its replicas', of the same number"
     RANK = "of every stage of the rank, of the same number"
     EVERYWHERE = "of every stage, of the same number"
-    FIRST = "of the stage with the embedding, of the same number"
-    LAST = "of the stage with the loss, of the same number"
+    EMBEDS = "of the stages that embed tokens, depths behind the first, of the same number"
+    LOSSES = "of the stages with a loss, depths behind the last, of the same number"
     SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
     EARLIER = "the stage's own, of the slice before; nothing at the first"
     LATER = "the stage's own, of the slice behind; nothing at the last"
@@ -69,7 +69,7 @@ class Where(StrEnum):
 
 OF_SLICES = {Where.EARLIER, Where.LATER}
 """Needs of tables alone that cut microbatches in slices."""
-HANDED = {Where.PREV, Where.NEXT, Where.FIRST, Where.LAST, Where.SHARES}
+HANDED = {Where.PREV, Where.NEXT, Where.EMBEDS, Where.LOSSES, Where.SHARES}
 """Needs that are met by a tensor which another stage hands over."""
 
 
@@ -132,8 +132,9 @@ _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Wher
 # gradient for the reduction of the one before.
 _WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)
 _FREE = Need(Made.SCATTERED, Where.RUN, optional=True)
-_FORWARD = Need(Made.OUTPUT, Where.PREV), Need(Made.LOOKED_UP, Where.SHARES, at=Where.FIRST), _GATHERED, _PREFIX, _WHOLE
-_LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LAST)
+_LOOKED_UP = Need(Made.LOOKED_UP, Where.SHARES, at=Where.EMBEDS)
+_FORWARD = Need(Made.OUTPUT, Where.PREV), _LOOKED_UP, _GATHERED, _PREFIX, _WHOLE
+_LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LOSSES)
 _BACK = Need(Made.BACK, Where.OWN, optional=True)
 _BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK, _WHOLE, _FREE
 _OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
@@ -151,15 +152,15 @@ _VALIDATE = (
     Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),
     Need(Made.GATHERED, Where.RANK, optional=True),
 )
-_SHARE = Need(Made.OUTPUT, Where.LAST), _GATHERED
+_SHARE = Need(Made.OUTPUT, Where.LOSSES, optional=True), _GATHERED  # an evaluation runs no depths
 _COMBINE = (Need(Made.SHARE, Where.SHARES),)
 _OWN = (Need(Made.OUTPUT, Where.OWN),)
 _AGAIN = Need(Made.OUTPUT, Where.OWN), _WHOLE
 _GATHER_RUN = (Need(Made.UPDATED, Where.STEP, back=1, optional=True),)
 _REDUCE_RUN = (Need(Made.WEIGHT_GRADIENT, Where.RUN),)
 _ON_HOST = (Need(Made.ON_HOST, Where.OWN),)
-_HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LAST), _VALID
-_ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.FIRST), _VALID
+_HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LOSSES), _VALID
+_ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.EMBEDS), _VALID
 
 _ALL = Where.SHARES
 
@@ -202,7 +203,7 @@ class Kind(StrEnum):
         Traits("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True),
     )
     S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
-    C = "C", Traits("combine shares", "#60006c", "e", _COMBINE, (Made.LOSS,), at=Where.LAST, evaluates=True)
+    C = "C", Traits("combine shares", "#60006c", "e", _COMBINE, (Made.LOSS,), at=Where.LOSSES, evaluates=True)
     T = "T", Traits("weight gradient of the share", "#e4a8f0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
     EW = "EW", Traits("gradient of rows", "#1824a8", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.named import find_named, place_of
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step, placement_problems
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step
 
 
 def own_generator(name: str) -> Callable[..., Schedule]:
@@ -59,6 +59,15 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
         raise ScheduleError(f"{source} is not a schedule:" + "".join(f"\n  {problem}" for problem in problems))
     placement = Placement(tuple(made.placement.rank_of), made.placement.chain, made.placement.vocabulary)
     return Schedule(made.name, placement, microbatches, rows, cuts=tuple(made.cuts), documents=made.documents)
+
+
+def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
+    """Reasons why there is no placement of these numbers."""
+    stages = list(rank_of)
+    if set(stages) != set(range(ranks)):
+        yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
+    if chain < 1 or len(stages) % chain:
+        yield f"chain {chain} must divide the number of stages, {len(stages)}"
 
 
 def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -118,8 +118,9 @@ class Placement:
         first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
-        if where in (Where.FIRST, Where.LAST):
-            return (first if where is Where.FIRST else first + self.main - 1,)
+        if where in (Where.EMBEDS, Where.LOSSES):
+            end = first if where is Where.EMBEDS else first + self.main - 1
+            return (end, *range(first + self.main, first + self.chain))
         if where in (Where.PREV, Where.NEXT):
             other = self.prev(stage) if where is Where.PREV else self.next(stage)
             return () if other is None else (other,)
@@ -130,13 +131,13 @@ class Placement:
         return tuple(range(self.num_stages)) if where is Where.EVERYWHERE else (stage,)
 
     def shares(self, stage: int) -> tuple[int, ...]:
-        """The stage of each rank that has its share of the vocabulary, the first that it has of the chain of `stage`,
-        in ascending order; none where the ends of the model have the whole vocabulary."""
+        """The stage of each rank that has its share of the vocabulary, the first that it has of the model's own chain
+        of `stage`, in ascending order; none where the ends of the model have the whole vocabulary."""
         return self._shares[stage // self.chain]
 
     @cached_property
     def _shares(self) -> tuple[tuple[int, ...], ...]:
-        chains = [range(first, first + self.chain) for first in range(0, self.num_stages, self.chain)]
+        chains = [range(first, first + self.main) for first in range(0, self.num_stages, self.chain)]
         return tuple(
             tuple(sorted({self.rank_of[s]: s for s in reversed(chain)}.values())) if self.vocabulary else ()
             for chain in chains
@@ -145,15 +146,6 @@ class Placement:
     def replicas(self, stage: int) -> tuple[int, ...]:
         """The stages that hold the same slice of the model, this one among them: two in DualPipe, else one."""
         return tuple(range(self.position(stage), self.num_stages, self.chain))
-
-
-def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
-    """Reasons why there is no placement of these numbers."""
-    stages = list(rank_of)
-    if set(stages) != set(range(ranks)):
-        yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
-    if chain < 1 or len(stages) % chain:
-        yield f"chain {chain} must divide the number of stages, {len(stages)}"
 
 
 class Link(NamedTuple):
@@ -259,8 +251,15 @@ class Schedule:
     def links(self) -> dict[tuple[Kind, int], Link]:
         """Links by kind and stage of the table's passes; a result that none of these takes goes nowhere."""
         place, there = self.placement, {item[:2] for row in self.ranks for step in row for item in step}
+        here = {stage for _, stage in there}
         takes = {
-            (kind, stage): tuple((n.made, x) for n in needs if n.where in HANDED for x in place.needed(stage, n))
+            (kind, stage): tuple(
+                (need.made, x)
+                for need in needs
+                if need.where in HANDED
+                for x in place.needed(stage, need)
+                if x in here or not need.optional
+            )
             for stage in range(place.num_stages)
             for kind, needs in self.needs.items()
             if (kind, stage) in there

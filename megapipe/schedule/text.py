@@ -21,7 +21,8 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.lanes import is_lane, lane_to_json
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step, placement_problems
+from megapipe.schedule.own import placement_problems
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step
 from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}
@@ -278,16 +279,15 @@ def _shape_problems(data: Any) -> Iterator[str]:
     yield from bad
     if bad:
         return
-    ranks = data["pp"]
-    if len(data["ranks"]) != ranks:
-        yield f"ranks has {len(data['ranks'])} lists, pp is {ranks}"
+    if len(data["ranks"]) != data["pp"]:
+        yield f"ranks has {len(data['ranks'])} lists, pp is {data['pp']}"
     cuts = data.get("cuts", [])
     if not (isinstance(cuts, list) and all(type(x) in (int, float) and 0 < x < 1e9 for x in cuts)):
         yield "cuts must be the lengths of a microbatch's slices, each above 0"
     depths = data.get("depths", 0)
     if not (type(depths) is int and 0 <= depths < data["chain"]):
         yield f"depths, the last stages of a chain, must be a number from 0 to {data['chain'] - 1}"
-    yield from placement_problems(data["rank_of"], data["chain"], ranks)
+    yield from placement_problems(data["rank_of"], data["chain"], data["pp"])
 
 
 def _refuse(source: str, problems: Iterable[str]) -> None:

@@ -122,14 +122,21 @@ class Combined(NamedTuple):
     to_input: Tensor
 
 
-def combine(shares: Sequence[Tensor], hidden: int, tp: Axis) -> Combined:
-    """Put the shares together, always in their order. shares: as `share_of_loss` returns them, of one dtype."""
+def combine(shares: Sequence[Tensor], hidden: int, tp: Axis, part: tuple[int, int] = (0, 1)) -> Combined:
+    """Put the shares together, always in their order.
+
+    Args:
+        shares: as `share_of_loss` returns them, of one dtype.
+        part: (k, n): of the k-th of n equal runs of their tokens.
+    """
     dtype = shares[0].dtype
-    n = shares[0].numel() // (2 * hidden + 3 * _numbers(dtype))
-    rows = [share[: 2 * n * hidden].view(2, n, hidden) for share in shares]
+    tokens = shares[0].numel() // (2 * hidden + 3 * _numbers(dtype))
+    n = tokens // part[1]
+    own = slice(part[0] * n, (part[0] + 1) * n)
+    rows = [share[: 2 * tokens * hidden].view(2, tokens, hidden)[:, own] for share in shares]
     # A copy: a view as float32 would need an aligned beginning.
-    numbers = [share[2 * n * hidden :].clone().view(torch.promote_types(dtype, torch.float32)) for share in shares]
-    highest, total, at_label = torch.stack([one.view(3, n) for one in numbers], dim=1)
+    numbers = [share[2 * tokens * hidden :].clone().view(torch.promote_types(dtype, torch.float32)) for share in shares]
+    highest, total, at_label = torch.stack([one.view(3, tokens)[:, own] for one in numbers], dim=1)
     most = torch.stack((highest.amax(0), at_label.amax(0)))
     top, label = tp.all_reduce(most, "max") if tp.size > 1 else most
     sums = (total * (highest - top).exp()).sum(0)
@@ -147,10 +154,10 @@ def packed_loss(log_sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack((log_sum, scale)).view(dtype).flatten()
 
 
-def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, loss: Tensor) -> None:
-    """The gradient of a share's rows of the head. loss: from `packed_loss`; into: [v', h]."""
+def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor) -> None:
+    """The gradient of a share's rows of the head. losses: of each run of tokens, from `packed_loss`; into: [v', h]."""
     rows, labels, logits = kept
-    log_sum, scale = loss.clone().view(wide_of(rows)).view(2, len(rows))
+    log_sum, scale = torch.cat([loss.clone().view(wide_of(rows)).view(2, -1) for loss in losses], 1)
     space = space_of(rows, weight.shape[0])
     for number, block in enumerate(blocks_of(rows, weight.shape[0])):
         dy = linear(rows, weight[block]) if logits is None else logits[number]

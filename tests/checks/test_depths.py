@@ -17,10 +17,6 @@ LAYOUT = "--pipeline-model-parallel-layout"
         ),
         ("--mtp-num-layers 101", "--mtp-num-layers 101 must be at least 0 and at most 100"),
         (
-            "--mtp-num-layers 1 --vocab-parallel-pipeline",
-            "--mtp-num-layers 1 does not go with --vocab-parallel-pipeline. Leave one of them out.",
-        ),
-        (
             "--mtp-num-layers 1 --enable-optimizer-post-validation",
             "--mtp-num-layers 1 does not go with --enable-optimizer-post-validation. Leave one of them out.",
         ),

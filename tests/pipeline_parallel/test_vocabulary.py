@@ -9,6 +9,7 @@ from rank_pool import Pool
 
 from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import sharing
 from megapipe.tensor_parallel import fused_cross_entropy as fused
 from megapipe.tensor_parallel.vocabulary import (
     add_head_gradient,
@@ -27,7 +28,7 @@ TOKENS, HIDDEN, VOCAB = 6, 8, 384
 def case_of(schedule: str, pp: int, **settings: object) -> Case:
     """Four layers, or one for each position of a longer chain."""
     case = replace(Case(schedule, pp, 2 * pp, (), vocabulary=True, steps=2), **settings)
-    chain = table(case).placement.chain
+    chain = table(case).placement.main
     return replace(case, layers=(max(1, 4 // chain),) * chain)
 
 
@@ -67,19 +68,33 @@ def test_shares_of_any_number_make_torchs_cross_entropy(monkeypatch, shares, dty
 @pytest.mark.parametrize(
     ("schedule", "pp", "settings"),
     [
-        ("1f1b", 2, {"tied": False, "tp": 2, "sequence_parallel": True}),
-        ("zb-h1", 4, {"documents": "both", "per_token_loss": True}),
+        ("1f1b", 2, {"tied": False, "tp": 2, "sequence_parallel": True, "depths": (1, 0)}),
+        ("zb-h1", 4, {"documents": "both", "per_token_loss": True, "depths": (2,)}),
         ("zb-v", 2, {"dp": 2, "distributed": True, "overlap": True, "recompute": "full"}),
         ("interleaved", 2, {"chunks": 2, "style": "llama", "p2p": "ring"}),
         ("dualpipe", 2, {"file": "csv"}),
+        ("dualpipe", 2, {"depths": (1,), "style": "llama"}),
         ("chimera", 2, {"dp": 2, "distributed": True, "overlap": True}),
         ("dualpipe-v", 2, {"dtype": "float32", "fused": True}),
     ],
 )
 def test_a_shared_vocabulary_trains_what_one_process_trains(schedule, pp, settings):
     case = case_of(schedule, pp, **settings)
-    ranks = run_threads(lambda mesh: train(mesh, case), tp=case.tp, dp=case.dp, pp=pp, timeout_s=120)
-    assert differences(case, ranks) == []
+    assert differences(case, trained(case)) == []
+
+
+def trained(case):
+    shares = sharing(table(case).placement, tied=case.tied)
+    return run_threads(lambda mesh: train(mesh, case), tp=case.tp, dp=case.dp, pp=case.pp, shares=shares, timeout_s=120)
+
+
+def test_depths_have_the_same_losses_to_the_bit_wherever_they_are_and_under_every_schedule():
+    ways = (("1f1b", (0, 1)), ("zb-h1", (1, 1)), ("zb-v", (0, 0)))
+    cases = [case_of(name, 2, microbatches=4, depths=depths, dtype="float32") for name, depths in ways]
+    # of each step, of a validation, of both depths in each step: the model's where its loss is, depths' where they are
+    known = [{x for rank in trained(case) for x in rank.losses if x == x} for case in cases]
+    assert known[0] == known[1] == known[2]
+    assert len(known[0]) == 3 + 2 * 2
 
 
 @pytest.fixture(scope="module")

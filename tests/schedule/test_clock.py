@@ -17,7 +17,7 @@ from megapipe.schedule import (
     simulate,
     vee,
 )
-from megapipe.schedule.passes import placement_problems
+from megapipe.schedule.own import placement_problems
 from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 

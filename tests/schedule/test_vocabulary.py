@@ -1,5 +1,7 @@
 """Vocabulary passes under every table: each needs what it should, and the ends weigh no more than the middle."""
 
+from collections import Counter
+
 import pytest
 
 from megapipe.schedule import (
@@ -20,6 +22,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.lower import Exchange, forward_only, lower
+from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.merge import activation
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
@@ -45,6 +48,22 @@ def test_every_schedule_takes_vocabulary_passes(name: str) -> None:
         assert forwards == [x for step in before for x in step if x.kind.is_forward]
         assert sum(step[0].kind is Kind.S for step in row) == 8
     assert sum(x.kind is Kind.C for row in table.ranks for step in row for x in step) == 8
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-zb", "dualpipe", "dualpipe-v"])
+def test_depths_embed_and_lose_by_the_passes_of_all_ranks(name: str) -> None:
+    """One S, T, E and EW a rank for all heads; what each depth combines is its own, and no evaluation runs depths."""
+    table = with_depths(build(name, 4, 8), (3, 0) if "dual" in name else (2, 1), COSTS, vocabulary=True)
+    verify(table)
+    assert from_json(to_json(table)) == table
+    evaluated = forward_only(table)
+    verify_programs(evaluated, lower(evaluated))
+    found = Counter(
+        (x.kind.value, table.placement.depth(x.stage) > 0) for row in table.ranks for step in row for x in step
+    )
+    assert [found[kind, False] for kind in ("S", "T", "E", "EW", "C")] == [32, 32, 32, 32, 8]
+    assert found["C", True] == found["F", True] == 16
+    assert all(not table.placement.depth(x.stage) for row in evaluated.ranks for step in row for x in step)
 
 
 @pytest.mark.parametrize("microbatches", [8, 12, 24])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapipe.schedule import Schedule, from_csv, from_json, to_csv, to_json
+from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.depths import with_depths
 from tools.proofs.tables.built import built
@@ -280,10 +280,10 @@ class Case:
 
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
-    of_table = ("chunks", "drawn", "vocabulary", "paired", "slices")
+    of_table = ("chunks", "drawn", "paired", "slices")
     plain = built(case.schedule, case.pp, case.microbatches, **{name: getattr(case, name) for name in of_table})
-    further = with_depths(plain if case.joined is None else joined(plain, case.joined), case.depths)
-    made = moved(further, case.memory)
+    plain = plain if case.joined is None else joined(plain, case.joined)
+    made = moved(with_depths(plain, case.depths, Costs(s=0.5, t=0.25), vocabulary=case.vocabulary), case.memory)
     if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
     return from_json(to_json(made)) if case.file == "json" else replace(from_csv(to_csv(made)), cuts=made.cuts)

@@ -141,7 +141,7 @@ def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:
 
 def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int, ...]:
     """Ranks of depths of multi-token prediction; of two copies of a model their ends share the outer ranks."""
-    if case.vocabulary or case.slices or rng.random() < 0.6:
+    if case.slices or rng.random() < 0.6:
         return ()
     where = (0, place.num_ranks - 1) if place.num_chains > 1 else range(place.num_ranks)
     return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))

@@ -36,11 +36,12 @@ from megapipe.convert.tensors import whole_model
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, layout_of, saved_tensors
+from megapipe.distributed.layout import Layout, layout_of, saved_tensors, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
+from megapipe.optim.census import natural
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.training.forward_step import forward_step
@@ -69,6 +70,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--pipeline-model-parallel-layout Em|tttt{m}L",
     ),
+    "vocab": ({"pp": 2}, "--pipeline-model-parallel-size 2 --vocab-parallel-pipeline"),
+    "vocab-zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --vocab-parallel-pipeline"),
     "dp": ({"dp": 2}, "--use-distributed-optimizer"),
     "ep": ({"dp": 2, "ep": 2}, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     "etp": ({"dp": 2, "etp": 2}, "--expert-tensor-parallel-size 2"),
@@ -222,7 +225,7 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
                 yield f"iteration {row['iteration']}, bias of layer {layer}: {bias}, not {its}"
     for number, (mine, its) in enumerate(zip(said.evaluations, case["evaluations"], strict=True)):
         yield from check(f"evaluation {number}", "evaluation", mine, its["lm loss"])
-    tensors = dict(pair for rank in ranks for pair in rank.tensors.items())
+    tensors = _joined(dict(pair for rank in ranks for pair in rank.tensors.items()))
     for key, its in case["sketches"].items():
         if key not in tensors and any(key.startswith("exp_avg") for key in tensors):
             yield f"{key} is not here"
@@ -234,6 +237,14 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
             # A product of a difference with random signs has the difference's length on average, and a tail.
             apart = float(np.linalg.norm(np.array(products) - np.array(its_products))) / 3**0.5
             yield from check(f"length of the difference of {key}", kind, apart, 0.0, abs(its_norm))
+
+
+def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in the whole model, shares of the vocabulary put together."""
+    parts: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors, key=natural):
+        parts.setdefault(whole_name(name), []).append(tensors[name])
+    return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
 
 
 def checkpoint_difference(folder: Path) -> float:

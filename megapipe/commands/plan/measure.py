@@ -57,7 +57,7 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
         timed(piece, LayerSpan(model.layers + n, 1, False, False, depth=n + 1))
         for n, piece in enumerate(counted.depths)
     ]
-    return Pieces(embedding, tuple(layers), head, depths=tuple(depths))
+    return Pieces(embedding, tuple(layers), head, depths=tuple(depths), hidden=counted.hidden)
 
 
 def _times(

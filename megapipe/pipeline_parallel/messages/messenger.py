@@ -72,7 +72,7 @@ class Messenger:
         rank_of = placement.rank_of
         stages = range(placement.num_stages)
         linked = [(s, s + 1) for s in stages if placement.next(s) is not None]
-        ends = [s for s in stages if placement.is_first(s) or placement.is_last(s)]
+        ends = [s for s in stages if placement.reads(s)]
         linked += [(s, end) for end in ends for s in placement.shares(end)]
         pairs = {(rank_of[a], rank_of[b]) for a, b in linked}
         # Sorted, so that ranks take the links in one order; each way once, as it has a communicator of its own.

@@ -61,13 +61,18 @@ def weights_of(stage: Any) -> Weights:
     return weights
 
 
+def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
+    """The input of a forward: what it is given added up, if the stage does not say otherwise."""
+    return getattr(stage, "joins", sum_of)(given)
+
+
 def sum_of(given: list[Tensor]) -> Tensor | None:
     """The sum in their order, so that it has the same bits whatever arrives first."""
     return reduce(torch.add, given) if given else None
 
 
 PASSES: Mapping[Kind, Begin] = {
-    Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, sum_of(given)),
+    Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, input_of(stage, given)),
     Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=False),
     Kind.BW: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=True),
     Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),

@@ -7,11 +7,15 @@ from itertools import tee
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapipe.distributed.tokens import ahead
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import LossFunc, output_of
+from megapipe.pipeline_parallel.passes.begin import sum_of
 from megapipe.schedule import Kind, Pass, Placement
+from megapipe.schedule.kinds import Where
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.vocabulary import (
     Kept,
@@ -25,6 +29,7 @@ from megapipe.tensor_parallel.vocabulary import (
 )
 
 Data = Iterator[Any] | None
+ForwardStep = Callable[[Data, nn.Module], tuple[Tensor, LossFunc]]
 FLAG = "--vocab-parallel-pipeline"
 
 
@@ -34,20 +39,23 @@ class VocabularyShare(nn.Module):
     Args:
         module: the stage with the rows, `embedding.word_embeddings` and `output_layer`.
         forward_step: Megatron's (data_iterator, model).
+        depths: of multi-token prediction, which read the same microbatch so many tokens further. All heads are one
+            pass, as no gradient comes back before that of the last depth.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        forward_step: Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]],
-        data: Iterator[Any] | None,
+        forward_step: ForwardStep,
+        data: Data,
+        depths: int = 0,
     ) -> None:
         super().__init__()
         words, head = _rows(module, "embedding.word_embeddings"), _rows(module, "output_layer")
         self.config = getattr(module, "config", None)
         self._opens = opening(head.tp, getattr(self.config, "sequence_parallel", False))
         self._use = words, head  # in a tuple: they are the module's
-        self._forward_step, self._data = forward_step, data
+        self._forward_step, self._data, self._depths = forward_step, data, depths
         self._read: tuple[Tensor, Tensor] | None = None
         self._tokens: dict[int, Tensor] = {}
         self._labels: dict[int, Tensor] = {}
@@ -56,12 +64,14 @@ class VocabularyShare(nn.Module):
     def forward(
         self, tokens: Tensor, *_: Any, labels: Tensor | None = None, position_ids: Tensor | None = None, **__: Any
     ) -> Tensor:
-        """tokens and labels [b, s] -> this rank's part of the embedded tokens [s, b, h]."""
+        """tokens and labels [b, s] -> this rank's part of the embedded tokens [s, b, h]; of d depths [s + d, b, h], as
+        each embeds the tokens from its own number on."""
         if labels is None:
             raise ConfigError(f"{FLAG} needs a forward_step that calls model(tokens, ..., labels=labels).")
         words, head = self._use
         # Counted from this rank's first row: what is below 0 or behind the last is another rank's.
-        self._read = tokens.t() - words.first, labels.t().reshape(-1) - head.first
+        of_losses = [ahead(labels, depth).t().reshape(-1) for depth in range(1 + self._depths)]
+        self._read = F.pad(tokens, (0, self._depths)).t() - words.first, torch.cat(of_losses) - head.first
         return look_up(self._read[0], words.weight)
 
     def look_up(self, microbatch: int) -> Tensor:
@@ -75,35 +85,39 @@ class VocabularyShare(nn.Module):
         self._read = None
         return output
 
-    def give(self, microbatch: int, x: Tensor) -> Tensor:
-        """S, of the last hidden states [s, b, h], or [s/t, b, h]."""
+    def give(self, microbatch: int, *hidden: Tensor) -> Tensor:
+        """S, of the last hidden states [s, b, h], or [s/t, b, h], and those of each depth."""
         differentiated, labels = torch.is_grad_enabled(), self._labels.pop(microbatch)
         with torch.no_grad():
-            rows = self._opens.forward(x).wait().reshape(-1, x.shape[-1])
-            share, kept = share_of_loss(rows, self._use[1].weight, labels, differentiated=differentiated)
+            rows = torch.cat([self._opens.forward(x).wait().reshape(-1, x.shape[-1]) for x in hidden])
+            share, kept = share_of_loss(rows, self._use[1].weight, labels[: len(rows)], differentiated=differentiated)
         if differentiated:
             self._kept[microbatch] = kept
         return share
 
     @torch.no_grad()
-    def head_gradient(self, microbatch: int, loss: Tensor) -> None:
+    def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
         """T."""
         weight, kept = self._use[1].weight, self._kept.pop(microbatch)
         if weight.requires_grad:
-            add_head_gradient(kept, weight, _main_grad(weight), loss)
+            add_head_gradient(kept, weight, _main_grad(weight), *losses)
 
     @torch.no_grad()
-    def rows_gradient(self, microbatch: int, grad: Tensor) -> None:
-        """EW, of the gradient of the embedded tokens [s, b, h]."""
+    def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
+        """EW, of the gradient of the embedded tokens [s, b, h], and of each depth's, behind that of its other input."""
         weight, tokens = self._use[0].weight, self._tokens.pop(microbatch)
-        if weight.requires_grad:
-            add_rows_gradient(tokens, grad, _main_grad(weight))
+        length = len(tokens) - self._depths
+        for depth, grad in enumerate(grads if weight.requires_grad else ()):
+            add_rows_gradient(tokens[depth : depth + length], grad[-length:], _main_grad(weight))
 
 
-def data_of_shares(place: Placement, own: Mapping[int, Data]) -> tuple[dict[int, Data], dict[int, Data]]:
-    """Batches of the shares of the vocabulary, and of the stages: at the ends of the model the same ones once more."""
-    shared, stages = dict[int, Data](), dict(own)
-    for number, data in own.items() if place.vocabulary else ():
+def shares_of(
+    place: Placement, chunks: Mapping[int, tuple[nn.Module, Data]], forward_step: ForwardStep
+) -> tuple[dict[int, VocabularyShare], dict[int, Data]]:
+    """The shares of the vocabulary among a rank's stages, and the batches of these: at the ends of the model those that
+    the share reads too."""
+    shares, stages = dict[int, VocabularyShare](), {number: data for number, (_, data) in chunks.items()}
+    for number, (module, data) in chunks.items():
         if number in place.shares(number):
             if data is None:
                 raise ConfigError(
@@ -112,23 +126,60 @@ def data_of_shares(place: Placement, own: Mapping[int, Data]) -> tuple[dict[int,
                 )
             end = place.is_first(number) or place.is_last(number)
             # An iterator gives each microbatch once, and at the ends two read it.
-            shared[number], stages[number] = tee(data) if end else (data, None)
-    return shared, stages
+            read, stages[number] = tee(data) if end else (data, None)
+            shares[number] = VocabularyShare(module, forward_step, read, place.depths)
+    return shares, stages
+
+
+def ends_of(place: Placement, stage: int, *, evaluates: bool) -> dict[str, Any]:
+    """The fields of PipelineStage that a shared vocabulary sets: `combines` and `joins`.
+
+    A stage that embeds takes the sum of what all shares looked up, from its own first token on; a depth behind its
+    hidden states, as [s + s, b, h].
+    """
+    depth, losses, found = place.depth(stage), _losses(place, evaluates=evaluates), dict[str, Any]()
+
+    def joined(given: list[Tensor]) -> Tensor:
+        looked_up = sum_of(given[depth > 0 :])
+        assert looked_up is not None, "every rank has a share"
+        own = looked_up[depth : len(looked_up) - place.depths + depth]
+        return torch.cat((given[0], own)) if depth else own
+
+    if place.vocabulary and stage in place.meant(stage, Where.LOSSES):
+        found["combines"] = depth, losses
+    if place.vocabulary and stage in place.meant(stage, Where.EMBEDS):
+        found["joins"] = joined
+    return found
+
+
+def _losses(place: Placement, *, evaluates: bool) -> int:
+    """Losses of a microbatch; an evaluation has that of the model alone."""
+    return 1 if evaluates else 1 + place.depths
 
 
 def shape_of(
-    place: Placement, whole: tuple[int, int, int], dtype: torch.dtype, made_by: Pass
-) -> tuple[int, ...] | None:
-    """The shape of a message to or from a share of the vocabulary, None for any other.
+    place: Placement, whole: tuple[int, int, int], here: int, dtype: torch.dtype, *, evaluates: bool
+) -> Callable[[Pass], tuple[int, ...] | None]:
+    """The shapes of messages to and from shares of the vocabulary, by the pass that makes them; None for any other.
 
-    whole: hidden states [s, b, h] of whole sequences.
+    Args:
+        whole: hidden states [s, b, h] of whole sequences.
+        here: of their tokens, those that a rank has.
     """
-    if made_by.kind is Kind.S:
-        return (size_of_share(whole[0] * whole[1], whole[2], dtype),)
-    if made_by.kind is Kind.C:
-        return (size_of_loss(whole[0] * whole[1], dtype),)
-    looked_up = made_by.kind is Kind.E or (made_by.kind.is_backward and place.is_first(made_by.stage))
-    return whole if looked_up else None
+    (length, batch, hidden), losses = whole, _losses(place, evaluates=evaluates)
+    by_kind: dict[Kind, tuple[int, ...]] = {
+        Kind.S: (size_of_share(losses * length * batch, hidden, dtype),),
+        Kind.C: (size_of_loss(length * batch, dtype),),
+        Kind.E: (length + place.depths, batch, hidden),
+    }
+
+    def shape(made_by: Pass) -> tuple[int, ...] | None:
+        embeds = made_by.kind.is_backward and place.vocabulary
+        if embeds and made_by.stage in place.meant(made_by.stage, Where.EMBEDS):
+            return here * (place.depth(made_by.stage) > 0) + length, batch, hidden
+        return by_kind.get(made_by.kind)
+
+    return shape
 
 
 def check_shares(variable_seq_lengths: bool, context: int) -> None:

@@ -1,4 +1,4 @@
-"""The table of a case: of the catalogue or drawn, in slices, with pairs, with a shared vocabulary."""
+"""The table of a case: of the catalogue or drawn, in slices, with pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.pairs import pairs
 from megapipe.schedule.transforms.slices import in_place
 from megapipe.schedule.transforms.slices import slices as in_slices
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from tools.proofs.tables.drawn import drawn_table
 
 
@@ -23,7 +22,6 @@ def built(
     *,
     chunks: int | None,
     drawn: int | None,
-    vocabulary: bool,
     paired: bool,
     slices: tuple[int, ...],
 ) -> Schedule:
@@ -40,4 +38,4 @@ def built(
     if paired:
         with suppress(ScheduleError):  # no pair would pay
             schedule = pairs(schedule, Costs(1, 1.1, 0.8, link_f=0.3, link_b=0.3, link_w=0.3), tries=6)
-    return with_vocabulary(schedule, Costs(s=0.5, t=0.25)) if vocabulary else schedule
+    return schedule
