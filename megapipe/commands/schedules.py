@@ -31,7 +31,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.memory.solve import tables
+from megapipe.schedule.memory.solve import searched, tables
 from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
@@ -241,9 +241,10 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
 def _moved(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """The schedule that the arguments name with copies; what these take is in the costs then."""
     args.costs = with_copies(args.costs, args.copy_ratio)
-    searched = args.name.lower() in SCHEDULES and entry_of(args.name).searched
-    if args.solve and searched and args.pp and args.microbatches:
-        return told_choices(list(tables(args.pp, args.microbatches, args.costs)), args.costs, args.memory)
+    any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
+    if args.solve and any_order and args.pp and args.microbatches:
+        size = args.pp, args.microbatches, args.costs
+        return told_choices([*tables(*size), *searched(*size, args.memory)], args.costs, args.memory)
     plain, _ = _schedule(argparse.Namespace(**vars(args) | {"memory": None}))
     if args.solve:
         return told_choices([plain], args.costs, args.memory)

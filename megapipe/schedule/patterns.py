@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from megapipe.errors import ScheduleError
@@ -91,6 +91,20 @@ PATTERNS: dict[str, Entry] = {
 
 def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
     """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
+    small = ranks * microbatches * chunks <= _KEPT
+    return iter(_fixed(ranks, microbatches, chunks, costs)) if small else _each(ranks, microbatches, chunks, costs)
+
+
+_KEPT = 4096
+"""Forwards of a table, up to which it is kept: searches ask for the same ones again and again."""
+
+
+@lru_cache(maxsize=16)
+def _fixed(*arguments: Any) -> tuple[Schedule, ...]:
+    return tuple(_each(*arguments))
+
+
+def _each(ranks: int, microbatches: int, chunks: int, costs: Costs | None) -> Iterator[Schedule]:
     for name, entry in PATTERNS.items():
         if entry.copies == 1 and entry.chunks in (None, chunks):
             try:

@@ -2,35 +2,32 @@
 
 What does not fit is moved, one microbatch of each full rank at a time: to the host where the copy is out of the way in
 time and back without anyone waiting, else it is computed again. Then single choices are changed as long as that pays.
-The order of the passes is a table's of the catalogue, the best of all where none is named.
+The order of the passes is that of one of the tables that are given: `tables` has the catalogue's, `searched` such as
+leave room for what cannot be moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Pass, Schedule
+from megapipe.schedule.memory.weigh import HAIR, Choices, Place, Verb, Weigh, Weight, applied, scales
+from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import PATTERNS, make
-from megapipe.schedule.simulate import Timeline, run_clock, simulate, uncollected
-from megapipe.schedule.transforms.memory import longest, with_offload, with_recompute
+from megapipe.schedule.search.auto import search
+from megapipe.schedule.search.compiled import library
+from megapipe.schedule.simulate import run_clock, uncollected
+from megapipe.schedule.transforms.memory import longest
 
-Place = tuple[int, int]
-"""A stage and a microbatch."""
-_HAIR = 1 + 1e-9
-
-
-class Verb(StrEnum):
-    """Choices for the activations of a stage and microbatch until their backward."""
-
-    HOLD = "hold"
-    OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
+TRIES, FEW_TRIES = 2000, 60
+"""Changes of single choices, with a C compiler and without: half a second for 8 ranks and 16 microbatches."""
+EFFORT = 0.1
+"""Seconds of a search for an order: longer ones gain less than other choices."""
 
 
 @dataclass(frozen=True)
@@ -39,155 +36,186 @@ class Solved:
 
     Attributes:
         plain: the table without them.
-        choices: of what is not held.
     """
 
     plain: Schedule
-    choices: Mapping[Place, Verb]
+    choices: Choices
     schedule: Schedule
-    time: Timeline
-
-    @property
-    def makespan(self) -> float:
-        return self.time.makespan
-
-    def fits(self, memory: float) -> bool:
-        """Does every rank hold at most so much?"""
-        return max(self.time.peak) <= memory * _HAIR
+    makespan: float
+    peak: tuple[float, ...]
 
 
-def tables(ranks: int, microbatches: int, costs: Costs) -> Iterator[Schedule]:
+def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
     """The catalogue's tables of these numbers that have one copy of the weights and no pairs."""
+    found = []
     for name, entry in PATTERNS.items():
         if entry.copies == 1 and not entry.pairs:
             try:
-                yield make(name, entry, ranks, microbatches, chunks=2 if entry.chunks is None else None, costs=costs)
+                found.append(make(name, entry, ranks, microbatches, chunks=None if entry.chunks else 2, costs=costs))
             except ScheduleError:
                 continue
+    return found
+
+
+def searched(
+    ranks: int, microbatches: int, costs: Costs, memory: float, *, effort: float = EFFORT, portable: bool = False
+) -> Iterator[Schedule]:
+    """Tables that fit this memory once most of what their forwards leave is moved.
+
+    A search that counts a part of it alone, and all that weight gradients wait with, as nothing moves that.
+
+    Args:
+        effort, portable: of each of six searches, as in `search`.
+    """
+    for part, limit in _MOVED_LATER:
+        held = tuple(part * x for x in costs.mem_b) if isinstance(costs.mem_b, tuple) else part * costs.mem_b
+        try:
+            counted, room = replace(costs, mem_b=held), limit * memory
+            found = search(ranks, microbatches, costs=counted, memory=room, effort=effort, portable=portable)
+            yield found.schedule
+        except ScheduleError:  # not one microbatch fits
+            continue
+
+
+_MOVED_LATER = (0.05, 0.75), (0.05, 0.875), (0.15, 0.875), (0.33, 0.75), (1.0, 2.0), (1.0, 4.0)
+"""Parts of mem_b that stay, and of the memory: the rest is for what is on its way. Each was best of fifteen such pairs
+for some of fourteen drawn costs; the last two where a copy takes longer than a forward."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Choices for one table, and what it takes with them."""
+
+    table: _Table
+    choices: Choices
+    weight: Weight
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The time and, of equal ones, the number of what is moved."""
+        return self.weight.makespan, len(self.choices)
+
+
+class _Table:
+    """A table without choices, and what it takes with them."""
+
+    def __init__(self, plain: Schedule, costs: Costs, memory: float) -> None:
+        self.plain, self.costs = plain, costs
+        self._weigh: Weigh = scales(plain, costs, memory)
+        self.held = self.answer({})
+        place, duration = plain.placement, costs.durations(plain.placement)
+        self.copy = [sum(duration[kind][stage] for kind in (Kind.O, Kind.L)) for stage in range(place.num_stages)]
+        self.on = [
+            [(s, i) for s in place.stages_on(r) for i in range(plain.all_microbatches)] for r in range(place.num_ranks)
+        ]
+        self.every = sorted(x for own in self.on for x in own)
+
+    def answer(self, choices: Choices) -> _Answer:
+        """The answer of these choices."""
+        return _Answer(self, choices, self._weigh(choices))
+
+    def pays(self, weight: Weight, place: Place) -> bool:
+        """Is there time to copy it out and back between its forward and its backward?"""
+        x = place[0] * self.plain.all_microbatches + place[1]
+        return weight.used[x] - weight.done[x] >= self.copy[place[0]]
 
 
 @uncollected()
-def solve(plain: Sequence[Schedule], costs: Costs, memory: float, *, tries: int = 60, seed: int = 0) -> Solved:
+def solve(plain: Sequence[Schedule], costs: Costs, memory: float, *, tries: int | None = None, seed: int = 0) -> Solved:
     """The best choices for one of some tables.
 
     Args:
         memory: most activation that a rank may hold, in the unit of the costs.
-        tries: changes of single choices that are tried, in each of the three best tables.
+        tries: changes of single choices that are tried, in each of the three best tables; None: as many as take half a
+            second, which are more with a C compiler.
     Returns: same arguments, same result.
     Raises: ScheduleError if no table fits.
     """
-    found: list[Solved] = []
+    found: list[_Answer] = []
     # Moving activations only takes time: a table that takes longer without is not looked at.
-    for table in sorted(plain, key=lambda table: simulate(table, costs).makespan):
-        start = applied(table, {}, costs)
-        if found and start.makespan >= min(one.makespan for one in found):
+    for table in sorted((_Table(x, costs, memory) for x in plain), key=lambda table: table.held.weight.makespan):
+        if found and table.held.weight.makespan >= min(one.weight.makespan for one in found):
             break
-        found += [one for one in starts(start, costs, memory) if one.fits(memory)]
+        found += [one for one in _starts(table) if one.weight.fits]
     if not found:
         raise ScheduleError(
             f"no choice of holding, copying and computing again fits a memory of {memory:g}. Allow more, or take a "
             "schedule of more stages for each rank, such as v-min."
         )
+    tries = tries if tries is not None else FEW_TRIES if library() is None else TRIES
+    first: dict[int, _Answer] = {}
+    for one in sorted(found, key=lambda one: one.rank):
+        first.setdefault(id(one.table), one)
     dice = Random(seed)
-    best = sorted(found, key=lambda one: one.makespan)
-    first: dict[str, Solved] = {}
-    for one in best:
-        first.setdefault(one.plain.name, one)
-    return min(
-        (_improved(one, costs, memory, dice, tries) for one in list(first.values())[:3]), key=lambda one: one.makespan
-    )
+    best = min((_improved(one, dice, tries) for one in list(first.values())[:3]), key=lambda one: one.rank)
+    schedule = applied(best.table.plain, best.choices, costs)
+    return Solved(best.table.plain, best.choices, schedule, best.weight.makespan, tuple(best.weight.peak))
 
 
-def starts(start: Solved, costs: Costs, memory: float) -> Iterator[Solved]:
+def _starts(table: _Table) -> Iterator[_Answer]:
     """First answers for one table: each verb for all, and each first for what does not fit."""
-    every = {x[1:3] for row in start.plain.ranks for step in row for x in step if x.kind.is_forward}
-    yield start
-    if not start.fits(memory):
-        yield applied(start.plain, dict.fromkeys(every, Verb.RECOMPUTE), costs)
-        offloaded = {place: Verb.OFFLOAD for place in every if _pays(start.time, start.plain, place, costs)}
-        yield applied(start.plain, offloaded, costs)
-        clock = run_clock(start.plain, costs)
-        for share in (0.25, 0.5, 0.75):
-            yield applied(start.plain, dict.fromkeys(longest(start.plain, clock, share), Verb.OFFLOAD), costs)
-        for verbs in ((Verb.OFFLOAD, Verb.RECOMPUTE), (Verb.RECOMPUTE,)):
-            yield from _fitted(start, costs, memory, verbs)
-            yield from _fitted(applied(start.plain, offloaded, costs), costs, memory, verbs)
+    yield table.held
+    if table.held.weight.fits:
+        return
+    yield table.answer(dict.fromkeys(table.every, Verb.RECOMPUTE))
+    offloaded = table.answer({x: Verb.OFFLOAD for x in table.every if table.pays(table.held.weight, x)})
+    yield offloaded
+    clock = run_clock(table.plain, table.costs)
+    for share in (0.25, 0.5, 0.75):
+        yield table.answer(dict.fromkeys(longest(table.plain, clock, share), Verb.OFFLOAD))
+    for verbs in ((Verb.OFFLOAD, Verb.RECOMPUTE), (Verb.RECOMPUTE,)):
+        yield from _fitted(table.held, verbs)
+        yield from _fitted(offloaded, verbs)
 
 
-def applied(plain: Schedule, choices: Mapping[Place, Verb], costs: Costs) -> Solved:
-    """A table with these choices."""
-    table = plain
-    for verb, transform in _TRANSFORMS.items():
-        if chosen := [place for place, choice in choices.items() if choice is verb]:
-            table = transform(table, costs, chosen=chosen)
-    return Solved(plain, dict(choices), table, simulate(table, costs))
-
-
-_TRANSFORMS: dict[Verb, Callable[..., Schedule]] = {Verb.RECOMPUTE: with_recompute, Verb.OFFLOAD: with_offload}
-
-
-def _fitted(start: Solved, costs: Costs, memory: float, verbs: Sequence[Verb]) -> Iterator[Solved]:
+def _fitted(start: _Answer, verbs: Sequence[Verb]) -> Iterator[_Answer]:
     """The table with as many choices as it needs to fit; none if none are enough."""
-    now, choices = start, dict(start.choices)
-    for _ in range(3 * sum(len(row) for row in start.plain.ranks)):
-        if now.fits(memory):
+    now, table = start, start.table
+    for _ in range(2 * len(table.every)):
+        if now.weight.fits:
             yield now
             return
-        changed = [_moved(now, rank, choices, costs, memory, verbs) for rank in range(len(now.time.peak))]
+        changed = [_moved(now, rank, verbs) for rank in range(len(table.on))]
         if not any(changed):
             return
-        choices |= dict(filter(None, changed))
-        now = applied(now.plain, choices, costs)
+        now = table.answer({**now.choices, **dict(filter(None, changed))})
 
 
-def _moved(
-    now: Solved, rank: int, choices: Mapping[Place, Verb], costs: Costs, memory: float, verbs: Sequence[Verb]
-) -> tuple[Place, Verb] | None:
+def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> tuple[Place, Verb] | None:
     """The next move of a rank that is full: of what it has at that moment, what stays longest."""
-    at = next((time for time, held in now.time.curves[rank] if held > memory * _HAIR), None)
-    if at is None:
+    table, weight, at = now.table, now.weight, now.weight.over[rank]
+    if at == inf:
         return None
-    time, candidates = now.time, list[tuple[bool, float, Place, Verb]]()
-    for row in (step for step in now.plain.ranks[rank] if step[0].kind.is_forward or len(step) > 1):
-        for place in (x[1:3] for x in row if x.kind.is_forward):
-            made, used = time.end[Pass(Kind.F, *place)], time.start[_user(time, place)]
-            choice = choices.get(place, Verb.HOLD)
-            if time.start[Pass(Kind.F, *place)] > at or used <= at or choice is Verb.RECOMPUTE:
-                continue
-            if Verb.OFFLOAD in verbs and choice is Verb.HOLD and _pays(time, now.plain, place, costs):
-                candidates.append((True, used - made, place, Verb.OFFLOAD))
-            elif Verb.RECOMPUTE in verbs:
-                candidates.append((False, used - made, place, Verb.RECOMPUTE))
+    candidates: list[tuple[bool, float, Place, Verb]] = []
+    for place in table.on[rank]:
+        x = place[0] * table.plain.all_microbatches + place[1]
+        choice = now.choices.get(place, Verb.HOLD)
+        if weight.made[x] > at or weight.used[x] <= at or choice is Verb.RECOMPUTE:
+            continue
+        life = weight.used[x] - weight.done[x]
+        if Verb.OFFLOAD in verbs and choice is Verb.HOLD and table.pays(weight, place):
+            candidates.append((True, life, place, Verb.OFFLOAD))
+        elif Verb.RECOMPUTE in verbs:
+            candidates.append((False, life, place, Verb.RECOMPUTE))
     return max(candidates)[2:] if candidates else None
 
 
-def _user(time: Timeline, place: Place) -> Pass:
-    b = Pass(Kind.B, *place)
-    return b if b in time.start else Pass(Kind.BW, *place)
-
-
-def _pays(time: Timeline, plain: Schedule, place: Place, costs: Costs) -> bool:
-    """Is there time to copy it out and back between its forward and its backward?"""
-    there_and_back = sum(costs.durations(plain.placement)[kind][place[0]] for kind in (Kind.O, Kind.L))
-    return time.start[_user(time, place)] - time.end[Pass(Kind.F, *place)] >= there_and_back
-
-
-def _improved(start: Solved, costs: Costs, memory: float, dice: Random, tries: int) -> Solved:
+def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
     """The answer after single changes that make it faster, or as fast with fewer passes."""
-    best, every = start, sorted(x[1:3] for row in start.plain.ranks for step in row for x in step if x.kind.is_forward)
-    floor = simulate(start.plain, costs).makespan * _HAIR
+    best, table = start, start.table
+    floor = table.held.weight.makespan * HAIR
     for _ in range(tries):
-        if best.makespan <= floor:
+        if best.weight.makespan <= floor:
             break
         choices = dict(best.choices)
-        moved = [place for place in every if place in choices]
+        moved = [place for place in table.every if place in choices]
         # What is computed again takes time of its own: most changes are of these.
         again = [place for place in moved if choices[place] is Verb.RECOMPUTE]
         place = dice.choice(again if again and dice.random() < 0.7 else moved)
         choices[place] = dice.choice([verb for verb in Verb if verb is not choices[place]])
         if dice.random() < 0.5:
-            choices[dice.choice(every)] = dice.choice(list(Verb))
-        tried = applied(start.plain, {x: verb for x, verb in choices.items() if verb is not Verb.HOLD}, costs)
-        if tried.fits(memory) and (tried.makespan, len(tried.choices)) < (best.makespan, len(best.choices)):
+            choices[dice.choice(table.every)] = dice.choice(list(Verb))
+        tried = table.answer({x: verb for x, verb in choices.items() if verb is not Verb.HOLD})
+        if tried.weight.fits and tried.rank < best.rank:
             best = tried
     return best

@@ -1,7 +1,7 @@
 """Searches in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
 
-`moves.c` and `play.c` are compiled once, in a second, for all later processes of the user. Without a compiler a search
-goes on in Python.
+`moves.c`, `play.c` and `weigh.c` are compiled once, in a second, for all later processes of the user. Without a
+compiler a search goes on in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from time import process_time
 from megapipe.schedule.generators.orders import Problem, length
 from megapipe.schedule.search.anneal import DECAY, NORMAL, Cooling, Found, anneal
 
-SOURCES = [Path(__file__).parents[1] / name for name in ("search/clock.h", "search/moves.c", "transforms/play.c")]
+_FILES = "search/clock.h", "search/moves.c", "transforms/play.c", "memory/weigh.c"
+SOURCES = [Path(__file__).parents[1] / name for name in _FILES]
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at
 
