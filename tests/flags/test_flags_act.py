@@ -85,7 +85,7 @@ ELSEWHERE = {
     "--check-weight-hash-across-dp-replicas-interval": "training/guards/test_replicas.py::test_one_changed_bit_on_one",
     "--deterministic-mode": "checks/test_training.py::test_deterministic_mode_refuses_a_kernel_that_does_not_repeat",
     "--exit-signal": "training/guards/test_signals.py::test_no_signal_of_a_launcher",
-    "--mtp-within-documents": "data/test_loader.py::test_between_a_token_and_what_a_depth_learns_from_it",
+    "--mtp-within-documents": "training/test_documents.py::test_depths_within_documents",
     "--dataloader-type": "data/test_loader.py::test_cyclic_shuffles_each_epoch_as_megatron_does",
     "--no-data-sharding": "data/test_loader.py::test_an_epoch_of_cyclic_reads_every_sample_once",
     "--tiktoken-pattern": "data/test_bpe.py::test_tiktoken_gives_the_ids_of_its_ranks",

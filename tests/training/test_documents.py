@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import STYLES, VOCAB
+from tiny import LAYERS, STYLES, VOCAB
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.data.loader import make_batch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import partition
+from megapipe.partition.spans import spans as spans_of
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
+from megapipe.schedule.transforms.depths import with_depths
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages
@@ -57,6 +59,35 @@ def test_documents_reach_split_layers_and_layers_that_are_computed_again():
         split = replace(model, sequence_parallel=True, recompute_granularity="full")
         found = run_threads(lambda mesh, split=split: loss(mesh, split, data), pp=2, tp=2)
         assert found == pytest.approx([loss(ProcessMesh.single(), model, data)] * 4, rel=1e-5)
+
+
+def test_depths_within_documents_learn_what_they_learn_of_each_document_alone():
+    """Three documents side by side, the last one cut off; by default a depth learns across, as in Megatron-LM."""
+    model = replace(STYLES["llama"], init_method_std=0.5, mtp_num_layers=2)
+    packed = [[3, 4, 5, 6, EOD], [7, 8, 9, EOD], [10, 11, 12, 13]]
+    rows = torch.tensor([[token for document in packed for token in document]] * 2)
+
+    def losses(mesh: ProcessMesh, rows: torch.Tensor, flag: bool) -> list[float]:
+        its = replace(model, mtp_within_documents=flag)
+        train = replace(TRAIN, global_batch_size=2, seq_length=rows.shape[1] - 1)
+        data = DataConfig(reset_attention_mask=True, reset_position_ids=True)
+        config = Config(model=its, train=train, data=data, world_size=mesh.pp.size)
+        schedule = with_depths(build("1f1b", mesh.pp.size, 1), (mesh.pp.size - 1, 0))
+        spans = spans_of([LAYERS // mesh.pp.size] * mesh.pp.size, schedule.placement)
+        modules = [gpt_provider(its, spans[n], mesh.tp) for n in schedule.placement.stages_on(mesh.pp.rank)]
+        for module in modules:
+            initialize(module, 1, mesh.tp)
+        means = Stages(config, schedule, modules, forward_step, mesh, EOD).run([rows], 0)().means
+        return [means[f"mtp_{depth} loss"] for depth in (1, 2)]
+
+    single = ProcessMesh.single()
+    alone = [losses(single, torch.tensor([document] * 2), False) for document in packed]
+    for depth in (1, 2):
+        learned = [len(document) - 1 - depth for document in packed]
+        mean = sum(n * its[depth - 1] for n, its in zip(learned, alone, strict=True)) / sum(learned)
+        assert losses(single, rows, True)[depth - 1] == pytest.approx(mean, rel=1e-6)
+        assert abs(losses(single, rows, False)[depth - 1] - mean) > 0.05
+    assert run_threads(lambda mesh: losses(mesh, rows, True), pp=2) == [losses(single, rows, True)] * 2
 
 
 def test_positions_restart_after_each_end_of_document():
