@@ -1,6 +1,7 @@
-"""Megatron-LM's own training numbers of experts: losses, norms, tokens of each expert, biases, weights and moments.
+"""Megatron-LM's own training numbers of experts and of multi-token prediction: losses, norms, tokens of each expert,
+biases, weights and moments.
 
-tests/golden/experts has three of its runs; tools/proofs/megatron_golden.py compares others, under more layouts.
+tests/golden/experts has four of its runs; tools/proofs/megatron_golden.py compares others, under more layouts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from tools.proofs.megatron_golden import LAYOUTS, differences, trained
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "experts"
 CASES = json.loads((GOLDEN / "golden.json").read_text())["cases"]
+
+
+def fits(name: str, layout: str) -> bool:
+    """Depths are where there are some, experts too, and with `ep-tp` nothing: tp 2 does not divide three groups."""
+    depths = name.startswith("mtp/")
+    return layout != "ep-tp" and depths >= layout.startswith("mtp") and depths <= (not layout.startswith("e"))
+
+
 FEW = [("mixtral/z", "one"), ("mixtral/expert-bias", "zb-v"), ("mixtral/z", "ep")]
-ALL = [(name, layout) for name in CASES for layout in LAYOUTS if layout != "ep-tp"]  # of three groups of queries
+FEW += [("mtp/two", "one"), ("mtp/two", "mtp-zb-v")]
+ALL = [(name, layout) for name in CASES for layout in LAYOUTS if fits(name, layout)]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL if os.environ.get("MEGAPIPE_NIGHTLY") else FEW)
-def test_experts_train_as_in_megatron(folder, name, layout):
+def test_experts_and_depths_train_as_in_megatron(folder, name, layout):
     assert list(differences(CASES[name], trained(folder, CASES[name], name, layout))) == []
 
 
