@@ -116,7 +116,7 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, memory: float) -
         rank_of = place.rank_of
         return [0.0 if t is None else costs.lag(rank_of[s], rank_of[t], ranks) for s, t in zip(stages, to, strict=True)]
 
-    duration, (mem_b, mem_w, _, mem_o, mem_r) = costs.durations(place), costs.memory(place)
+    duration, (mem_b, mem_w, _, mem_o, mem_r, *_) = costs.durations(place), costs.memory(place)
     table = _Moved(
         *(ranks, place.num_stages, m, ints(place.rank_of)),
         *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
