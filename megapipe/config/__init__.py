@@ -8,15 +8,28 @@ Nothing here is ever changed after parsing: what Megatron fills in during valida
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from megapipe.config.batch import BatchSizes
-from megapipe.config.check import CheckConfig
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.notes import NO_FLAG
+from megapipe.config.notes import LISTED, NO_FLAG, needs
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.train import TrainConfig
+
+_LAUNCHED = needs("check", "the launch tells")
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Settings of --check."""
+
+    check: bool = False
+    """Check everything, print the plan and what becomes of each flag, and stop: one process, no GPU, status 0 or 2."""
+    check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
+    """no: files and folders that --check misses are listed, and the check goes on without them."""
+    world_size: Annotated[int | None, LISTED, _LAUNCHED] = None
+    """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1."""
 
 
 @dataclass(frozen=True)

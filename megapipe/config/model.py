@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.fp8 import FP8Config
-from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig, MTPConfig
+from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig
 from megapipe.config.moe import MoEConfig
+from megapipe.config.mtp import MTPConfig
 from megapipe.config.notes import (
     ABOVE_0,
     BELOW_1,
