@@ -4,11 +4,11 @@ What an executor must know of AF, AB and RS. A gather begins where it stands in 
 every pass of the stage that reads the weights (F, B, BW, R; no W, which takes input and gradient alone) from there to
 the next gather of the stage or the end of the row. The weights go when the step with the run's last pass is over: no
 pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first backward or W
-behind the reduction before (`Sum.begin`, which waits for that reduction: a stage has one such buffer) until its own
-reduction is waited for, which adds the share of this rank to what earlier ones left: `lives` says where. In a table
-without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel replicas run one
-table, and gathers and reductions of a rank are one after another on the lane `dp`: so the collectives of a group meet
-in one order, whatever their ranks wait for.
+behind the reduction before (`Sum.begin`, which waits for all reductions but the rank's last: a stage has one such
+buffer) until its own reduction is waited for, which adds the share of this rank to what earlier ones left: `lives` says
+where. In a table without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel
+replicas run one table, and gathers and reductions of a rank are one after another on the lane `dp`: so the collectives
+of a group meet in one order, whatever their ranks wait for.
 """
 
 from __future__ import annotations
@@ -86,17 +86,21 @@ def sums(schedule: Schedule, rank: int) -> list[Sum]:
 
 
 def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
-    """The needs that run: weights of a pass, gradients of a reduction, and of who begins a gradient the one before."""
+    """The needs that run: weights of a pass, gradients of a reduction, and of who begins a gradient the reductions that
+    must be over: of its stage, and all of the rank but the one begun last, so that one gradient at most is being summed
+    beside those that grow."""
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
-    for rank in range(len(schedule.ranks)) if not schedule.kinds.isdisjoint(GATHERS | REDUCES) else ():
+    for rank, row in enumerate(schedule.ranks if not schedule.kinds.isdisjoint(GATHERS | REDUCES) else ()):
         for run in runs(schedule, rank):
             found |= dict.fromkeys([(item, Made.WEIGHTS) for item in run.passes], (run.gather,))
-        before: dict[int, Pass] = {}
-        for one in sums(schedule, rank):
-            found[one.reduce, Made.WEIGHT_GRADIENT] = one.passes
-            if one.reduce.stage in before:
-                found[one.begin, Made.SCATTERED] = (before[one.reduce.stage],)
-            before[one.reduce.stage] = one.reduce
+        own, begun = {one.begin: one for one in sums(schedule, rank)}, list[Pass]()
+        found |= {(one.reduce, Made.WEIGHT_GRADIENT): one.passes for one in own.values()}
+        for item in (x for step in row for x in step):
+            if item.kind in REDUCES:
+                begun.append(item)
+            elif item in own:
+                over = [*begun[-2:-1], *(x for x in begun[-1:] if x.stage == item.stage)]
+                found[item, Made.SCATTERED] = tuple(over)
     return found
 
 

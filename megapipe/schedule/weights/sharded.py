@@ -9,7 +9,8 @@ free for the stage that comes next hides its gather behind the passes of the one
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -19,7 +20,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.simulate import Clock, Timeline, run_clock, simulate
+from megapipe.schedule.simulate import Clock, run_clock, simulate
 from megapipe.schedule.weights.runs import GATHERS, REDUCES, adds_gradients, reads_weights
 
 _HAIR, _AS_FAST = 1 + 1e-9, 1.01
@@ -29,7 +30,7 @@ class Living(NamedTuple):
     """A choice of how many stages of a rank are whole at a time.
 
     Attributes:
-        weights: stages whose weights are; more only in a step of two passes of two stages.
+        weights: stages whose weights are; more only in a step of two passes of two stages. 0: all, for ever.
         gradients: stages whose gradients are, beside those that are just being summed.
         ahead: one of `weights` is the one that comes next, not the one that would be used last.
     """
@@ -67,54 +68,103 @@ def with_sharded_weights(schedule: Schedule, costs: Costs = UNIT, living: Living
     return replace(schedule, ranks=tuple(rows))
 
 
-def sharded_within(schedule: Schedule, costs: Costs, memory: float | Sequence[float] = inf) -> Schedule:
+def sharded_within(
+    schedule: Schedule,
+    costs: Costs,
+    memory: float | Sequence[float] = inf,
+    *,
+    gathers: bool = True,
+    moved: Callable[[float], Schedule] | None = None,
+) -> Schedule:
     """The fastest table whose ranks hold at most so much by the clock, to a hundredth of its time; of several that
     which sums gradients least often (once a stage has the bits of weights that live for ever), then the smallest.
 
     Every way to live is played on all ranks; then each rank takes the best of those that it has the memory for.
 
+    Args:
+        memory: of all ranks, or of each.
+        gathers: weights live for a while too, not gradients alone.
+        moved: a table of the same passes that holds at most so much activation, by moving some of it out of the way; it
+            is asked where the table as it is does not fit, and raises ScheduleError where there is none.
     Raises: ScheduleError as `with_sharded_weights`, or if none fits, saying the least that the fullest rank needs.
     """
     limits = [memory] * len(schedule.ranks) if isinstance(memory, float | int) else [*memory]
-    ways = [(way, with_sharded_weights(schedule, costs, way)) for way in ways_to_live(schedule)]
-    played = [(simulate(table, costs), way, table) for way, table in ways]
-    best = min(time.makespan for time, *_ in played)
-    played.sort(key=lambda one: _worth(one[2], one[0], best))
-    room = [next((w for time, w, _ in played if time.peak[r] <= limit * _HAIR), None) for r, limit in enumerate(limits)]
+    ways = list(ways_to_live(schedule, gathers=gathers))
+    played = [_Played(way, with_sharded_weights(schedule, costs, way), costs) for way in ways]
+    best = min(one.time.makespan for one in played)
+    played.sort(key=lambda one: one.worth(best))
+    room = [next((x.way for x in played if x.time.peak[r] <= limit * _HAIR), None) for r, limit in enumerate(limits)]
     each = [way for way in room if way]
     if len(each) == len(room):
-        mixed = with_sharded_weights(schedule, costs, each)
-        played.append((simulate(mixed, costs), each[0], mixed))
-    fitting = [(time, table) for time, _, table in played if _fits(time, limits)]
+        played.append(_Played(each[0], with_sharded_weights(schedule, costs, each), costs))
+    fitting = [one for one in played if one.fits(limits)]
+    if moved is not None and played[0] not in fitting:
+        tables = _moved_tables(schedule, costs, ways, min(limits), moved)
+        fitting += [one for one in (_Played(way, table, costs) for way, table in tables) if one.fits(limits)]
     if not fitting:
-        over = [max((held - limits[r], r) for r, held in enumerate(time.peak)) for time, *_ in played]
+        over = [max((held - limits[r], r) for r, held in enumerate(one.time.peak)) for one in played]
         need, rank = min(over)
         raise ScheduleError(
             f"{schedule.name}: rank {rank} needs {need + limits[rank]:g} for activations, gathered weights and "
             f"gradients, however shortly they live; the limit is {limits[rank]:g}."
         )
-    best = min(time.makespan for time, _ in fitting)
-    return min(fitting, key=lambda one: _worth(one[1], one[0], best))[1]
+    best = min(one.time.makespan for one in fitting)
+    return min(fitting, key=lambda one: one.worth(best)).table
 
 
-def _worth(table: Schedule, time: Timeline, best: float) -> tuple[float, int, float, float]:
-    """The less the better, beside a table that takes the time `best`."""
-    sums = sum(x.kind in REDUCES for row in table.ranks for step in row for x in step)
-    slow = time.makespan if time.makespan > best * _AS_FAST else best
-    return slow, sums, max(time.peak), time.makespan
+def _moved_tables(
+    schedule: Schedule, costs: Costs, ways: Iterable[Living], limit: float, moved: Callable[[float], Schedule]
+) -> Iterator[tuple[Living, Schedule]]:
+    """Each way beside activations that are moved to leave it room."""
+    tables: dict[float, Schedule | None] = {}
+    for way in ways:
+        room = limit - max(whole_at_most(schedule, costs, way))
+        if room not in tables:
+            tables[room] = None
+            with suppress(ScheduleError):
+                tables[room] = moved(room) if room > 0 else None
+        if (table := tables[room]) is not None:
+            yield way, with_sharded_weights(table, costs, way)
 
 
-def ways_to_live(schedule: Schedule) -> Iterator[Living]:
-    """The choices that are worth a look: one stage whole, two, half of a rank's, all."""
+def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
+    """The most weights and gradients that each rank has whole at once: of as many of its largest stages as live at a
+    time, and of the gradients one more, which are being summed. What it has for ever, its shares, comes on top."""
+    place = schedule.placement
+    *_, weights, gradients = costs.memory(place)
+    found = []
+    for rank, row in enumerate(schedule.ranks):
+        own = place.stages_on(rank)
+        pairs = max((len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0)
+        sizes = sorted((weights[s] for s in own), reverse=True)[: max(way.weights, pairs) if way.weights else 0]
+        found.append(sum(sizes) + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]))
+    return found
+
+
+class _Played:
+    """A table with how long its weights live, and what it takes."""
+
+    def __init__(self, way: Living, table: Schedule, costs: Costs) -> None:
+        self.way, self.table, self.time = way, table, simulate(table, costs)
+
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Does every rank hold at most so much?"""
+        return all(held <= limit * _HAIR for held, limit in zip(self.time.peak, limits, strict=True))
+
+    def worth(self, best: float) -> tuple[float, int, float, float]:
+        """The less the better, beside a table that takes the time `best`."""
+        sums = sum(x.kind in REDUCES for row in self.table.ranks for step in row for x in step)
+        slow = self.time.makespan if self.time.makespan > best * _AS_FAST else best
+        return slow, sums, max(self.time.peak), self.time.makespan
+
+
+def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
+    """The choices that are worth a look: one stage whole, two, half of a rank's, all. gathers: of weights too."""
     most = max(len(schedule.placement.stages_on(rank)) for rank in range(len(schedule.ranks)))
     counts = sorted({min(n, most) for n in (1, 2, (most + 1) // 2, most)})
-    for weights, gradients, ahead in product(counts, counts, (False, True)):
+    for weights, gradients, ahead in product(counts if gathers else [0], counts, (False, True)):
         if not ahead or 1 < weights < most:
             yield Living(weights, gradients, ahead)
-
-
-def _fits(time: Timeline, limits: Sequence[float]) -> bool:
-    return all(held <= limit * _HAIR for held, limit in zip(time.peak, limits, strict=True))
 
 
 def _refuse(schedule: Schedule) -> None:
@@ -137,7 +187,8 @@ def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Livi
         behind.setdefault(whole.last, []).append(last._replace(kind=Kind.RS))
         sums.append((clock.end[rank][whole.last], duration[Kind.RS][whole.stage]))
     ends = [(e * (1 - 1e-9), i) for i, e in enumerate(clock.end[rank]) if row[i][0].kind.traits.lane is Lane.COMPUTE]
-    gathers = sorted(_lives(reads, living.weights, ahead=living.ahead), key=lambda whole: whole.first)
+    whole_for_a_while = _lives(reads, living.weights, ahead=living.ahead) if living.weights else []
+    gathers = sorted(whole_for_a_while, key=lambda whole: whole.first)
     back = inf
     for whole in reversed(gathers):
         back = _begin(min(back, clock.start[rank][whole.first]), duration[Kind.AF][whole.stage], sums)

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from megapipe.schedule import Costs, Kind, Schedule, ScheduleError, build, simulate, verify
-from megapipe.schedule.weights.sharded import Living, sharded_within, with_sharded_weights
+from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, simulate, verify
+from megapipe.schedule.memory.solve import solve
+from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
 from tools.proofs.tables import weights
 
 LINK = Costs(mem_b=0, mem_w=0, a=0.5, g=1, mem_a=1, mem_g=2)
@@ -49,6 +50,30 @@ def test_least_memory_that_is_as_fast_to_a_hundredth_and_the_fastest_that_fits()
     assert (tight.makespan, tight.peak) == (25.125, (0.5,))  # six gathers of 0.125 that nothing hides
     with pytest.raises(ScheduleError, match=r"rank 0 needs 0.5 for activations, .* the limit is 0.4\."):
         sharded_within(plain, costs, 0.4)
+
+
+def test_activations_are_moved_where_weights_need_their_room() -> None:
+    plain, costs = build("breadth-first", 1, 8, chunks=4), Costs(a=0.5, g=1, mem_a=1, mem_g=2, mem_r=0.1)
+    with pytest.raises(ScheduleError, match=r"rank 0 needs 8\.[0-9]* for activations"):
+        sharded_within(plain, costs, 5)
+    asked: list[float] = []
+
+    def moved(room: float) -> Schedule:
+        asked.append(room)
+        return solve([plain], costs, room, tries=10).schedule
+
+    table = sharded_within(plain, costs, 5, moved=moved)
+    verify(table, memory=5, costs=costs)
+    assert max(asked) == 5 - whole_at_most(plain, costs, Living(1, 1))[0] == 5 - (1 / 4 * 1 + 2 / 4 * 2)
+    assert table.kinds & {Kind.O, Kind.R}
+
+
+def test_a_gradient_waits_for_all_reductions_but_the_last() -> None:
+    slow = replace(LINK, g=20)  # each of the four takes five passes' time, so only their memory holds the passes back
+    table = with_sharded_weights(build("breadth-first", 1, 4, chunks=4), slow, Living(2, 1))
+    time = simulate(table, slow)
+    assert time.start[Pass(Kind.BW, 1, 0)] == time.end[Pass(Kind.RS, 3, 3)]
+    assert time.peak == (whole_at_most(table, slow, Living(2, 1))[0],)
 
 
 def test_what_a_table_has_already_or_has_twice_is_not_sharded() -> None:
