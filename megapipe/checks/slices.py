@@ -32,11 +32,6 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
         yield f"{given} does not go with --pipeline-schedule {name}, which is searched. Use zb-h1 or interleaved-zb."
     if not model.has_experts:
         return
-    for kind in model.balancing:
-        yield (
-            f"{given}: {kind} of --moe-router-load-balancing-type would be of each slice, another loss than of the "
-            "microbatch. Use --moe-router-load-balancing-type none, with --moe-router-enable-expert-bias if wanted."
-        )
     if model.by_sinkhorn:
         yield f"{given}: sinkhorn chooses by all tokens of a microbatch. Use --moe-router-load-balancing-type none."
     if model.capacity_factor is not None:

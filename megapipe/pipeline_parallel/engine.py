@@ -279,8 +279,11 @@ def _stages(
 def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slices, number: int) -> Stream:
     """The stream that layers draw from for a microbatch or a slice; those of `kept` are not computed again."""
     scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
-    share = slices.share(number) / step.num_microbatches
-    weigh = lambda tokens: scale * tokens if per_token else scale * share  # noqa: E731
+    share = slices.share(number)
+
+    def weigh(tokens: int, part: float = share) -> float:
+        return scale * tokens if per_token else scale * part / step.num_microbatches
+
     stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
     return replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
 

@@ -41,7 +41,7 @@ class Stream:
         cp: the ranks that have its sequences among them; `cut` says which tokens are here.
         dp: the ranks that have other microbatches under way at the same place of the same order.
         weigh: number of tokens -> what the mean of something over so many tokens of this microbatch counts in the loss
-            that the step differentiates. For losses of layers.
+            that the step differentiates. For losses of layers. Of a slice; with 1.0 as well, of all of the microbatch.
         kept: what layers remember of a forward for the one that recomputes it, by a name of theirs.
         piece, length: the slice of the microbatch's sequences, of this length, that the pass is of; None: all of them.
         prefix: what layers keep of slices for those behind them, by a name of theirs, the same for all slices.
@@ -53,7 +53,7 @@ class Stream:
     recomputes: bool = True
     cp: Axis = Axis()
     dp: Axis = Axis()
-    weigh: Callable[[int], float] = field(default=lambda tokens: 1.0, compare=False)
+    weigh: Callable[..., float] = field(default=lambda tokens, part=1.0: part, compare=False)
     kept: dict[object, Any] = field(default_factory=dict, compare=False)
     piece: range | None = None
     length: int = 0
@@ -62,6 +62,11 @@ class Stream:
     @property
     def cut(self) -> Cut:
         return Cut(self.cp.rank, self.cp.size, self.piece, self.length)
+
+    @property
+    def share(self) -> float:
+        """The part of its microbatch that the pass is of."""
+        return 1.0 if self.piece is None else len(self.piece) / self.length
 
     @property
     def begin(self) -> int:

@@ -25,10 +25,15 @@ def balance(scores: Tensor, counts: Tensor, tokens: int, k: int, num_experts: in
     """weight x E x sum_i f_i P_i (Fedus et al. 2021, section 2.2): 1 x weight where all is even.
 
     Args:
-        scores: [T, ...] of this rank's tokens, which add up to 1 over the experts.
+        scores: [...] sums over this rank's tokens, of each of which they add up to 1 over the experts.
         counts: [...] how often each expert was chosen among `tokens`, those of all ranks: f_i = n_i / (tokens k).
     """
-    return (scores.sum(0) * counts).sum() * (num_experts * weight / (k * tokens * tokens))
+    return (scores * counts).sum() * slope(tokens, k, num_experts, weight)
+
+
+def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
+    """The gradient of `balance` in its scores, for each of the counts."""
+    return num_experts * weight / (k * tokens * tokens)
 
 
 def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
@@ -50,3 +55,18 @@ class _Attach(torch.autograd.Function):
 
 attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply
 """(x, loss, weight) -> x, and where x has a gradient the loss has `weight`."""
+
+
+class _AttachLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
+        ctx.counts, ctx.weight, ctx.dtype = counts, weight, scores.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return grad, ctx.counts().to(ctx.dtype) * ctx.weight, None, None
+
+
+attach_late: Callable[[Tensor, Tensor, Callable[[], Tensor], float], Tensor] = _AttachLate.apply
+"""(x, scores, counts, weight) -> x, and where x has a gradient the scores have weight x counts, as these are then."""

@@ -30,7 +30,7 @@ from megapipe.models.moe.choice import (
     wide,
 )
 from megapipe.models.moe.choice import within_capacity as within
-from megapipe.models.moe.losses import attach, balance, small_logits
+from megapipe.models.moe.losses import attach, attach_late, balance, slope, small_logits
 from megapipe.tensor_parallel.linear import bias_grad
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.rng import Stream, current_stream, draws
@@ -145,7 +145,7 @@ class Router(nn.Module):
         if self.training and config.moe_z_loss_coeff:
             loss = small_logits(logits, config.moe_z_loss_coeff, self.ranks(stream))
             logits = attach(logits, loss, stream.weigh(tokens * self.ranks(stream)))
-            losses["z_loss"] = loss.detach() / config.moe_z_loss_coeff
+            losses["z_loss"] = loss.detach() * (stream.share / config.moe_z_loss_coeff)
         most = capacity(tokens, config)
         experts = self._once("experts", stream, lambda: self._chosen(logits.detach(), stream, compute))
         weights = weights_of(logits, experts, config, compute)
@@ -156,8 +156,6 @@ class Router(nn.Module):
         if self.training:
             weights = self._balanced(weights, logits, experts, x.shape[1], stream, losses, compute)
             # By sample and slice: a forward that is computed again in backward writes the same entry once more.
-            if stream.piece is not None:  # its part in the mean over the microbatch's tokens
-                losses = {kind: loss * (len(stream.piece) / stream.length) for kind, loss in losses.items()}
             self.seen[stream.sample, stream.begin] = Seen(self._counted(experts, kept, most), losses)
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
@@ -196,23 +194,44 @@ class Router(nn.Module):
             # The losses judge the router's own taste, not what the bias or the groups have made of it.
             experts = self._once("unbiased", stream, lambda: best(scores.detach(), k))
         for kind, weight in config.balancing.items():
-            if kind == "seq_aux_loss":
-                each = scores.view(-1, batch, num_experts)
-                counts = self._sum(dense(experts, num_experts).view_as(each).sum(0), stream)
-                loss = balance(each, counts, tokens // batch, k, num_experts, weight) / batch
-            elif kind == "aux_loss":
-                counts = self._sum(dense(experts, num_experts).sum(0), stream)
-                loss = balance(scores, counts, tokens, k, num_experts, weight)
+            # [., b or 1, E]: of each sequence, or of all together.
+            each = scores.view(-1, batch if kind == "seq_aux_loss" else 1, num_experts)
+            rows = each.shape[1]
+            sums, counts = each.sum(0), self._sum(dense(experts, num_experts).view_as(each).sum(0), stream)
+            ranks = stream.dp.size if kind == "global_aux_loss" else 1
+            whole = round(tokens / stream.share)
+            of = whole // rows * ranks, k, num_experts, weight * ranks
+            if stream.piece is None:
+                counts = self._so_far(kind, counts, stream)
+                loss = balance(sums, counts, *of) / rows
+                weights, value = attach(weights, loss, stream.weigh(tokens)), loss.detach()
             else:
-                mean = self._once("global", stream, lambda: self._so_far(experts, stream))
-                loss = balance(scores, mean, tokens * stream.dp.size, k, num_experts, weight * stream.dp.size)
-            weights = attach(weights, loss, stream.weigh(tokens))
-            losses[kind] = loss.detach() / weight
+                load, found = self._load_of_slices(kind, sums.detach(), counts, stream)
+                weights = attach_late(weights, sums, load, slope(*of) * stream.weigh(whole, 1.0) / rows)
+                value = sums.new_zeros(()) if found is None else balance(found, load(), *of) / rows
+            losses[kind] = value / weight
         return weights
 
-    def _so_far(self, experts: Tensor, stream: Stream) -> Tensor:
-        """Mean over the microbatches of this step so far of how often each expert was chosen on all ranks."""
-        counts = self._sum(dense(experts, self.config.experts).sum(0), stream)
+    def _load_of_slices(
+        self, kind: str, sums: Tensor, counts: Tensor, stream: Stream
+    ) -> tuple[Callable[[], Tensor], Tensor | None]:
+        """The counts of all slices of a microbatch, which are known from its last one on, before any backward; and with
+        that one the sums of all."""
+        name, prefix, last = (self.layer, kind), stream.prefix, stream.begin + len(stream.piece or ()) == stream.length
+        parts: dict[int, tuple[Tensor, Tensor]] = prefix.setdefault(name, {})
+        parts[stream.begin] = sums, counts
+        if last and (*name, "load") not in prefix:  # it is there when the forward runs again
+            prefix[*name, "load"] = self._so_far(kind, torch.stack([n for _, n in parts.values()]).sum(0), stream)
+        return lambda: prefix[*name, "load"], torch.stack([x for x, _ in parts.values()]).sum(0) if last else None
+
+    def _so_far(self, kind: str, counts: Tensor, stream: Stream) -> Tensor:
+        """The counts that a loss goes by: of the microbatch, or global_aux_loss's mean over the microbatches of this
+        step so far of how often each expert was chosen on all ranks."""
+        if kind != "global_aux_loss":
+            return counts
+        return self._once("global", stream, lambda: self._mean(counts, stream))
+
+    def _mean(self, counts: Tensor, stream: Stream) -> Tensor:
         self._load[stream.sample] = stream.dp.all_reduce(counts)
         # Not those of forwards that post-validation has taken back.
         before = [counts for sample, counts in self._load.items() if sample <= stream.sample]
