@@ -8,6 +8,7 @@ from megapipe.config import Config
 from megapipe.plan.slices import FLAG, number_of
 from megapipe.plan.split import is_searched
 from megapipe.schedule import Schedule
+from megapipe.schedule.transforms.cuts import DOCUMENTS
 
 
 def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
@@ -21,6 +22,11 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     given = f"{FLAG} {par.pipeline_slices}" if par.pipeline_slices else f"--pipeline-schedule {name}, which has slices,"
     if par.pipeline_slices and number_of(config) == 1:
         return
+    if par.pipeline_slice_cuts == DOCUMENTS and not config.data.reset_attention_mask:
+        yield (
+            "--pipeline-slice-cuts documents cuts where attention ends, and without --reset-attention-mask it goes on. "
+            "Add --reset-attention-mask, or use --pipeline-slice-cuts work."
+        )
     others = {
         "--vocab-parallel-pipeline": par.vocab_parallel_pipeline,
         "--overlap-moe-expert-parallel-comm": par.overlap_moe_expert_parallel_comm,

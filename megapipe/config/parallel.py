@@ -85,10 +85,11 @@ class ParallelConfig:
     """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
     pipeline_slices: str | None = None
     """Slices of each microbatch along its sequence: a number, or auto, which takes the one of least simulated time."""
-    pipeline_slice_cuts: Annotated[Literal["work", "equal"], needs("pipeline_slices", "microbatches are whole")] = (
-        "work"
-    )
-    """work: slices take equally long, later ones are shorter; equal: all are as long."""
+    pipeline_slice_cuts: Annotated[
+        Literal["work", "equal", "documents"], needs("pipeline_slices", "microbatches are whole")
+    ] = "work"
+    """work: slices take equally long, later ones are shorter; equal: all are as long; documents: by work, then moved to
+    the nearest end of a document."""
     memory_limit_gib: Annotated[float | None, ABOVE_0] = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     use_distributed_optimizer: Annotated[bool, REPLICAS] = False

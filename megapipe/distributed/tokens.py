@@ -112,6 +112,11 @@ class Documents:
     def _begins(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(accumulate(lengths[:-1], initial=0)) for lengths in self.lengths)
 
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Tokens behind the first with which a document begins in every sequence."""
+        return tuple(sorted(set.intersection(*map(set, self._begins)) - {0}))
+
     def first_seen(self, position: int) -> int:
         """The first token of the document that has this position, the earliest of all sequences'."""
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)

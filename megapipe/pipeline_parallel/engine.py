@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import config_of
 from megapipe.pipeline_parallel.execute import execute
@@ -23,22 +24,13 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Host, moves_of
 from megapipe.pipeline_parallel.passes.vocabulary import check_shares, ends_of, shape_of, shares_of
-from megapipe.pipeline_parallel.slices import Slices, ranks_of_tokens, shape_of_slice, tokens_of_slices
+from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks_of_tokens, shape_of_slice
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import (
-    Costs,
-    Placement,
-    Program,
-    Schedule,
-    build,
-    forward_only,
-    share_of_window,
-    unpaired,
-    verify,
-)
+from megapipe.schedule import Costs, Placement, Program, Schedule, build, forward_only, unpaired, verify
 from megapipe.schedule.costs import UNIT
+from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.rng import Stream
@@ -82,6 +74,7 @@ class Request:
         loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
         stream: the randomness of a microbatch.
         variable_seq_lengths: for this step, as for all of an engine.
+        documents: of a microbatch, with which its slices end where one is near a cut.
         around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
         on_stage_done: called with a stage's number when its last pass is over.
         on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
@@ -103,6 +96,7 @@ class Request:
     loss_scale: Callable[[], float] = lambda: 1.0
     stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
     variable_seq_lengths: bool = False
+    documents: Callable[[int], Documents | None] | None = None
     around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
     on_stage_done: Callable[[int], None] | None = None
     on_layer_done: Callable[[int, int, int], None] | None = None
@@ -160,7 +154,7 @@ class ForwardBackward:
         self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
         variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
         length = None if variable else step.decoder_seq_length or step.seq_length
-        lengths = tokens_of_slices(table, length, self.mesh, config)
+        lengths = lengths_of(table, length, self.mesh, config, step.documents)
         stages = _stages(step, table, chunks, config, self.mesh, self.host, lengths)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
@@ -183,7 +177,7 @@ class ForwardBackward:
         return _reported(stages.values(), step.on_loss)
 
     def _messenger(
-        self, step: Request, config: Any, dtype: torch.dtype, in_flight: int, lengths: tuple[int, ...], variable: bool
+        self, step: Request, config: Any, dtype: torch.dtype, in_flight: int, lengths: Lengths, variable: bool
     ) -> Messenger:
         shared = ranks_of_tokens(self.mesh, config)
         given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
@@ -199,7 +193,7 @@ class ForwardBackward:
             shape,
             dtype,
             transport=self.transport,
-            shape_of=partial(shape_of_slice, lengths, shape) if lengths else whole,
+            shape_of=partial(shape_of_slice, lengths, shape) if lengths.usual else whole,
             beyond_neighbours=place.vocabulary,
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
@@ -244,7 +238,7 @@ def _stages(
     config: Any,
     mesh: ProcessMesh,
     host: Host,
-    lengths: tuple[int, ...],
+    lengths: Lengths,
 ) -> dict[int, PipelineStage]:
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
     around, done, place = step.around_last_backward, step.on_layer_done, table.placement

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.schedule import Pass, Schedule
 from megapipe.schedule.kinds import COPIES
-from megapipe.schedule.transforms.cuts import in_tokens
+from megapipe.schedule.transforms.cuts import at_borders, in_tokens
 from megapipe.tensor_parallel.rng import Stream
 
 Grad = Tensor | Callable[[], Tensor] | None
@@ -24,26 +26,52 @@ Grad = Tensor | Callable[[], Tensor] | None
 
 
 @dataclass(frozen=True)
-class Slices:
-    """The slices of a microbatch on one stage.
+class Lengths:
+    """Lengths of the slices of each microbatch, in tokens of whole sequences, before ranks share them.
 
     Attributes:
-        lengths: in tokens of whole sequences, before ranks share them; () of microbatches that are whole.
+        usual: of a microbatch whose documents nobody asks for; () where microbatches are whole.
+        multiple: of which each length is one.
+        documents: of a microbatch, whose borders the cuts follow.
+    """
+
+    usual: tuple[int, ...] = ()
+    multiple: int = 1
+    documents: Callable[[int], Documents | None] | None = None
+
+    def of(self, microbatch: int) -> tuple[int, ...]:
+        """The lengths in this microbatch."""
+        documents = self.documents(microbatch) if self.documents else None
+        return self.usual if documents is None else at_borders(self.usual, documents.borders, self.multiple)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of microbatches on one stage.
+
+    Attributes:
         prefixes: what layers keep for the slices to come, by microbatch, until the last slice has it.
     """
 
-    lengths: tuple[int, ...] = ()
+    lengths: Lengths = Lengths()
     prefixes: dict[int, dict[object, Any]] = field(default_factory=dict, compare=False)
 
     @property
     def count(self) -> int:
-        return len(self.lengths) or 1
+        return len(self.lengths.usual) or 1
+
+    @property
+    def cuts(self) -> bool:
+        """Are microbatches cut?"""
+        return bool(self.lengths.usual)
 
     def tokens(self, number: int) -> tuple[range | None, int]:
         """The tokens of a slice, of sequences of this length; None, 0 of whole microbatches."""
-        piece, length = number % self.count, sum(self.lengths)
-        begin = sum(self.lengths[:piece])
-        return (range(begin, begin + self.lengths[piece]), length) if self.lengths else (None, 0)
+        if not self.cuts:
+            return None, 0
+        lengths, piece = self.lengths.of(self.microbatch(number)), number % self.count
+        begin = sum(lengths[:piece])
+        return range(begin, begin + lengths[piece]), sum(lengths)
 
     def microbatch(self, number: int) -> int:
         """The microbatch that a slice is of."""
@@ -51,33 +79,34 @@ class Slices:
 
     def stream(self, whole: Stream, number: int) -> Stream:
         """The stream of a microbatch as the layers of one of its slices see it."""
-        if not self.lengths:
+        if not self.cuts:
             return whole
         tokens, length = self.tokens(number)
         return replace(whole, piece=tokens, length=length, prefix=self.prefixes.get(self.microbatch(number), {}))
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
         """The stream of a forward that begins: that of the first slice with nothing kept, also when it runs again."""
-        if self.lengths and number % self.count == 0:
+        if self.cuts and number % self.count == 0:
             self.prefixes[self.microbatch(number)] = {}
         made = stream(number)
         # From the last slice on the graphs hold what is kept, as long as there are any: an evaluation has none.
-        if self.lengths and (number + 1) % self.count == 0:
+        if self.cuts and (number + 1) % self.count == 0:
             del self.prefixes[self.microbatch(number)]
         return made
 
     def share(self, number: int) -> float:
         """The part of the microbatch's tokens that a slice has."""
-        return self.lengths[number % self.count] / sum(self.lengths) if self.lengths else 1.0
+        piece, length = self.tokens(number)
+        return 1.0 if piece is None else len(piece) / length
 
     def share_of(self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]) -> Grad:
         """The weight of a slice's loss in the step's: how many tokens the microbatch has is known when all of its
         forwards have run, before its first backward."""
-        return (lambda: share(self.loss_of(number, losses))) if self.lengths else share(losses[number])
+        return (lambda: share(self.loss_of(number, losses))) if self.cuts else share(losses[number])
 
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
         """Raises: ConfigError for forwards of slices whose results nobody would put together."""
-        if self.lengths and (loss_func is None or collects):
+        if self.cuts and (loss_func is None or collects):
             raise ConfigError(
                 "--pipeline-slices runs steps with a loss: let forward_step return (output, loss_func), and leave out "
                 "collect_non_loss_data."
@@ -127,31 +156,42 @@ def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
     return mesh.cp.size * (mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
 
 
-def tokens_of_slices(table: Schedule, length: int | None, mesh: ProcessMesh, config: Any) -> tuple[int, ...]:
-    """Lengths of the table's slices in tokens of sequences of this length; () where it has none.
+def lengths_of(
+    table: Schedule,
+    length: int | None,
+    mesh: ProcessMesh,
+    config: Any,
+    documents: Callable[[int], Documents | None] | None = None,
+) -> Lengths:
+    """Lengths of the table's slices in tokens of sequences of this length.
 
+    Args:
+        documents: of a microbatch, for cuts that follow them.
     Raises: ConfigError if the sequence cannot be cut so.
     """
     if not table.cuts:
-        return ()
+        return Lengths()
     moves = any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds)
-    if length is None or table.placement.vocabulary or moves:
+    if length is None or table.placement.vocabulary or moves or table.documents:
         why = "needs sequences of one length, seq_length"
         if length is not None:
-            why = f"has no {'O, L or R' if moves else 'shares of the vocabulary'} in them"
+            what = "O, L or R" if moves else "shares of the vocabulary" if not table.documents else "order of documents"
+            why = f"has no {what} in them"
         raise ConfigError(f"the schedule {table.name} cuts sequences in slices and {why}. Take one of whole sequences.")
     # Each context-parallel rank has two runs of a slice, and of these each tensor-parallel one a part.
     multiple = ranks_of_tokens(mesh, config) * (2 if mesh.cp.size > 1 else 1)
+    of = lru_cache(maxsize=64)(documents) if documents else None
     if sum(table.cuts) == length and all(n % multiple == 0 for n in table.cuts):
-        return tuple(int(n) for n in table.cuts)
+        return Lengths(tuple(int(n) for n in table.cuts), multiple, of)
     try:
-        return in_tokens(table.cuts, length, multiple)
+        return Lengths(in_tokens(table.cuts, length, multiple), multiple, of)
     except ScheduleError as error:
         raise ConfigError(f"the schedule {table.name}: {error}") from None
 
 
-def shape_of_slice(lengths: tuple[int, ...], shape: tuple[int, int, int], made_by: Pass) -> tuple[int, ...] | None:
+def shape_of_slice(lengths: Lengths, shape: tuple[int, int, int], made_by: Pass) -> tuple[int, ...] | None:
     """The shape of a message of a slice, None of a whole microbatch. shape: of the whole, on one rank."""
     if made_by.slice is None:
         return None
-    return shape[0] * lengths[made_by.slice] // sum(lengths), *shape[1:]
+    own = lengths.of(made_by.microbatch)
+    return shape[0] * own[made_by.slice] // sum(own), *shape[1:]

@@ -12,7 +12,7 @@ from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.layers import Load, layer_work
 from megapipe.schedule import Costs, Schedule, is_file, load
-from megapipe.schedule.transforms.cuts import in_tokens, shares
+from megapipe.schedule.transforms.cuts import DOCUMENTS, in_tokens, shares
 from megapipe.schedule.transforms.slices import in_place, slices
 
 P = TypeVar("P")
@@ -85,8 +85,9 @@ def lengths(config: Config) -> tuple[int, ...]:
     par, length = config.parallel, config.train.seq_length or 0
     count, cp = number_of(config) or 1, par.context_parallel_size
     multiple = cp * (2 if cp > 1 else 1) * (par.tensor_model_parallel_size if config.model.sequence_parallel else 1)
+    how = "work" if par.pipeline_slice_cuts == DOCUMENTS else par.pipeline_slice_cuts
     try:
-        return in_tokens(shares(count, par.pipeline_slice_cuts, costs_of_layers(config)), length, multiple)
+        return in_tokens(shares(count, how, costs_of_layers(config)), length, multiple)
     except ScheduleError:
         ranks = " of context and sequence parallelism" if multiple > 1 else ""
         raise ConfigError(

@@ -38,13 +38,16 @@ def case_of(schedule="1f1b", pp=1, **settings):
         {"style": "latent", "documents": "both", "recompute": "selective", "tied": False},
         {"documents": "attention", "window": 2, "per_token_loss": True},
         {"slices": (1, 1, 1, 1, 1, 1, 1, 1), "style": "llama", "documents": "positions"},
+        {"documents": "both", "follows": True, "recompute": "full", "experts": "bias", "batch": 2},
+        {"experts": "softmax", "per_token_loss": True, "recompute": "selective"},
     ],
 )
 def test_slices_train_what_whole_sequences_train(settings):
     case = case_of(**settings)
-    mine, whole = alone(case.whole), alone(replace(case.whole, slices=()))
+    mine, whole = alone(case.whole), alone(replace(case.whole, slices=(), follows=False))
     assert mine.losses == pytest.approx(whole.losses, rel=1e-12)
     assert mine.norms == pytest.approx(whole.norms, rel=1e-12)
+    assert mine.routers == pytest.approx(whole.routers, rel=1e-12)
     for name, (gradient, _) in mine.gradients.items():
         torch.testing.assert_close(gradient, whole.gradients[name].tensor, rtol=1e-12, atol=1e-14)
 
@@ -53,9 +56,9 @@ def test_slices_train_what_whole_sequences_train(settings):
     "case",
     [
         case_of("1f1b", 2, dtype="float32", recompute="full"),
-        case_of("zb-h1", 2, dtype="float32", style="llama", file="json"),
+        case_of("zb-h1", 2, dtype="float32", style="llama", file="json", documents="attention", follows=True),
         case_of("interleaved", 2, chunks=2, documents="both"),
-        case_of("zb-v", 2, dtype="bfloat16", p2p="batched"),
+        case_of("zb-v", 2, dtype="bfloat16", p2p="batched", experts="softmax"),
         case_of("interleaved-zb", 4, chunks=2, window=3),
         case_of("dualpipe", 2, style="latent"),
     ],
@@ -70,7 +73,7 @@ def test_with_the_same_cuts_schedules_and_ranks_have_the_same_bits(case):
     "settings",
     [
         {"tp": 2, "sequence_parallel": True, "slices": (4, 2, 2), "recompute": "full"},
-        {"cp": 2, "slices": (4, 4), "documents": "both", "schedule": "zb-h1"},
+        {"cp": 2, "slices": (4, 4), "documents": "both", "schedule": "zb-h1", "experts": "bias"},
         {"cp": 2, "slices": (4, 4), "way": "a2a", "recompute": "selective"},
         {"cp": 2, "slices": (4, 4), "way": "all_gather", "window": 3, "pp": 1},
         {"dp": 2, "distributed": True, "overlap": True, "buckets": 2, "style": "llama"},

@@ -69,8 +69,8 @@ def test_recomputed_layers_keep_their_keys_for_later_slices():
         (("--pipeline-slices", "2", "--pipeline-schedule", "zb-auto"), "zb-auto, which is searched. Use zb-h1"),
         (("--pipeline-slices", "2", "--reschedule-after", "3"), "does not go with --reschedule-after 3"),
         (
-            ("--pipeline-slices", "2", "--num-experts", "4", "--moe-aux-loss-coeff", "0.1"),
-            "aux_loss of --moe-router-load-balancing-type would be of each slice",
+            ("--pipeline-slices", "2", "--pipeline-slice-cuts", "documents"),
+            "cuts where attention ends, and without --reset-attention-mask it goes on. Add --reset-attention-mask",
         ),
         (
             ("--pipeline-slices", "2", "--num-experts", "4", "--moe-expert-capacity-factor", "1"),

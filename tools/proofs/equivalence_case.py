@@ -106,7 +106,7 @@ class Case:
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
-        slices: lengths of the slices of a microbatch; () leaves it whole.
+        slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to ends of documents.
         depths: the rank of each depth of multi-token prediction.
         moved: seed by which initial weights are moved by at most an ulp; 0 leaves them.
     """
@@ -153,6 +153,7 @@ class Case:
     etp: int | None = None
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     slices: tuple[int, ...] = ()
+    follows: bool = False
     depths: tuple[int, ...] = ()
     moved: int = 0
 
@@ -226,6 +227,7 @@ class Case:
                 pipeline_schedule=self.schedule,
                 no_overlap_p2p_communication=self.p2p == "batched",
                 use_ring_exchange_p2p=self.p2p == "ring",
+                pipeline_slice_cuts="documents" if self.follows else "work",
                 use_distributed_optimizer=self.distributed,
                 overlap_grad_reduce=self.overlap,
                 ddp_num_buckets=self.buckets if self.overlap and self.buckets > 1 else None,

@@ -62,6 +62,11 @@ class Sight:
     site: tuple[object, ...] = ()
     heads: Axis = ALONE
 
+    def first_seen(self, token: int) -> int:
+        """The first token that a query at this place sees, in the sequence of the microbatch where that is earliest."""
+        first = 0 if self.window is None else max(0, token - self.window)
+        return first if self.documents is None else max(first, self.documents.first_seen(token))
+
     def blocks(self, q: Tensor, queries: Tokens, keys: Tokens) -> Iterator[_Block]:
         """Blocks, with dropout cut where the whole sequence is, under any c and t, as masks belong to them, and with
         all keys, as a mask is drawn at once."""

@@ -34,6 +34,10 @@ class _Part:
     kv: Tensor
     grad: Tensor | None = None
 
+    @property
+    def end(self) -> int:
+        return self.cut.piece.stop if self.cut.piece else 0
+
 
 def _parts(sight: Sight) -> dict[int, _Part]:
     """Slices of the microbatch at this layer, by where they begin: forwards add, backwards take away."""
@@ -42,21 +46,30 @@ def _parts(sight: Sight) -> dict[int, _Part]:
 
 
 def _before(sight: Sight) -> list[_Part]:
-    """The slices before this one, in order; none where microbatches are whole."""
+    """The slices before this one that it sees, in order; none where microbatches are whole."""
     piece = sight.stream.piece
-    return [] if piece is None else [part for begin, part in sorted(_parts(sight).items()) if begin < piece.start]
+    if piece is None:
+        return []
+    first = sight.first_seen(piece.start)
+    return [part for begin, part in sorted(_parts(sight).items()) if begin < piece.start and part.end > first]
+
+
+def _is_seen_later(sight: Sight, piece: range) -> bool:
+    """Does a slice behind this one see any of it? None does where the sequence ends, or a document in each."""
+    return piece.stop < sight.length and sight.first_seen(piece.stop) < piece.stop
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sight: Sight, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, sight: Sight, way: str, has_graph: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         stream, kv = sight.stream, torch.stack((k, v))
         sums, mine = Sums.empty(q, k.shape[1]), stream.cut.spans(sight.length)
 
         def use(kv: Tensor, held: Tokens) -> None:
             attend(sight, q, mine, kv, held, sums)
 
-        if stream.piece is not None:
+        # A forward without graph, which is computed again, keeps what others need alone.
+        if stream.piece is not None and (has_graph or _is_seen_later(sight, stream.piece)):
             # Computed again in backward it is there already, with the gradients of the slices behind it.
             _parts(sight).setdefault(stream.piece.start, _Part(stream.cut, kv))
         meet = _ring if "p2p" in way else _all_at_once
@@ -91,7 +104,7 @@ class _Attention(torch.autograd.Function):
         if piece is not None:
             del _parts(sight)[piece.start]
         dk, dv = dkv.to(q.dtype)
-        return None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
+        return None, None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
@@ -108,7 +121,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, way: str = 
         Memory: some tensors of one block's scores, output and logarithms in float32, and the keys of two ranks (p2p)
         or of all.
     """
-    return _attention(sight, way, q, k, v)
+    return _attention(sight, way, torch.is_grad_enabled(), q, k, v)
 
 
 def _ring(sight: Sight, cut: Cut, kv: Tensor, use: Use) -> None:

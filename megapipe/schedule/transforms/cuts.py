@@ -7,13 +7,15 @@ sec. 3.3). With x of the sequence done, and a of the work attention, a share (1 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
 
-CUTS = ("equal", "work")
+CUTS, DOCUMENTS = ("equal", "work"), "documents"
+"""Ways to cut; the last is of runs, which cut by work and then move each cut to a document's border."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,17 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
         # One piece at least for this slice, and for each behind it.
         ends.append(min(max(nearest, ends[-1] + 1), pieces - (count - k)))
     return tuple((end - begin) * multiple for begin, end in pairwise(ends))
+
+
+def at_borders(lengths: tuple[int, ...], borders: Collection[int], multiple: int = 1) -> tuple[int, ...]:
+    """Slices cut where documents begin: each cut goes to the border next to it that is a multiple, if there is one that
+    lies no further than half of the way to the cuts beside it."""
+    ends = [0, *accumulate(lengths)]
+    moved = [0]
+    for before, at, behind in zip(ends, ends[1:], ends[2:], strict=False):
+        near = [x for x in borders if 2 * x > before + at and 2 * x < at + behind and x % multiple == 0]
+        moved.append(min(near, key=lambda x: abs(x - at), default=at))
+    return tuple(b - a for a, b in pairwise([*moved, ends[-1]]))
 
 
 def _mean(value: PerStage) -> float:

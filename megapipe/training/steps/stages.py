@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import add
 
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.memory import Host
-from megapipe.pipeline_parallel.slices import Slices, tokens_of_slices
+from megapipe.pipeline_parallel.slices import Slices, lengths_of
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.costs import UNIT
+from megapipe.schedule.transforms.cuts import DOCUMENTS
 from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.tensor_parallel.rng import Stream
@@ -168,6 +169,7 @@ class Stages:
                 calculate_per_token_loss=config.train.calculate_per_token_loss,
                 loss_scale=loss_scale,
                 on_loss=losses.append,
+                documents=self._borders(microbatches),
                 stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
                 on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
                 weights=weights,
@@ -190,6 +192,11 @@ class Stages:
             return None
         return find_documents(tokens_of(microbatches[i])[:, :-1], self._eod, isolate=isolate, restart=restart)
 
+    def _borders(self, microbatches: Sequence[Microbatch]) -> Callable[[int], Documents | None] | None:
+        """The documents of a microbatch, if slices end with them."""
+        follow = self.config.parallel.pipeline_slice_cuts == DOCUMENTS
+        return partial(self._documents, microbatches) if follow else None
+
     @property
     def _own(self) -> tuple[int, ...]:
         return self.schedule.placement.stages_on(self.mesh.pp.rank)
@@ -206,7 +213,8 @@ class Stages:
         data, cp, table = self.config.data, self.mesh.cp, self.schedule
         depth, per_token = place.depth(stage), self.config.train.calculate_per_token_loss
         ends = self._eod if self.config.model.mtp_within_documents else None
-        slices = Slices(tokens_of_slices(table, self.config.train.seq_length, self.mesh, self.config.model))
+        borders = self._borders(microbatches)
+        slices = Slices(lengths_of(table, self.config.train.seq_length, self.mesh, self.config.model, borders))
 
         @lru_cache(maxsize=1)  # slices of a microbatch follow each other
         def whole(i: int) -> Batch:

@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, simulate
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.transforms.cuts import in_tokens, shares
+from megapipe.schedule.transforms.cuts import at_borders, in_tokens, shares
 from megapipe.schedule.transforms.slices import in_place, slices
 
 ATTENTION = Costs(attention_f=0.6, attention_b=0.6, attention_w=0.6)
@@ -91,6 +91,19 @@ def test_a_cut_by_work_divides_what_a_sum_over_tokens_says():
     # One cut for three passes: without attention in W it lies between theirs.
     uneven = Costs(attention_f=0.6, attention_b=0.8)
     assert 0.25 < shares(4, "work", uneven)[0] < shares(4, "work", Costs(attention_f=1, attention_b=1))[0]
+
+
+@pytest.mark.parametrize(
+    ("borders", "multiple", "cut"),
+    [
+        ((7, 17, 18), 1, (7, 11, 12)),  # 10 -> 7, 20 -> 18: the nearest of those before 25
+        ((4, 5, 14, 15, 26), 1, (14, 6, 10)),  # half of the way to the cut beside it is another's: 15, 25
+        ((7, 8, 18), 4, (8, 12, 10)),
+        ((), 1, (10, 10, 10)),
+    ],
+)
+def test_a_cut_goes_to_the_nearest_border_that_is_no_nearer_to_another(borders, multiple, cut):
+    assert at_borders((10, 10, 10), borders, multiple) == cut
 
 
 @pytest.mark.parametrize(("length", "multiple"), [(64, 8), (33, 1), (4096, 128), (32, 8)])
