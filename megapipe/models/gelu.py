@@ -1,7 +1,8 @@
 """GELU in its tanh form (Hendrycks and Gimpel 2016), which is x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 
 torch's tanh on a CPU costs as much as everything else here together, and its GELU takes one forward and one backward.
-Ours takes one sigmoid, ten times as fast, and keeps the slope for backward in the place of x.
+Ours takes one sigmoid, ten times as fast, and keeps the slope for backward in the place of x; compiled, which is ten
+times as fast again, it keeps x.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapipe.kernels import cpu as kernels
+from megapipe.kernels.cpu import has_loops
 from megapipe.tensor_parallel.eager import eager
 
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -25,6 +28,10 @@ _PART = 1 << 17
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, differentiated: bool) -> Tensor:
+        if has_loops(x):
+            ctx.save_for_backward(x)
+            ctx.in_loops = True
+            return kernels.gelu(x, _LINEAR, _CUBIC)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         slope = torch.empty_like(y) if differentiated else y
         parts = (torch.split(t.reshape(-1), _PART) for t in (x, y, slope))
@@ -41,12 +48,15 @@ class _Gelu(torch.autograd.Function):
                 part_slope.copy_(square.add_(s))
             part_y.copy_(w.mul_(s))
         ctx.save_for_backward(slope)
+        ctx.in_loops = False
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return grad * slope, None
+        (kept,) = ctx.saved_tensors
+        if ctx.in_loops:
+            return kernels.gelu_backward(kept, grad.contiguous(), _LINEAR, _CUBIC), None
+        return grad * kept, None
 
 
 _gelu: Callable[..., Tensor] = _Gelu.apply

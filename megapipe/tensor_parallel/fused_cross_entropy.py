@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.kernels import cpu as kernels
+from megapipe.kernels.cpu import has_loops
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import add_product, linear
@@ -130,6 +132,9 @@ def with_block(logits: Tensor, highest: Tensor, total: Tensor, space: Tensor) ->
     """Maximum and sum of exponentials below it, each [n], with the logits [n, block] of one block more."""
     if is_fused(logits):
         return _with_block(logits, highest, total)  # type: ignore[no-any-return]
+    if has_loops(logits, highest, total):
+        kernels.with_block_(logits, highest, total)
+        return highest, total
     higher = torch.maximum(highest, logits.amax(1))
     return higher, total * (highest - higher).exp_() + exp_of(logits, higher, space).sum(1)
 
@@ -150,6 +155,9 @@ def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor,
     """
     if is_fused(logits):
         _to_gradient_(logits, log_sum, scale, labels)
+        return
+    if has_loops(logits, log_sum, scale):
+        kernels.to_gradient_(logits, log_sum, scale, labels.contiguous())
         return
     inside, column = columns_of(labels, slice(0, logits.shape[1]))
     dy = exp_of(logits, log_sum, space).mul_(scale[:, None])

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapipe.kernels import cpu as kernels
+from megapipe.kernels.cpu import has_loops
+
 
 def _intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(errors="replace")
@@ -19,6 +22,7 @@ def _intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 _MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and not (_MKL and _intel())
+_TILES = torch.cpu._is_amx_tile_supported()
 _ONEDNN_FROM = 1 << 20
 """Multiplications: below, finding oneDNN's kernel takes longer than it saves."""
 
@@ -56,9 +60,23 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.dtype == main_grad.dtype:
         add_linear(main_grad, dy.t(), x.t())
     elif not dy.is_cuda:
-        main_grad.add_(linear(dy.t(), x.t()))
+        _add_rounded(main_grad, dy, x)
     else:
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+
+
+def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """`add_product` on a CPU of what has fewer bits than main_grad."""
+    if not has_loops(main_grad, dy, x) or main_grad.dtype != torch.float32:
+        main_grad.add_(linear(dy.t(), x.t()))
+    elif not _TILES:
+        kernels.add_bf16_(main_grad, linear(dy.t(), x.t()))
+    elif dy.shape[1] <= x.shape[1]:
+        # A processor's tiles multiply rows. Of columns torch's kernels make them, at half the speed, so the smaller
+        # one of the two is transposed before.
+        kernels.add_bf16_(main_grad, linear(kernels.transposed(dy), x.t()))
+    else:
+        kernels.add_transposed_(main_grad, linear(kernels.transposed(x), dy.t()))
 
 
 class Products:

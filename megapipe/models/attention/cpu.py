@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.kernels import cpu as kernels
+from megapipe.kernels.cpu import has_loops
+
 _BLOCK = 128
 """Queries of a block: fewer make small products, more compute more of what the mask removes."""
 _SCORES = 1 << 21
@@ -47,10 +50,10 @@ class _CausalAttention(torch.autograd.Function):
                 p = _probabilities(q_block, k_seen, end - first, space)
                 dv_sum[:, :end].add_(p.mT @ do_block)
                 dp = torch.bmm(do_block, v_seen.mT, out=_part(second_space, p.shape))
-                ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
-                dq[:, first:end] = (ds @ k_seen).mul_(scale).view_as(dq[:, first:end])
+                ds = _scores_grad(p, dp, scale)
+                dq[:, first:end] = (ds @ k_seen).view_as(dq[:, first:end])
                 dk_sum[:, :end].add_(ds.mT @ q_block)
-            dk.copy_(dk_sum.mul_(scale).view_as(dk))
+            dk.copy_(dk_sum.view_as(dk))
             dv.copy_(dv_sum.view_as(dv))
         return grads
 
@@ -124,8 +127,20 @@ def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
     """Probabilities of the rows q [n, tokens g, d], whose tokens are the last ones of the keys k [n, end, d]."""
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
     torch.baddbmm(scores, q, k.mT, beta=0, alpha=_scale(q), out=scores)
+    if has_loops(scores):
+        kernels.causal_softmax_(scores, tokens)
+        return scores
     scores[:, :, -tokens:].add_(_mask(tokens, q.shape[1] // tokens, q.dtype))  # += would copy the sum onto itself
     return torch.softmax(scores, -1, out=scores)
+
+
+def _scores_grad(p: Tensor, dp: Tensor, scale: float) -> Tensor:
+    """The gradient of scores before they are scaled, in the place of dp, their probabilities' gradient."""
+    if has_loops(p, dp):
+        kernels.softmax_backward_(p, dp, scale)
+        return dp
+    torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
+    return dp.mul_(scale)
 
 
 @cache

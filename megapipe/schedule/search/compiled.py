@@ -1,29 +1,23 @@
 """Searches in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
 
-`moves.c`, `play.c` and `weigh.c` are compiled once, in a second, for all later processes of the user. Without a
-compiler a search goes on in Python.
+Without a compiler (megapipe/compiled.py) a search goes on in Python.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from shutil import which
-from tempfile import TemporaryDirectory
 from time import process_time
 
+from megapipe.compiled import compiled
 from megapipe.schedule.generators.orders import Problem, length
 from megapipe.schedule.search.anneal import DECAY, NORMAL, Cooling, Found, anneal
 
 _FILES = "search/clock.h", "search/moves.c", "transforms/play.c", "memory/weigh.c"
-SOURCES = [Path(__file__).parents[1] / name for name in _FILES]
+SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at
 
@@ -52,24 +46,8 @@ class _State(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled code; None where there is no C compiler ($CC, or cc) or no place to keep what it makes."""
-    compiler = which(os.environ.get("CC") or "cc")
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megapipe"
-    text = repr((FLAGS, platform.machine(), platform.libc_ver(), [path.read_text() for path in SOURCES]))
-    made = kept / f"moves-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    try:
-        if not made.exists():
-            if compiler is None:
-                return None
-            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=kept) as folder:  # other processes see it when it is whole
-                out = Path(folder) / made.name
-                command = [compiler, *FLAGS, *map(str, SOURCES[1:]), "-o", str(out)]
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
-                out.replace(made)
-        return ctypes.CDLL(str(made))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home
-        return None
+    """The compiled code; None where it cannot be made."""
+    return compiled("moves", SOURCES, FLAGS)
 
 
 def anneal_fast(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:

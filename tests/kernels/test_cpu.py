@@ -1,0 +1,101 @@
+"""Loops in C beside torch's operations, which a machine without a compiler runs in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from megapipe.distributed.axis import ALONE
+from megapipe.kernels import cpu
+from megapipe.models.attention.cpu import causal_attention
+from megapipe.models.gelu import gelu
+from megapipe.tensor_parallel import products
+from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+BF16, FP32 = torch.bfloat16, torch.float32
+TOLERANCE = {BF16: {"rtol": 2e-2, "atol": 2e-2}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
+
+
+def drawn(*shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))).to(dtype)
+
+
+def attention(dtype: torch.dtype) -> list[Tensor]:
+    """150 tokens are two blocks, the second no multiple of 16; two heads of a group."""
+    q, k, v = (drawn(2, heads, 150, 24, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
+    out = causal_attention(q, k, v)
+    return [out, *torch.autograd.grad(out, (q, k, v), drawn(*out.shape, dtype=dtype))]
+
+
+def head(dtype: torch.dtype) -> list[Tensor]:
+    """A vocabulary of 101, labels at both ends and one without loss."""
+    x, weight = drawn(37, 24, dtype=dtype).requires_grad_(), drawn(101, 24, dtype=dtype, scale=4).requires_grad_()
+    loss = vocab_parallel_linear_cross_entropy(x, weight, torch.tensor([0, 100, -100, *range(34)]), ALONE)
+    return [loss, *torch.autograd.grad(loss.sum(), (x, weight))]
+
+
+def activation(dtype: torch.dtype) -> list[Tensor]:
+    x = torch.cat((drawn(999, dtype=dtype, scale=3), torch.tensor([-1e4, 1e4, 0.0]).to(dtype)))
+    x.requires_grad_()
+    y = gelu(x)
+    return [y, *torch.autograd.grad(y, x, drawn(len(x), dtype=dtype))]
+
+
+def weight_gradient(out: int, into: int) -> Callable[[torch.dtype], list[Tensor]]:
+    """Rows and columns that are no multiples of a tile; on a processor with tiles the smaller side is transposed."""
+
+    def added(dtype: torch.dtype) -> list[Tensor]:
+        main_grad = drawn(out, into)
+        products.add_product(main_grad, drawn(45, out, dtype=dtype), drawn(45, into, dtype=dtype))
+        return [main_grad]
+
+    return added
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [attention, head, activation, weight_gradient(70, 33), weight_gradient(33, 70)],
+    ids=lambda case: case.__name__,
+)
+def test_a_loop_gives_what_torch_does(
+    case: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_TILES", True)
+    ours = case(dtype)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    for got, expected in zip(ours, case(dtype), strict=True):
+        assert_close(got, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_bits_of_an_element_do_not_depend_on_where_it_lies_or_on_threads(dtype: torch.dtype) -> None:
+    """Microbatches may be cut into slices, and a rank may have more cores than another."""
+    x, threads = drawn(40_003, dtype=dtype, scale=2), torch.get_num_threads()
+    whole = cpu.gelu(x, 1.6, 0.07)
+    assert torch.equal(whole[5:29], cpu.gelu(x[5:29].clone(), 1.6, 0.07))
+    scores = drawn(6, 8, 77, dtype=dtype)
+    one = scores[3:4].clone()
+    cpu.causal_softmax_(one, 8)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(whole, cpu.gelu(x, 1.6, 0.07))
+        cpu.causal_softmax_(scores, 8)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(scores[3:4], one)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """The guards look for it behind the step."""
+    x = torch.tensor([float("nan"), float("inf"), 1.0]).repeat(20).bfloat16()
+    assert cpu.gelu(x, 1.6, 0.07).isnan().sum() == 20
+    scores = drawn(1, 1, 40)
+    scores[0, 0, 3] = float("nan")
+    cpu.causal_softmax_(scores, 1)
+    assert scores.isnan().all()
