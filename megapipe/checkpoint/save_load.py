@@ -132,18 +132,19 @@ def save_checkpoint(
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
-        tensors = shards.tensors_of(stages, {} if kept is None else kept.state(), mesh)
-        if background is not None and background.fits(tensors):
-            background.start(folder, iteration, tensors, {STATE: text})
-            return None
-        writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
-        on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
-        # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
-        mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]
-        parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
-        files = {name: entry for part in parts for name, entry in part.items()}
-        on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
-        saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        with shards.whole_weights(optimizer):
+            tensors = shards.tensors_of(stages, {} if kept is None else kept.state(), mesh)
+            if background is not None and background.fits(tensors):
+                background.start(folder, iteration, tensors, {STATE: text})
+                return None
+            writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
+            on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
+            # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
+            mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]
+            parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
+            saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
         if background is not None:
             background.learn(saved, writer.mine)
     except CheckpointError:
@@ -207,22 +208,23 @@ def load_checkpoint(
         files = together(mesh, lambda: commit.read_manifest(folder))
         together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
     content, other = together(mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents))
-    held = {} if with_optimizer is None else with_optimizer.state()
-    tensors = shards.tensors_of(stages, held, mesh)
-    tensors = together(mesh, lambda: shards.loadable(folder, tensors))
-    needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
-    together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
-    together(mesh, lambda: shards.read(folder, tensors, mesh))
-    shards.from_twins(stages, mesh)
-    params = dict(pair for stage in stages for pair in stage.named_parameters())
-    for param in params.values():
-        if (owner := params.get(layout_of(param).tied_to or "")) is not None:
-            param.data.copy_(owner.data)
-    if with_optimizer is not None:
-        with_optimizer.load_state(held)
-        with_optimizer.steps = content["optimizer_steps"]
-    elif optimizer is not None:
-        optimizer.reload_main()
+    with shards.whole_weights(optimizer):
+        held = {} if with_optimizer is None else with_optimizer.state()
+        tensors = shards.tensors_of(stages, held, mesh)
+        tensors = together(mesh, lambda: shards.loadable(folder, tensors))
+        needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
+        together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
+        together(mesh, lambda: shards.read(folder, tensors, mesh))
+        shards.from_twins(stages, mesh)
+        params = dict(pair for stage in stages for pair in stage.named_parameters())
+        for param in params.values():
+            if (owner := params.get(layout_of(param).tied_to or "")) is not None:
+                param.data.copy_(owner.data)
+        if with_optimizer is not None:
+            with_optimizer.load_state(held)
+            with_optimizer.steps = content["optimizer_steps"]
+        elif optimizer is not None:
+            optimizer.reload_main()
     if flags.finetune:
         return LoadedState()
     schedule = None

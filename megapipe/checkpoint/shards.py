@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megapipe.distributed.layout import HISTORY, Layout, histories, layout_of, s
 from megapipe.distributed.meeting.together import room
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
+from megapipe.optim.optimizer import Optimizer
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -41,6 +43,11 @@ class ShardWriter(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.everyones = _names(results)
         super().finish(metadata, results)
+
+
+def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    """All weights of the rank are there, to be saved or loaded, where it has shares of them alone between steps."""
+    return nullcontext() if optimizer is None else optimizer.gathers.whole()
 
 
 def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardWriter:

@@ -20,7 +20,7 @@ def training_problems(config: Config) -> Iterator[str]:
         )
     yield from _optimizer_problems(config)
     par = config.parallel
-    if par.overlap_param_gather and not (par.overlap_grad_reduce and par.use_distributed_optimizer):
+    if par.overlap_param_gather and not (par.overlap_grad_reduce and par.splits_optimizer):
         yield (
             "--overlap-param-gather gathers what --use-distributed-optimizer splits, beside what --overlap-grad-reduce "
             "reduces. Add both, or leave --overlap-param-gather out."
@@ -28,6 +28,7 @@ def training_problems(config: Config) -> Iterator[str]:
     if par.ddp_bucket_size is not None and par.ddp_num_buckets is not None:
         yield "--ddp-bucket-size and --ddp-num-buckets say the same. Leave one out."
     yield from _post_validation_problems(config)
+    yield from _sharding_problems(config)
     if t.bf16 and t.fp16:
         yield "--bf16 and --fp16 are two types for the same weights. Leave one out."
     if t.grad_reduce_in_bf16 and not t.bf16:
@@ -66,12 +67,31 @@ def _post_validation_problems(config: Config) -> Iterator[str]:
             yield f"{flag} updates before other ranks are done, and {other} {why}. Leave one of them out."
 
 
+def _sharding_problems(config: Config) -> Iterator[str]:
+    """Settings that need gradients or weights whole behind a run of passes."""
+    par = config.parallel
+    by, shards = par.splits_by, config.weight_replicas > 1
+    if par.use_megatron_fsdp and par.use_torch_fsdp2:
+        yield "--use-megatron-fsdp and --use-torch-fsdp2 say the same. Leave one out."
+    if par.shards_grads and shards and par.enable_optimizer_post_validation:
+        yield (
+            f"--enable-optimizer-post-validation repeats forwards after a wrong guess, and {by} lets go of what they "
+            "need. Leave one of them out."
+        )
+    every = config.train.check_weight_hash_across_dp_replicas_interval
+    if par.shards_weights and shards and every:
+        yield (
+            f"--check-weight-hash-across-dp-replicas-interval {every} compares weights that {by} leaves no rank whole. "
+            "Leave one of them out."
+        )
+
+
 def _optimizer_problems(config: Config) -> Iterator[str]:
     if unknown := ask(lambda: find_rule(config.train)):
         yield from unknown
         return
     rule = find_rule(config.train)
-    if config.parallel.use_distributed_optimizer and (problem := split_problem(config.train, rule)):
+    if config.parallel.splits_optimizer and (problem := split_problem(config.train, rule, config.parallel.splits_by)):
         yield problem
     if config.train.use_precision_aware_optimizer and (problem := rounding_problem(config.train, rule)):
         yield problem

@@ -7,7 +7,7 @@ from math import lcm
 from typing import Annotated, Any, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, UP_TO_1, Idle, at_least, needs
+from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, UP_TO_1, Idle, at_least, flag, needs
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
 SEVERAL_RANKS = needs("pipeline_model_parallel_size", "there is one pipeline rank", least=2)
@@ -94,6 +94,16 @@ class ParallelConfig:
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
     use_distributed_optimizer: Annotated[bool, REPLICAS] = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
+    use_megatron_fsdp: Annotated[bool, REPLICAS] = False
+    """Split more of a stage over data parallel, as --data-parallel-sharding-strategy says."""
+    use_torch_fsdp2: Annotated[bool, REPLICAS] = False
+    """The same, all of it, under the name that Megatron-LM has for PyTorch's."""
+    data_parallel_sharding_strategy: Annotated[
+        Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        needs("use_megatron_fsdp", "--use-distributed-optimizer says what is split"),
+    ] = "optim_grads_params"
+    """no_shard: nothing; optim: as --use-distributed-optimizer; optim_grads: gradients too, each rank keeps a share
+    of their sum (ZeRO-2); optim_grads_params: weights too, gathered for each run of a stage's passes (ZeRO-3)."""
     overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
     ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
@@ -173,11 +183,42 @@ class ParallelConfig:
         return "batched" if self.no_overlap_p2p_communication else "plain"
 
     @property
+    def splits_optimizer(self) -> bool:
+        """Has a data-parallel rank optimizer state of its share alone?"""
+        return self._sharding != "no_shard"
+
+    @property
+    def shards_grads(self) -> bool:
+        """And a share of the gradients alone, but while a run of passes adds to them?"""
+        return "grads" in self._sharding
+
+    @property
+    def shards_weights(self) -> bool:
+        """And of the weights, but while a run of passes reads them?"""
+        return "params" in self._sharding
+
+    @property
+    def _sharding(self) -> str:
+        if self.use_torch_fsdp2:
+            return "optim_grads_params"
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy
+        return "optim" if self.use_distributed_optimizer else "no_shard"
+
+    @property
+    def splits_by(self) -> str:
+        """The flag that splits optimizer state."""
+        asked = "use_torch_fsdp2", "use_megatron_fsdp", "use_distributed_optimizer"
+        return next((flag(name) for name in asked if getattr(self, name)), "")
+
+    @property
     def of_optimizer(self) -> dict[str, Any]:
         """Settings that optim.optimizer takes of it."""
         buckets = {"bucket_size": self.ddp_bucket_size, "num_buckets": self.ddp_num_buckets}
         return {
-            "distributed": self.use_distributed_optimizer,
+            "distributed": self.splits_optimizer,
+            "shards_grads": self.shards_grads,
+            "shards_weights": self.shards_weights,
             "gathers_later": self.overlap_param_gather,
             **(buckets if self.overlap_grad_reduce else {}),
         }

@@ -53,8 +53,14 @@ fp8-param-gather reuse-grad-buf-for-mxfp8-param-ag: weights are kept and gathere
 moe-router-padding-for-fp8 moe-router-padding-for-quantization: rows of an expert are filled up within its product
 accumulate-allreduce-grads-in-fp32: gradients are added in float32, and reduced so without --grad-reduce-in-bf16
 num-distributed-optimizer-instances=#: optimizer state is split over all data-parallel ranks, which is less
-data-parallel-sharding-strategy=no_shard|optim|optim_grads|optim_grads_params: parameters and gradients are whole on
-    each rank
+outer-dp-sharding-strategy=no_shard: all data-parallel ranks are one group, which splits what is split
+megatron-fsdp-version=1|2 fsdp-double-buffer fsdp-manual-registration fsdp-db-use-persist-buf-on-alloc-fail
+    megatron-fsdp-max-pool-double-buffer megatron-fsdp-enable-fine-grained-param-gather
+    suggested-communication-unit-size=# torch-fsdp2-no-reshard-after-forward keep-fp8-transpose-cache: a stage is
+    gathered whole, and for how many of its passes the table says
+megatron-fsdp-main-params-dtype=fp32 megatron-fsdp-main-grads-dtype=fp32|auto: main parameters and gradients are float32
+    without --main-params-dtype and --main-grads-dtype
+megatron-fsdp-grad-comm-dtype=fp32|auto: gradients are reduced in float32 without --grad-reduce-in-bf16
 muon-fp32-matmul-prec=medium|high: Newton-Schulz is computed in bfloat16 on a GPU and in float32 on a CPU
 muon-tp-mode=duplicated|distributed: each tensor-parallel rank makes the whole matrix orthogonal
 muon-use-syrk: a kernel that we do not have; the same products
@@ -113,7 +119,8 @@ no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-che
     the flags
 # checkpoints
 use-dist-ckpt dist-ckpt-format=torch_dist: checkpoints are always distributed
-ckpt-format=torch_dist|torch: checkpoints are safetensors and JSON; megapipe convert writes Megatron-LM's
+ckpt-format=torch_dist|torch|torch_dcp|fsdp_dtensor: checkpoints are safetensors and JSON; megapipe convert writes
+    Megatron-LM's
 auto-detect-ckpt-format: a checkpoint's format is read off its folder
 async-ckpt-use-cpu-shm use-persistent-ckpt-worker async-strategy=nvrx|mcore async-ckpt-cpu-priority=#
     async-ckpt-io-priority=# dist-ckpt-workers=#: a process beside each rank writes for --async-save, from shared
@@ -123,7 +130,8 @@ ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ck
     ckpt-fully-parallel-load-exchange-algo=broadcast|gather_rounds|gather_object
     ckpt-fully-parallel-load-process-group=dp|ep_dp ckpt-fully-parallel-save-process-group=dp|ep_dp
     ckpt-pg-tensors-cache-path=*: every rank writes a share of what it holds, and reads what it needs
-dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all|return_unexpected|
+no-strict-fsdp-dtensor-load disable-strict-fsdp-dtensor-load
+    dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all|return_unexpected|
     return_all|ignore_all: a missing or unexpected tensor always stops the load
 dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient no-ckpt-load-validate-sharding-integrity
     disable-ckpt-load-validate-sharding-integrity dist-ckpt-save-pre-mcore-014 ckpt-drop-redundant-extra-state: a

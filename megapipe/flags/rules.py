@@ -57,10 +57,8 @@ no-use-layer-wise-param-layout: parameters have one layout
 fp8-output-proj: the output head has the type of the weights
 fp8-quantizer-factory: scales are those of --fp8-recipe
 fp4-*: precision is float32, bf16, fp16 or, by --fp8-format, FP8
-keep-fp8-transpose-cache: parameters are not sharded over data-parallel ranks
 lion-*: the optimizers are adam, sgd, muon and --optimizer FILE.py:NAME
 *optimizer-*offload* qk-clip*: optimizer state is on the device
-*fsdp* outer-dp-*: parameters are not sharded over data-parallel ranks
 hybrid-context-parallel: context-parallel ranks exchange keys in one way, --cp-comm-type
 iter-per-epoch data-per-class-fraction decoder-seq-length: megapipe trains GPT models only
 fim-*: there is no fill-in-the-middle

@@ -202,13 +202,13 @@ def find_rule(train: TrainConfig) -> Rule:
     return rule
 
 
-def split_problem(train: TrainConfig, rule: Rule) -> str | None:
-    """The reason why ZeRO-1 cannot split state that this rule needs whole; None if it can."""
+def split_problem(train: TrainConfig, rule: Rule, by: str = "--use-distributed-optimizer") -> str | None:
+    """The reason why ZeRO-1 cannot split state that this rule needs whole; None if it can. by: the flag that asks."""
     if rule.elementwise:
         return None
     return (
-        f"{FLAG} {train.optimizer} needs whole parameters, and --use-distributed-optimizer splits them over "
-        f"data-parallel ranks. Leave --use-distributed-optimizer out, or use {FLAG} adam."
+        f"{FLAG} {train.optimizer} needs whole parameters, and {by} splits them over data-parallel ranks. "
+        f"Leave {by} out, or use {FLAG} adam."
     )
 
 

@@ -108,15 +108,16 @@ class Ties:
             self.params[user].data = self.params[lender].data
         for tie in self.all:
             if tie.across:
-                self._send(tie)
+                self._send(tie, tie.on(self.mesh.pp.rank))
 
     def feed(self) -> None:
         """Send the updated weights that other ranks have no state of. Collective over mesh.ends."""
+        rank = self.mesh.pp.rank
         for tie in self.fed:
-            self._send(tie)
+            # A replica that is updated has these values already, and may be a share between two runs of passes.
+            self._send(tie, tie.on(rank) if tie.owner.rank == rank or tie.is_fed(rank) else ())
 
-    def _send(self, tie: Tie) -> None:
-        own = tie.on(self.mesh.pp.rank)
+    def _send(self, tie: Tie, own: Sequence[str]) -> None:
         self._from(tie.owner, self.params[own[0]].data if own else self._room(tie, next(iter(self.params.values()))))
 
     def add_gradients(self) -> None:

@@ -72,7 +72,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         work = replace(work, shares=par.pipeline_model_parallel_size)
     element = 2 if train.half else 4
     # ZeRO-1 splits all but the gradient.
-    shards = config.weight_replicas if par.use_distributed_optimizer else 1
+    shards = config.weight_replicas if par.splits_optimizer else 1
     gradient, moments, master = bytes_of_state(train)
     state, replica = element + gradient + (moments + master) / shards, element + gradient
     counts, given = counts_of(config, schedule.placement), given_costs(config)

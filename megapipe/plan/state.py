@@ -31,7 +31,7 @@ def bytes_of_expert(config: Config) -> float:
     par, element = config.parallel, 2 if config.train.half else 4
     gradient, moments, master = bytes_of_state(config.train)
     ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
-    shares = max(config.world_size // ranks, 1) if par.use_distributed_optimizer else 1
+    shares = max(config.world_size // ranks, 1) if par.splits_optimizer else 1
     kept = moments + (master or element) if par.enable_optimizer_post_validation else 0
     return element + gradient + (moments + master + kept) / shares
 

@@ -108,7 +108,7 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
         [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain] for rank in range(place.num_ranks)
     ]
     once = sum(work.parameters for row in works for work in row) - plan.tied * plan.vocab_weights  # that is saved once
-    gathered = moments if config.parallel.use_distributed_optimizer else 0
+    gathered = moments if config.parallel.splits_optimizer else 0
     experts = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
     most = max(
         sum(work.parameters - work.experts for work in row)

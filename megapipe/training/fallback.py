@@ -77,8 +77,7 @@ def resumed(run: Run, contents: Mapping[str, str]) -> Run:
         dense, path = path, _with_experts(path, run)
         run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
         config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
-    with run.optimizer.gathers.whole():
-        loaded = load_checkpoint(path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents)
+    loaded = load_checkpoint(path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents)
     run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
     if loaded.other:
         run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")

@@ -58,9 +58,7 @@ class Saving:
         given = directory, n, run.modules, run.optimizer, state, run.config, run.mesh, run.curve, self._background
         if self._background is not None:
             self._background.keep = self._keep
-        with run.optimizer.gathers.whole():
-            done = self._tried(partial(save_checkpoint, *given), last)
-        if done:
+        if self._tried(partial(save_checkpoint, *given), last):
             self.begun = n
             self.jobs.saved(n, run.progress.consumed_train_samples)
             if self._background is None or self._background.under_way is None:

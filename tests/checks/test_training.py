@@ -7,8 +7,10 @@ from dataclasses import replace
 import programs
 import pytest
 
+from megapipe.checks.run import flag_problems
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.flags.parse import parse
 
 
 def problems(**train: object) -> list[str]:
@@ -53,3 +55,45 @@ def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
     )
     done = programs.run([tmp_path / "main.py"])
     assert "does not have a deterministic implementation" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--use-megatron-fsdp --enable-optimizer-post-validation",
+            "--enable-optimizer-post-validation repeats forwards after a wrong guess, and --use-megatron-fsdp lets go "
+            "of what they need. Leave one of them out.",
+        ),
+        (
+            "--use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
+            "--check-weight-hash-across-dp-replicas-interval 5 compares weights that --use-torch-fsdp2 leaves no rank "
+            "whole. Leave one of them out.",
+        ),
+        (
+            "--use-megatron-fsdp --use-torch-fsdp2",
+            "--use-megatron-fsdp and --use-torch-fsdp2 say the same. Leave one out.",
+        ),
+        (
+            "--use-megatron-fsdp --optimizer muon",
+            "--optimizer muon needs whole parameters, and --use-megatron-fsdp splits them over data-parallel ranks. "
+            "Leave --use-megatron-fsdp out, or use --optimizer adam.",
+        ),
+        (
+            "--use-megatron-fsdp --pipeline-schedule dualpipe",
+            "--pipeline-schedule dualpipe has two copies of the model, whose weights --use-megatron-fsdp does not "
+            "split. Use dualpipe-v, or --use-distributed-optimizer in its place.",
+        ),
+        (
+            "--use-megatron-fsdp --vocab-parallel-pipeline",
+            "--use-megatron-fsdp does not go with --vocab-parallel-pipeline. Leave one of them out.",
+        ),
+    ],
+)
+def test_shares_refuse_what_needs_the_whole(flags, sentence):
+    """On four ranks, two of each stage."""
+    base = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+    base += "--micro-batch-size 1 --global-batch-size 16 --train-iters 9 --lr 1e-3 --mock-data --vocab-size 127 "
+    base += "--tokenizer-type NullTokenizer --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 2 "
+    config = parse(Config, (base + flags).split())
+    assert flag_problems(replace(config, world_size=4)) == [sentence]

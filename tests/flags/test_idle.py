@@ -81,7 +81,7 @@ RUNS = [
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a",
     "--timing-log-level 1 --pipeline-slices 2",
-    "--num-experts 8 --moe-use-upcycling",
+    "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
     "--multi-latent-attention",
     "--multi-latent-attention --rope-type rope --disable-bias-linear",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "

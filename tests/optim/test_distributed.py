@@ -36,9 +36,9 @@ def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, styl
     )
     said = [(r.losses["lm loss"], r.grad_norm, r.num_zeros) for r in (training.driver.whole() for _ in range(steps))]
     optimizer = training.run.optimizer
-    optimizer.gathers.settle()
     kept = {f"{kind} {n}": x.clone() for kind, views in optimizer.state().items() for n, x in views.items()}
-    kept |= {name: param.detach().clone() for name, param in optimizer.params.items()}
+    with optimizer.gathers.whole():
+        kept |= {name: param.detach().clone() for name, param in optimizer.params.items()}
     return said, kept, [moment.numel() for moment in optimizer.moments["exp_avg"]]
 
 

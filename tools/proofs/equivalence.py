@@ -161,6 +161,23 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     return found
 
 
+def differing_bits(ranks: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]:
+    """What has other bits in a run of the same layout."""
+    found = []
+    for rank, (mine, other) in enumerate(zip(ranks, others, strict=True)):
+        numbers = ("losses", "norms", "routers")
+        differ = [kind for kind in numbers if repr(getattr(mine, kind)) != repr(getattr(other, kind))]
+        for kind in ("gradients", "weights"):
+            a, b = getattr(mine, kind), getattr(other, kind)
+            differ += [f"{kind} of {name}" for name in a if not _same_bits(a[name].tensor, b[name].tensor)]
+        found += [f"rank {rank}: {what} have other bits than with weights that live for ever" for what in differ]
+    return found
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _differences_of_slices(case: Case) -> list[str]:
     """What slices change of one process's numbers in float64; what is dropped is decided in each slice."""
     if not case.slices or case.dtype != "float64" or case.experts == "dropping":

@@ -16,7 +16,7 @@ from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.depths import with_depths
 from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
-from tools.proofs.tables.moved import moved
+from tools.proofs.tables.moved import SHARDING, moved, sharded
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
@@ -96,6 +96,8 @@ class Case:
         file: the schedule goes through a "json" or "csv" file first.
         variable: the microbatches differ in length.
         distributed: optimizer state is split over data parallel.
+        sharding: "grads" or "weights" too are split over data parallel, but while passes use them; living: as of
+            `weights.sharded.Living`, None for whole steps.
         overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
         buckets: in which each stage's gradients are reduced then.
         dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
@@ -129,6 +131,8 @@ class Case:
     file: str | None = None
     variable: bool = False
     distributed: bool = False
+    sharding: str = "none"
+    living: tuple[int, int, bool] | None = None
     overlap: bool = False
     dtype: str = "float64"
     steps: int = STEPS
@@ -176,6 +180,8 @@ class Case:
             p2p="plain",
             file=None,
             distributed=False,
+            sharding="none",
+            living=None,
             overlap=False,
             metrics="none",
             compile=False,
@@ -197,8 +203,7 @@ class Case:
 
     @property
     def config(self) -> Config:
-        layers = sum(self.layers)
-        turns = OVERRIDES[self.overrides]
+        layers, turns = sum(self.layers), OVERRIDES[self.overrides]
         overrides = {str(n): turns[n % len(turns)] for n in range(layers)} if turns else None
         return Config(
             model=ModelConfig(
@@ -229,6 +234,7 @@ class Case:
                 use_ring_exchange_p2p=self.p2p == "ring",
                 pipeline_slice_cuts="documents" if self.follows else "work",
                 use_distributed_optimizer=self.distributed,
+                **SHARDING[self.sharding],
                 overlap_grad_reduce=self.overlap,
                 ddp_num_buckets=self.buckets if self.overlap and self.buckets > 1 else None,
                 overlap_param_gather=self.overlap and self.distributed,
@@ -286,6 +292,7 @@ def table(case: Case) -> Schedule:
     plain = built(case.schedule, case.pp, case.microbatches, **{name: getattr(case, name) for name in of_table})
     plain = plain if case.joined is None else joined(plain, case.joined)
     made = moved(with_depths(plain, case.depths, Costs(s=0.5, t=0.25), vocabulary=case.vocabulary), case.memory)
+    made = sharded(made, case.sharding, case.living)
     if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
     return from_json(to_json(made)) if case.file == "json" else replace(from_csv(to_csv(made)), cuts=made.cuts)

@@ -4,8 +4,10 @@
 
 A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses, gradients, gradient
 norms, weights and validation loss of the unsplit model, not compiled and with nothing reported but its loss; where
-nothing is summed in another order, to the bit in every type. Two of five tables are drawn too (tables/drawn.py):
-passes in any order, chains of unequal length; under those Megatron's no_sync is left once for each chunk, not early.
+nothing is summed in another order, to the bit in every type. Where gradients, or weights too, are shares between runs
+of passes, it also trains with weights that live for ever, and must have all bits of that. Two of five tables are drawn
+too (tables/drawn.py): passes in any order, chains of unequal length; under those Megatron's no_sync is left once for
+each chunk, not early.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import sharing
-from megapipe.schedule import SCHEDULES, Placement, ScheduleError, entry_of
-from tools.proofs.equivalence import differences, train
+from megapipe.schedule import SCHEDULES, Kind, Placement, ScheduleError, entry_of
+from tools.proofs.equivalence import Outcome, differences, differing_bits, train
 from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MOVED
@@ -52,14 +54,29 @@ def run(case: Case) -> list[str]:
     try:
         sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
         shares = sharing(table(case).placement, tied=case.tied)
-        outcomes = run_threads(partial(train, case=case), **sizes, shares=shares, timeout_s=seconds)
+
+        def trained(case: Case) -> list[Outcome]:
+            return run_threads(partial(train, case=case), **sizes, shares=shares, timeout_s=seconds)
+
+        outcomes = trained(case)
         found = differences(case, outcomes)
+        if case.sharding != "none":
+            found += differing_bits(outcomes, trained(live_for_ever(case)))
         if case.drawn is not None:
-            own = table(replace(case, vocabulary=False, slices=(), depths=()))
+            own = table(replace(case, vocabulary=False, slices=(), depths=(), sharding="none"))
             found += [problem for way in WAYS for problem in too_early(own, way)]
         return found
     except Exception as error:
         return ["".join(traceback.format_exception(error))]
+
+
+def live_for_ever(case: Case) -> Case:
+    """The case with weights that live for ever, as ZeRO-1 has them, or if gradients are summed several times a step
+    with weights that do where they did not, and the other way round."""
+    sums = [x for row in table(case).ranks for step in row for x in step if x.kind is Kind.RS]
+    if len(sums) == len({x.stage for x in sums}):
+        return replace(case, sharding="none", living=None, distributed=True)
+    return replace(case, sharding="grads" if case.sharding == "weights" else "weights")
 
 
 def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
@@ -105,9 +122,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
         shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
-        case = replace(case, batch=1 if case.variable else rng.choice((1, 1, 2)), vocabulary=shares)
-        case = replace(case, paired=not shares and rng.random() < 0.3, memory=rng.choice([*MOVED, "none", "none"]))
-        case = replace(case, joined=rng.randrange(10**6) if not shares and rng.random() < 0.3 else None)
+        batch, memory = 1 if case.variable else rng.choice((1, 1, 2)), rng.choice([*MOVED, "none", "none"])
+        case = replace(case, batch=batch, memory=memory, vocabulary=shares)
+        case = case if shares else replace(case, **_drawn_passes(rng, split=dp * cp > 1))
         routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:
             parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
@@ -148,6 +165,15 @@ def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int
     return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
+def _drawn_passes(rng: random.Random, *, split: bool) -> dict[str, Any]:
+    """Which passes run together; what ranks have shares of, if there are several with the same weights, and how many
+    stages of a rank are whole at a time: all of them, or few."""
+    passes = {"paired": rng.random() < 0.3, "joined": rng.randrange(10**6) if rng.random() < 0.3 else None}
+    living = rng.choice((None, (rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.5)))
+    sharding = rng.choice(("none", "none", "none", "grads", "weights")) if split else "none"
+    return {**passes, "sharding": sharding, "living": None if sharding == "none" else living}
+
+
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
     """How six experts of width 8 lie over the ranks of a stage. variable: these have sequences of other lengths."""
     ep, etp = rng.choice([(e, t) for e in (1, 2, 3, 6) for t in (1, 2, 4) if ranks % (e * t) == 0])
@@ -163,7 +189,8 @@ def command(case: Case) -> str:
 def read(text: str) -> Case:
     """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
     given = json.loads(text)
-    case = Case(**given | {name: tuple(given[name]) for name in ("layers", "slices", "depths") if name in given})
+    lists = {name: tuple(given[name]) for name in ("layers", "slices", "depths", "living") if name in given}
+    case = Case(**given | lists)
     if len(case.layers) != (chain := table(case).placement.main):
         raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
     return case

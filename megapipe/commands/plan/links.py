@@ -110,7 +110,7 @@ def _sparse(model: ModelConfig) -> float:
 def sums(plan: Plan, config: Config, device: Device) -> float:
     """Seconds in which the slowest rank sums its gradients, also with a second copy, and gathers weights at the end."""
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
-    element = (2 if config.train.half else 4) if par.use_distributed_optimizer else 4
+    element = (2 if config.train.half else 4) if par.splits_optimizer else 4
     extent = config.world_size if par.use_tp_pp_dp_mapping else config.world_size // place.num_ranks
     works = [[plan.works[s] for s in place.stages_on(r)] for r in range(place.num_ranks)]
     same = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)

@@ -183,7 +183,7 @@ def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Livi
     behind: dict[int, list[Pass]] = {}
     sums = []
     for whole in sorted(_lives(adds, living.gradients, ahead=False), key=lambda whole: whole.last):
-        last = next(x for x in row[whole.last] if x.stage == whole.stage and adds_gradients(x.kind))
+        *_, last = (x for x in row[whole.last] if x.stage == whole.stage and adds_gradients(x.kind))
         behind.setdefault(whole.last, []).append(last._replace(kind=Kind.RS))
         sums.append((clock.end[rank][whole.last], duration[Kind.RS][whole.stage]))
     ends = [(e * (1 - 1e-9), i) for i, e in enumerate(clock.end[rank]) if row[i][0].kind.traits.lane is Lane.COMPUTE]

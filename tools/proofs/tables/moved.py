@@ -1,11 +1,15 @@
-"""Tables of drawn cases: with pairs, a shared vocabulary, activations that leave the device or come a second time."""
+"""Tables of drawn cases: with activations that leave the device or come a second time, weights that are shares."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
+from megapipe.schedule.weights.runs import GATHERS
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
 # Stages and microbatches, by what is left of their sum when it is divided by 3: on the host meanwhile, computed again.
 MOVED: dict[str, tuple[set[int], set[int]]] = {
@@ -13,6 +17,11 @@ MOVED: dict[str, tuple[set[int], set[int]]] = {
     "out": ({0, 1, 2}, set()),
     "again": (set(), {0, 1, 2}),
     "some": ({1}, {2}),
+}
+SHARDING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "grads": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    "weights": {"use_megatron_fsdp": True},
 }
 
 
@@ -24,3 +33,15 @@ def moved(schedule: Schedule, memory: str) -> Schedule:
     if again:
         schedule = with_recompute(schedule, chosen={x for x in every if sum(x) % 3 in again})
     return with_offload(schedule, chosen={x for x in every if sum(x) % 3 in out}) if out else schedule
+
+
+@lru_cache(maxsize=256)
+def sharded(schedule: Schedule, sharding: str, living: tuple[int, int, bool] | None) -> Schedule:
+    """The table with RS and, where weights are shares too, AF and AB. Raises: ScheduleError if it cannot have them."""
+    if sharding == "none":
+        return schedule
+    table = with_sharded_weights(schedule, living=Living(*living) if living else ())
+    if sharding == "weights":
+        return table
+    rows = tuple(tuple(step for step in row if step[0].kind not in GATHERS) for row in table.ranks)
+    return replace(table, ranks=rows)

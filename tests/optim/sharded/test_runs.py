@@ -1,0 +1,92 @@
+"""Runs of passes with --use-megatron-fsdp: the bits of training without it, and no more held than the clock says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from short_run import config, datasets, run_of
+from tiny import STYLES
+
+from megapipe.config import ParallelConfig
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ScheduleError
+from megapipe.optim.sharded.buffers import Live, ShardedBuffers
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.training.steps.stages import with_overlap
+
+from ..test_distributed import compare
+
+FSDP = {"use_megatron_fsdp": True}
+GRADS = {**FSDP, "data_parallel_sharding_strategy": "optim_grads"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "ours", "flags"),
+    [
+        ("1f1b", 1, FSDP, {"bf16": True}),
+        ("zb-v", 2, {**FSDP, "overlap_grad_reduce": True, "ddp_num_buckets": 2}, {}),
+        ("interleaved", 2, {**GRADS, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
+        ("zb-h1", 2, {"use_torch_fsdp2": True}, {"bf16": True, "grad_reduce_in_bf16": True}),
+    ],
+)
+def test_a_run_has_the_bits_of_one_without(schedule, pp, ours, flags):
+    for plain, split in compare(2, pp, ours, style="gpt2", schedule=schedule, **flags):
+        assert plain[0] == split[0]
+        assert all(torch.equal(x, split[1][key]) for key, x in plain[1].items())
+
+
+@pytest.mark.parametrize("living", [Living(1, 1), Living(2, 1, ahead=True), Living(3, 3)])
+def test_a_rank_has_no_more_whole_than_the_clock_says(living, monkeypatch):
+    """Of storages as they are after each change; three stages of a rank, whose weights have 2 bytes and gradients 4."""
+    counted: dict[int, list[int]] = {}
+    add = Live.add
+
+    def counting(live: Live, size: int) -> None:
+        add(live, size)
+        if id(live) in counted:
+            held = [x.untyped_storage().nbytes() for b in buffers[id(live)] for x in (b.model, b.grads)]
+            assert sum(held) == live.bytes
+            counted[id(live)].append(sum(held))
+
+    buffers: dict[int, list[ShardedBuffers]] = {}
+
+    def peak(mesh: ProcessMesh) -> tuple[int, float]:
+        training = run_of(mesh, base)
+        optimizer, stages = training.run.optimizer, training.run.stages
+        on_ranks = mesh.pp.gather_json([sum(b.model.numel() for b in chunk) for chunk in optimizer.chunks])
+        by_stage = [n for chunks in zip(*on_ranks, strict=True) for n in chunks]  # ranks take turns
+        free = Costs(mem_b=0, mem_w=0, mem_a=tuple(2 * n for n in by_stage), mem_g=tuple(4 * n for n in by_stage))
+        table = with_sharded_weights(build("interleaved", 2, 4, chunks=3), living=living)
+        stages.follow(table, free)
+        buffers[id(optimizer.live)] = optimizer.buffers
+        counted[id(optimizer.live)] = []
+        training.driver.whole()
+        return max(counted[id(optimizer.live)]), simulate(table, free).peak[mesh.pp.rank]
+
+    monkeypatch.setattr(Live, "add", counting)
+    plain = config(replace(STYLES["gpt2"], num_layers=6), dp=2, pp=2, schedule="interleaved", bf16=True)
+    parallel = replace(plain.parallel, num_virtual_stages_per_pipeline_rank=3, **FSDP)
+    base = replace(plain, parallel=parallel, train=replace(plain.train, micro_batch_size=1))
+    datasets()
+    for held, predicted in run_threads(peak, dp=2, pp=2):
+        assert held == pytest.approx(predicted, rel=0.01)
+
+
+def test_strategies_split_what_their_names_say():
+    names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    par = [ParallelConfig(**FSDP, data_parallel_sharding_strategy=name) for name in names]
+    par += [ParallelConfig(use_torch_fsdp2=True), ParallelConfig(use_distributed_optimizer=True), ParallelConfig()]
+    split = [(p.splits_optimizer, p.shards_grads, p.shards_weights) for p in par]
+    three, one, none = (True, True, True), (True, False, False), (False, False, False)
+    assert split == [none, one, (True, True, False), three, three, one, none]
+
+
+def test_a_table_for_shares_needs_their_flag():
+    base = config(STYLES["gpt2"], dp=2, pp=2)
+    table = with_sharded_weights(build("1f1b", 2, 4))
+    asked = replace(base, parallel=replace(base.parallel, **FSDP))
+    assert with_overlap(table, asked) == table
+    with pytest.raises(ScheduleError, match=r"1f1b has AF, RS, .*--data-parallel-sharding-strategy optim_grads_params"):
+        with_overlap(table, base)
