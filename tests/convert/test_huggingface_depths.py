@@ -86,6 +86,7 @@ def test_a_published_depth_comes_in_and_goes_out_to_the_bit_with_transformers_lo
     before, after = (load_file(folder / "model.safetensors") for folder in (published, tmp_path / "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(note.startswith("transformers leaves model.layers.2 and on out, ") for note in done.notes)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     for mine, its in zip(ours(done.folder, done.config.model), theirs(tmp_path / "back", monkeypatch), strict=True):
         assert (mine - its).abs().max() <= 2e-6 * its.abs().max()

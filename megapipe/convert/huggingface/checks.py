@@ -19,6 +19,8 @@ from megapipe.errors import CheckpointError
 from megapipe.models.gpt import WORD_EMBEDDINGS, GPTModel
 
 Shape = tuple[int, ...]
+PUBLISHED = 61
+"""Layers of DeepSeek-V3, whose depth's name transformers has in a list."""
 
 
 def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConfig) -> None:
@@ -93,6 +95,11 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         yield f"rope base is {model.rotary_base:g}{scaled}; {pairs} are rotated, no rows are permuted"
     if content.get("num_nextn_predict_layers") and not model.depths:
         yield "config.json speaks of layers of multi-token prediction, and there are none"
+    if model.depths and model.layers != PUBLISHED:
+        yield (
+            f"transformers leaves model.layers.{model.layers} and on out, and calls it UNEXPECTED: it knows depths of "
+            f"multi-token prediction behind {PUBLISHED} layers alone"
+        )
     if model.heads * model.head_dim != model.hidden and not model.multi_latent_attention:
         yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
     if model.tied:
