@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def copies(one: argparse.ArgumentParser) -> None:
     one.add_argument("--solve", action="store_true", help=f"with --copy-ratio: {solved}")
 
 
+def shares(one: argparse.ArgumentParser) -> None:
+    """The flag of weights that are whole for runs of passes alone."""
+    wanted = "A,G or A,G,WEIGHTS,GRADIENTS is needed, such as 0.5,1 or 0.5,1,1,2"
+    what = "a gather and a reduction take, and what whole weights and gradients hold, of 1/P of the model"
+    text = f"gather weights before runs of a stage's passes, sum gradients behind: what {what}; within --memory"
+    names = costs_of(("a", "g", "mem_a", "mem_g"), wanted)
+    one.add_argument("--shard", type=names, metavar="A,G[,WEIGHTS,GRADIENTS]", help=text)
+
+
 def slices(one: argparse.ArgumentParser) -> None:
     """Flags of a table whose microbatches are cut along the sequence."""
     one.add_argument("--slices", type=count, metavar="N", help="cut each microbatch in N slices of its sequence")
@@ -89,8 +98,8 @@ def costs(text: str) -> Costs:
     return Costs(*numbers[:3], **dict(zip(("comm", "overhead"), numbers[3:], strict=False)))
 
 
-def costs_of(names: str, wanted: str) -> Callable[[str], dict[str, float]]:
-    """A reader of costs for fields of these names, a letter each."""
+def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, float]]:
+    """A reader of costs for fields of these names."""
 
     def read(text: str) -> dict[str, float]:
         if not 2 <= len(numbers := _numbers(text)) <= len(names):

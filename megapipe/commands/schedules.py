@@ -41,7 +41,7 @@ from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.moved import refuse_unfinished, told_choices, told_copies, with_copies
+from megapipe.schedule.views.moved import refuse_unfinished, told_choices, told_copies, told_shares, with_copies
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
@@ -98,6 +98,7 @@ def parser() -> Parser:
     for one in (show, both):
         given.slices(one)
     given.copies(show)
+    given.shares(show)
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
@@ -161,6 +162,10 @@ def run_show(args: argparse.Namespace) -> int:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
     if args.pairs:
         schedule, found = told_pairs(schedule, args.costs, args.memory)
+    if args.shard:
+        args.costs = replace(args.costs, **args.shard)
+        schedule, shares = told_shares(schedule, args.costs, args.memory)
+        found += shares
     args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
     if args.vocabulary:
         schedule = with_vocabulary(schedule, args.costs)

@@ -47,7 +47,9 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
 
 def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
-    """Raises: ScheduleError for a table that has such passes of a stage as a whole already."""
+    """Raises: ScheduleError for a table that has such passes of a stage as a whole already, or RS, run by run."""
+    if Kind.RS in schedule.kinds:
+        raise ScheduleError(f"{schedule.name} sums gradients behind runs of passes (RS), not once a step.")
     if twice := sorted(added & schedule.kinds):
         raise ScheduleError(
             f"{schedule.name} has {', '.join(twice)} already, and each stage has one a step. Leave them out of the "

@@ -1,10 +1,12 @@
-"""A table whose activations are moved out of the way, and what is said of it: what, what it saves, what it costs."""
+"""A table whose activations are moved out of the way, or whose weights are shares between runs of passes, and what is
+said of it: what, what it saves, what it costs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
@@ -15,8 +17,11 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
+from megapipe.schedule.weights.runs import GATHERS, REDUCES
+from megapipe.schedule.weights.sharded import sharded_within
 
 _HEAD = ("rank", "held", "copied", "again", "peak", "without", "copies take", "again takes")
+_SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
 def with_copies(costs: Costs, ratio: float) -> Costs:
@@ -47,6 +52,32 @@ def told_choices(plain: Sequence[Schedule], costs: Costs, memory: float) -> tupl
     return found.schedule, _told(found.plain, found.schedule, costs)
 
 
+def told_shares(plain: Schedule, costs: Costs, memory: float | None) -> tuple[Schedule, list[str]]:
+    """The table whose weights are gathered for runs of passes, and how often. Raises: ScheduleError if none fits."""
+    made = sharded_within(plain, costs, inf if memory is None else memory)
+    verify(made, memory=memory, costs=costs)
+    before, time = simulate(plain, costs), simulate(made, costs)
+    own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
+    whole, duration = simulate(made, own).peak, costs.durations(plain.placement)
+    rows = [_SHARES]
+    for rank, row in enumerate(made.ranks):
+        beside = [x for step in row for x in step if x.kind in GATHERS | REDUCES]
+        took = sum(duration[x.kind][x.stage] for x in beside)
+        sums = sum(x.kind in REDUCES for x in beside)
+        shown = map(short, (whole[rank], time.peak[rank], took))
+        rows.append((str(rank), str(len(beside) - sums), str(sums), *shown))  # type: ignore[arg-type]
+    return made, [
+        f"weights and gradients are whole for runs of passes: the step takes {short(time.makespan)}, "
+        f"where they live for ever {short(before.makespan)}",
+        *_aligned(rows),
+    ]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows]
+
+
 def _told(plain: Schedule, made: Schedule, costs: Costs) -> list[str]:
     before, time, place = simulate(plain, costs), simulate(made, costs), plain.placement
     duration = costs.durations(place)
@@ -64,12 +95,11 @@ def _told(plain: Schedule, made: Schedule, costs: Costs) -> list[str]:
         rows.append((str(rank), *map(str, numbers), *shown))  # type: ignore[arg-type]
     if not any(total[kind] for kind in verbs):
         return [f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
     return [
         f"of {total[Kind.F]} activations of a stage and microbatch {chosen}; "
         f"without, {plain.name} takes {short(before.makespan)} at a memory of {short(max(before.peak))}",
-        *("  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows),
+        *_aligned(rows),
     ]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, simulate, verify
+from megapipe.commands.schedules import main
+from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, load, simulate, verify
 from megapipe.schedule.memory.solve import solve
 from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
 from tools.proofs.tables import weights
@@ -82,6 +85,20 @@ def test_what_a_table_has_already_or_has_twice_is_not_sharded() -> None:
         with_sharded_weights(table)
     with pytest.raises(ScheduleError, match="dualpipe keeps two copies of the model"):
         with_sharded_weights(build("dualpipe", 2, 4))
+
+
+def test_show_draws_gathers_on_their_lane_and_says_what_they_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "whole.json"
+    flags = "show breadth-first --pp 1 --microbatches 4 --chunks 2 --shard 0.5,1,1,2 --memory 7 --costs 1,1,1"
+    assert main(flags.split()) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"dp \|A\.+a\.+rs\.+RS\|", said)
+    assert "the step takes 12.75, where they live for ever 12" in said
+    assert re.search(r"rank +gathers +sums +whole at most +peak +they take\n +0 +2 +2 +2\.5 +6 +1\.5", said)
+    assert main([*flags.split(), "--json", str(path)]) == 0
+    assert load(path).kinds == {Kind.AF, Kind.F, Kind.BW, Kind.RS}
 
 
 def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refused() -> None:
