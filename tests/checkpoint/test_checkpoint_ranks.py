@@ -20,22 +20,22 @@ def pool(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "dtype", "sharded"),
+    ("before", "after", "dtype", "shares"),
     [
-        ((2, 1, 2), (2, 2, 1), torch.float32, "after"),
-        ((1, 4, 1), (1, 1, 4), torch.float32, "before"),
-        ((4, 1, 1), (1, 2, 2), torch.bfloat16, "neither"),
-        ((1, 2, 2), (4, 1, 1), torch.bfloat16, "before"),
-        ((1, 4, 1), (1, 2, 2), torch.bfloat16, "both"),
-        ((2, 2, 1, 1, 2), (1, 4, 1, 1, 4), torch.float32, "before"),
-        ((1, 2, 2, 1, 2), (2, 1, 2, 1, 2, 1), torch.bfloat16, "after"),
-        ((1, 2, 2), (1, 4, 1, 1, 2, 2), torch.float32, "both"),
+        ((2, 1, 2), (2, 2, 1), torch.float32, ("nothing", "all")),
+        ((1, 4, 1), (1, 1, 4), torch.float32, ("optimizer", "nothing")),
+        ((4, 1, 1), (1, 2, 2), torch.bfloat16, ("nothing", "nothing")),
+        ((1, 2, 2), (4, 1, 1), torch.bfloat16, ("all", "nothing")),
+        ((1, 4, 1), (1, 2, 2), torch.bfloat16, ("optimizer", "all")),
+        ((2, 2, 1, 1, 2), (1, 4, 1, 1, 4), torch.float32, ("all", "nothing")),
+        ((1, 2, 2, 1, 2), (2, 1, 2, 1, 2, 1), torch.bfloat16, ("nothing", "optimizer")),
+        ((1, 2, 2), (1, 4, 1, 1, 2, 2), torch.float32, ("all", "optimizer")),
     ],
 )
-def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype, sharded):
-    """Layouts are (pp, dp, tp, cp, ep, etp), experts split with all else by default; `sharded` says which of the two
-    runs splits its optimizer state over dp (ZeRO-1)."""
-    for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype, sharded):
+def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, after, dtype, shares):
+    """Layouts are (pp, dp, tp, cp, ep, etp), experts split with all else by default; `shares` says what each of the two
+    runs splits over dp: nothing, the optimizer's state (ZeRO-1), or all (ZeRO-3)."""
+    for wrong, counters in pool.run(toy_run.reshard, (before, after), tmp_path, dtype, shares):
         assert wrong == []
         assert counters == (2, 16, 2)
 

@@ -67,14 +67,19 @@ def split(x, name, mesh):
 class Run:
     """A toy in training."""
 
-    def __init__(self, mesh, dtype=torch.float32, config=CONFIG, layers=LAYERS, distributed=False):
+    def __init__(self, mesh, dtype=torch.float32, config=CONFIG, layers=LAYERS, shares="nothing"):
         self.mesh, self.config = mesh, config
         self.stages = [Toy(mesh, dtype, layers)]
-        self.optimizer = Optimizer(self.stages, config.train, mesh, distributed=distributed)
+        split = {
+            "distributed": shares != "nothing",
+            **dict.fromkeys(("shards_grads", "shards_weights"), shares == "all"),
+        }
+        self.optimizer = Optimizer(self.stages, config.train, mesh, **split)
 
     def train(self, first, last):
         for step in range(first, last + 1):
             self.optimizer.zero_grad()
+            self.optimizer.reduction.begin(0)
             for name, param in self.stages[0].named_parameters():
                 sums = self.mesh.dp.size / self.mesh.edp.size if layout(name).experts else 1
                 param.main_grad.add_(split(full(name, step), name, self.mesh) * sums)
@@ -93,8 +98,8 @@ class Run:
         """Names of tensors that are not the slices of an unsplit run's."""
         wrong = [] if self.optimizer.steps == whole.optimizer.steps else ["steps"]
         mine, theirs = ({"": dict(r.stages[0].named_parameters()), **r.optimizer.state()} for r in (self, whole))
-        for kind, tensors in mine.items():
-            for name, tensor in tensors.items():
+        with self.optimizer.gathers.whole():
+            for kind, name, tensor in ((kind, *named) for kind, tensors in mine.items() for named in tensors.items()):
                 # A head on its own rank has state; beside the embedding the embedding's is its state.
                 want = theirs[kind][name if name in theirs[kind] else EMBEDDING].detach()
                 if not torch.equal(tensor, split(want.view(SHAPES[name][0]), name, self.mesh)):
@@ -111,9 +116,9 @@ def problems(work):
 # What the ranks of a pool are asked to do.
 
 
-def reshard(before, after, root, dtype, sharded):
-    folder = Run(before, dtype, distributed=sharded in ("before", "both")).train(1, 2).save(root, 2)
-    run = Run(after, dtype, distributed=sharded in ("after", "both"))
+def reshard(before, after, root, dtype, shares):
+    folder = Run(before, dtype, shares=shares[0]).train(1, 2).save(root, 2)
+    run = Run(after, dtype, shares=shares[1])
     loaded = run.load(folder)
     wrong = run.train(3, 4).differing(Run(SINGLE, dtype).train(1, 4))
     return wrong, (loaded.iteration, loaded.consumed_train_samples, loaded.consumed_valid_samples)
@@ -125,7 +130,7 @@ def save(mesh, root):
 
 def save_behind(mesh, root):
     """The second of two saves, which a process beside each rank writes."""
-    background, run = Background(mesh), Run(mesh).train(1, 2)
+    background, run = Background(mesh), Run(mesh, shares="all").train(1, 2)
     assert run.save(root, 2, background=background) is not None
     assert run.train(3, 4).save(root, 4, background=background) is None
     run.train(5, 6)

@@ -71,10 +71,11 @@ def run(case: Case) -> list[str]:
 
 
 def live_for_ever(case: Case) -> Case:
-    """The case with weights that live for ever, as ZeRO-1 has them, or if gradients are summed several times a step
-    with weights that do where they did not, and the other way round."""
+    """The case under ZeRO-1; or, if gradients are summed several times a step, or in an order of four ranks that tied
+    weights have not (these are summed whole), with weights that live for ever if they did not, and the other way."""
     sums = [x for row in table(case).ranks for step in row for x in step if x.kind is Kind.RS]
-    if len(sums) == len({x.stage for x in sums}):
+    ordered = case.dp * case.cp == 2 or not (case.tied or case.depths)
+    if ordered and len(sums) == len({x.stage for x in sums}):
         return replace(case, sharding="none", living=None, distributed=True)
     return replace(case, sharding="grads" if case.sharding == "weights" else "weights")
 
