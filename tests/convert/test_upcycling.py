@@ -22,6 +22,7 @@ from megapipe.distributed.layout import layout_of, saved_tensors
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import GPTModel
+from megapipe.partition.spans import whole
 
 CASES = {
     "copies": (LLAMA, {"num_experts": 4}, 1),
@@ -43,12 +44,13 @@ CASES = {
 def dense(root: Path, model: ModelConfig) -> tuple[Path, GPTModel]:
     """A checkpoint of random weights, and the model."""
     run = config(model)
-    module = whole_model(run.model)
+    module, *depths = (whole_model(run.model, span) for span in whole(run.model.layers, run.model.depths))
     generator = torch.Generator().manual_seed(3)
+    found = [pair for piece in (module, *depths) for pair in saved_tensors(piece)]
     with torch.no_grad():
-        for param in module.parameters():
+        for _, param in found:
             param.normal_(0.0, 0.3, generator=generator)
-    tensors = [(name, x.view(layout_of(x).full)) for name, x in saved_tensors(module) if not layout_of(x).tied_to]
+    tensors = [(name, x.view(layout_of(x).full)) for name, x in found if not layout_of(x).tied_to]
     folder = write_checkpoint(root, run, tensors)
     load_full([module], SavedTensors(folder).read, Axis())  # a tied head is its embedding
     return folder, module
@@ -81,13 +83,16 @@ def test_the_model_with_experts_begins_as_the_dense_one(tmp_path, case):
 
 
 def test_a_run_begins_with_the_loss_of_the_dense_model_and_its_checkpoint_is_in_save(tmp_path):
-    dense(tmp_path / "dense", LLAMA)
+    """With a depth of multi-token prediction, whose MLP becomes experts as those of the layers."""
+    model = replace(LLAMA, mtp_num_layers=1)
+    dense(tmp_path / "dense", model)
     alone = ProcessMesh.single()
-    before = run_of(alone, replace(config(LLAMA), checkpoint=CheckpointConfig(load=f"{tmp_path}/dense", finetune=True)))
-    flags = sparse(tmp_path, replace(LLAMA, num_experts=4), 1)
+    before = run_of(alone, replace(config(model), checkpoint=CheckpointConfig(load=f"{tmp_path}/dense", finetune=True)))
+    flags = sparse(tmp_path, replace(model, num_experts=4), 1)
     training = run_of(alone, flags)
-    first = training.driver.whole()
-    assert first.losses["lm loss"] == pytest.approx(before.driver.whole().losses["lm loss"], rel=1e-6)
+    first, wanted = training.driver.whole(), before.driver.whole()
+    for name in ("lm loss", "mtp_1 loss"):
+        assert first.losses[name] == pytest.approx(wanted.losses[name], rel=1e-6)
     assert training.driver.whole().losses["lm loss"] < first.losses["lm loss"]
     assert training.run.progress.iteration == 2
     with pytest.raises(CheckpointError) as raised:
