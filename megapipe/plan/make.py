@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
@@ -26,6 +26,7 @@ from megapipe.plan.split import (
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
 from megapipe.plan.transforms.moved import Copies
 from megapipe.plan.transforms.paired import with_pairs
+from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.depths import with_depths
@@ -74,13 +75,17 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     # ZeRO-1 splits all but the gradient.
     shards = config.weight_replicas if par.splits_optimizer else 1
     gradient, moments, master = bytes_of_state(train)
-    state, replica = element + gradient + (moments + master) / shards, element + gradient
+    sharding = Sharding.asked(config, gradient)
+    replica = sum(sharding.kept()) if sharding else element + gradient
+    state = replica + (moments + master) / shards
     counts, given = counts_of(config, schedule.placement), given_costs(config)
     words = (model.padded_vocab_size or 0) * model.hidden
     tp = par.tensor_model_parallel_size
     kept = (moments + (master or element)) / shards if par.enable_optimizer_post_validation else 0.0
     parts = model.tied, words, tp
-    plan = Plan(schedule, counts, work, state, replica, *parts, given=given, kept=kept, gradient=gradient)
+    plan = Plan(
+        schedule, counts, work, state, replica, *parts, given=given, kept=kept, gradient=gradient, sharding=sharding
+    )
     plan = replace(plan, expert_ranks=par.expert_model_parallel_size * par.etp, of_expert=bytes_of_expert(config))
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if is_searched(schedule_name(config)):
@@ -124,14 +129,22 @@ def _room(plan: Plan, config: Config) -> float | None:
 
 
 def _checked(plan: Plan, config: Config) -> Plan:
-    """The plan with the copies that flags ask for, once it fits."""
-    if copies := Copies.asked(config):
-        plan = replace(plan, copies=copies)
-        plan = replace(plan, schedule=copies.table(plan.schedule, plan.costs, _room(plan, config)))
+    """The plan with the copies and the shares that flags ask for, once it fits."""
+    copies, plain = Copies.asked(config), plan.schedule
+    plan = replace(plan, copies=copies)
+    if plan.sharding:
+        limit = config.parallel.memory_limit_gib
+        rooms = None if limit is None else [limit * GIB - state for state in plan.state_bytes]
+        moved = partial(copies.table, plain, plan.costs) if copies else None
+        start = plain if moved is None or rooms is not None else moved(None)
+        plan = replace(plan, schedule=plan.sharding.table(start, plan.costs, rooms, moved))
+    elif copies:
+        plan = replace(plan, schedule=copies.table(plain, plan.costs, _room(plan, config)))
     gib = config.parallel.memory_limit_gib
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None
-        raise ConfigError(too_much(plan.schedule.name, plan.peak_bytes, plan.state_bytes, gib * GIB, auto=auto))
+        bytes_of = plan.peak_bytes, plan.state_bytes, gib * GIB
+        raise ConfigError(too_much(plan.schedule.name, *bytes_of, auto=auto, shards=plan.sharding is not None))
     return plan
 
 
@@ -204,7 +217,7 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
         auto = config.parallel.pipeline_model_parallel_layout == AUTO
         counts = plan.counts if fixed else balanced(plan.pieces, place.chain) if auto else counts_of(config, place)
         draft = drafts[place] = replace(plan, schedule=empty, counts=counts)
-        room = None if limit is None else tuple(limit - state for state in draft.state_bytes)
+        room = None if limit is None else tuple(limit - least for least in draft.least_bytes)
         candidates.append(Candidate(place, draft.costs, limits(place, draft.costs, room)))
     # seconds on one core: more for larger tables
     effort = min(4.0, plan.schedule.num_microbatches * plan.schedule.placement.num_ranks / 32)
@@ -224,7 +237,7 @@ def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:
 
     def room(counts: tuple[int, ...]) -> list[float]:
         assert limit is not None
-        return [limit - state for state in replace(even, counts=counts).state_bytes]
+        return [limit - least for least in replace(even, counts=counts).least_bytes]
 
     judge = Judge(plan.schedule, plan.pieces, None if limit is None else room)
     return replace(even, counts=search(judge), before=even)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megapipe.partition.spans import LayerSpan, spans
 from megapipe.plan.transforms.moved import Copies
+from megapipe.plan.transforms.sharded import Sharding, own_of
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
 
@@ -26,6 +27,7 @@ class Plan:
         tp: ranks that share each parameter.
         expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
         copies: of activations to the host.
+        sharding: of gradients, and of weights, over data parallel between runs of passes.
         before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
     """
@@ -34,7 +36,7 @@ class Plan:
     counts: tuple[int, ...]
     pieces: Pieces
     state: float
-    replica: int
+    replica: float
     tied: bool
     vocab_weights: int
     tp: int
@@ -45,6 +47,7 @@ class Plan:
     expert_ranks: int = 1
     of_expert: float = 0.0
     copies: Copies | None = None
+    sharding: Sharding | None = None
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -66,7 +69,22 @@ class Plan:
             else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
         )
         timed = self.copies.priced(timed) if self.copies else timed
+        if self.sharding:
+            own, lends = self._own_works
+            stages = own_of(own, tp=self.tp, expert_ranks=self.expert_ranks)
+            timed = self.sharding.priced(timed, *stages, sum(_tuple(counted.f)), lends=lends)
         return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
+
+    @property
+    def _own_works(self) -> tuple[list[Work], int]:
+        """The work of each position, without the weights of a head that its rank has with the embedding, and the
+        position that borrows them, 0 for none."""
+        place, works = self.schedule.placement, list(self.works[: self.schedule.placement.chain])
+        last = place.main - 1
+        if not self.tied or place.rank_of[0] != place.rank_of[last]:
+            return works, 0
+        works[last] = replace(works[last], parameters=works[last].parameters - self.vocab_weights)
+        return works, last
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -78,6 +96,12 @@ class Plan:
         """Bytes that each rank keeps between steps."""
         place = self.schedule.placement
         return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
+
+    @property
+    def least_bytes(self) -> tuple[float, ...]:
+        """These bytes and what must be whole of weights and gradients for one stage to run."""
+        whole = self.sharding.least(self.schedule, self.costs) if self.sharding else [0.0] * len(self.state_bytes)
+        return tuple(state + size for state, size in zip(self.state_bytes, whole, strict=True))
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -95,7 +119,9 @@ class Plan:
 
         parameters: of each stage, over all tp ranks.
         """
-        each = (self.state if optimizer else self.replica) - self.gradient
+        weight, gradient = self.sharding.kept() if self.sharding else (0.0, self.gradient)
+        each = (self.state if optimizer else self.replica) - gradient
+        each += self.sharding.element - weight if self.sharding else 0.0  # saved whole
         return int(sum(parameters[: self.schedule.placement.chain]) * each)
 
     def _state_on(self, stages: Sequence[int]) -> float:
@@ -109,10 +135,17 @@ class Plan:
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
                 total -= (each - self.gradient) * words / shares  # one weight, and a gradient for each use
+            if self.tied and self.sharding and (span.embedding or (span.loss and not embeds)):
+                total += self.gradient * words  # whole until those of the other use are added
         for first in range(0, len(self.spans), chain) if self.pieces.shares == 1 else ():
             gradients, weights = lent([self.spans[s] for s in stages if first <= s < first + chain], tied=self.tied)
-            total += words * (self.gradient * gradients + (self.replica - self.gradient) * weights)
+            kept = self.sharding.kept()[1] if self.sharding else self.gradient
+            total += words * (self.gradient * gradients + (self.replica - kept) * weights)
         return total / self.tp + sum(self.works[stage].rounded for stage in stages)
+
+
+def _tuple(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:

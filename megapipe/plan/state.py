@@ -9,6 +9,7 @@ from functools import lru_cache
 from megapipe.config import Config, TrainConfig
 from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import FLAG as LAYOUT
+from megapipe.plan.transforms.sharded import Sharding
 
 GIB = 2**30
 
@@ -33,20 +34,25 @@ def bytes_of_expert(config: Config) -> float:
     ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
     shares = max(config.world_size // ranks, 1) if par.splits_optimizer else 1
     kept = moments + (master or element) if par.enable_optimizer_post_validation else 0
-    return element + gradient + (moments + master + kept) / shares
+    sharding = Sharding.asked(config, gradient)
+    own = sum(sharding.kept(experts=True)) if sharding else element + gradient
+    return own + (moments + master + kept) / shares
 
 
-def too_much(name: str, peaks: Sequence[float], states: Sequence[float], limit: float, *, auto: bool) -> str:
+def too_much(
+    name: str, peaks: Sequence[float], states: Sequence[float], limit: float, *, auto: bool, shards: bool = False
+) -> str:
     """A sentence on a plan that does not fit. peaks, states: bytes of each rank in all, and between steps.
 
-    auto: a split of the layers that fits may be looked for.
+    auto: a split of the layers that fits may be looked for. shards: gradients, or weights too, are whole for runs.
     """
+    also = " and weights and gradients that are whole for a while" * shards
     need, rank = max((need, rank) for rank, need in enumerate(peaks))
     look = f", or {LAYOUT} auto, which looks for a split that fits" if auto else ""
     return (
         f"--memory-limit-gib {limit / GIB:g} is less than pipeline rank {rank} of {name} is predicted to "
         f"need, {need / GIB:.3g} GiB: {states[rank] / GIB:.3g} for parameters, gradients and optimizer, "
-        f"{(need - states[rank]) / GIB:.3g} for activations.\n"
+        f"{(need - states[rank]) / GIB:.3g} for activations{also}.\n"
         f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger --pipeline-model-parallel-size or "
         f"--tensor-model-parallel-size, a schedule that holds less (v-min){look}."
     )

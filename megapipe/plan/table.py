@@ -11,6 +11,7 @@ from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_of_state
+from megapipe.plan.transforms.sharded import whole_line
 
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 
@@ -50,7 +51,7 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """The table, what a token uses of experts, what a checkpoint takes, what context and expert parallelism send."""
-    ways = context_line(plan, config), expert_line(plan, config)
+    ways = context_line(plan, config), expert_line(plan, config), whole_line(plan.schedule, plan.costs)
     return "\n".join(filter(None, (table(plan, parameters), _active(plan), checkpoint_line(plan, config), *ways)))
 
 

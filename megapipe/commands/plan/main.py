@@ -34,6 +34,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
 from megapipe.plan import GIB, Pieces, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.training.check import vocabulary
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
         return
     config, plan = _plan(config, flags)
     layout = f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'"
-    text = [changes(plan), table(plan, seconds=flags.measure), layout]
+    text = [changes(plan), table(plan, seconds=flags.measure), whole_line(plan.schedule, plan.costs), layout]
     if flags.parts:
         timed = (lambda model: _cost(config, model, flags)) if flags.measure else None
         text += ["", parts_table(parts(config, timed), seconds=flags.measure)]

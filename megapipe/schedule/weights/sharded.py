@@ -24,6 +24,8 @@ from megapipe.schedule.simulate import Clock, run_clock, simulate
 from megapipe.schedule.weights.runs import GATHERS, REDUCES, adds_gradients, reads_weights
 
 _HAIR, _AS_FAST = 1 + 1e-9, 1.01
+_MANY = 4096
+"""Steps of a table of which all ways are played, in a second; counted, not timed: every rank finds the same."""
 
 
 class Living(NamedTuple):
@@ -159,10 +161,14 @@ class _Played:
 
 
 def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
-    """The choices that are worth a look: one stage whole, two, half of a rank's, all. gathers: of weights too."""
+    """The choices that are worth a look: one stage whole, two, half of a rank's, all; fewer of a table that takes long
+    to play. gathers: of weights too."""
     most = max(len(schedule.placement.stages_on(rank)) for rank in range(len(schedule.ranks)))
     counts = sorted({min(n, most) for n in (1, 2, (most + 1) // 2, most)})
-    for weights, gradients, ahead in product(counts if gathers else [0], counts, (False, True)):
+    sums = counts
+    if sum(map(len, schedule.ranks)) > _MANY:
+        counts, sums = sorted({1, min(2, most), most}), sorted({1, most})
+    for weights, gradients, ahead in product(counts if gathers else [0], sums, (False, True)):
         if not ahead or 1 < weights < most:
             yield Living(weights, gradients, ahead)
 

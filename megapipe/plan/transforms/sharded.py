@@ -1,0 +1,117 @@
+"""The table of a run whose data-parallel ranks share gradients and weights: --use-megatron-fsdp, --use-torch-fsdp2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple, Self
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan.work import Work
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.weights.runs import GATHERS, REDUCES
+from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
+
+FLOPS_PER_BYTE = 8000.0
+"""FLOPs of a device while a byte comes over data parallel, where --pipeline-costs do not say: 400 TFLOP/s, 50 GB/s."""
+
+
+class Sharding(NamedTuple):
+    """Weights and gradients as shares between the runs of a stage's passes.
+
+    Attributes:
+        weights: they too, not gradients alone.
+        replicas: ranks that have the same dense weights; same: the same experts.
+        element, gradient: bytes of a weight, and of its gradient.
+    """
+
+    weights: bool
+    replicas: int
+    same: int
+    element: int
+    gradient: int
+
+    @classmethod
+    def asked(cls, config: Config, gradient: int) -> Self | None:
+        """Shares of a run; None if it has none but of optimizer state. gradient: bytes of one."""
+        par = config.parallel
+        if not par.shards_grads or config.weight_replicas == 1:
+            return None
+        ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
+        same = max(config.world_size // ranks, 1)
+        return cls(par.shards_weights, config.weight_replicas, same, 2 if config.train.half else 4, gradient)
+
+    def kept(self, *, experts: bool = False) -> tuple[float, float]:
+        """Bytes of a weight and of its gradient that a rank has between steps."""
+        n = self.same if experts else self.replicas
+        return self.element / n if self.weights else self.element, self.gradient / n
+
+    def priced(
+        self, costs: Costs, dense: Sequence[float], experts: Sequence[float], work: float, *, lends: int = 0
+    ) -> Costs:
+        """The costs of stages with those of their collectives.
+
+        Args:
+            dense, experts: parameters that a rank has of each stage.
+            work: FLOPs of a microbatch's forward; that times the costs say tells the unit of time.
+            lends: the stage that borrows its head's weights of the first, which are gathered with it; 0: none does.
+        """
+        shared = ((dense, self.replicas), (experts, self.same))
+        sent = [sum(both) for both in zip(*([x / n * (n - 1) for x in own] for own, n in shared), strict=True)]
+        whole = [sum(both) for both in zip(dense, experts, strict=True)]
+        gathered = [[x + own[0] * (0 < lends == i) for i, x in enumerate(own)] for own in (sent, whole)]
+        unit = FLOPS_PER_BYTE * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
+        if not (costs.a or costs.g):
+            a = tuple(unit * self.element * x for x in gathered[0])
+            costs = replace(costs, a=a, g=tuple(unit * self.gradient * x for x in sent))
+        mem_a = tuple(self.element * x if self.weights else 0.0 for x in gathered[1])
+        return replace(costs, mem_a=mem_a, mem_g=tuple(self.gradient * x for x in whole))
+
+    def least(self, schedule: Schedule, costs: Costs) -> list[float]:
+        """Bytes that are whole on each rank however shortly they live."""
+        return whole_at_most(schedule, costs, Living(int(self.weights), 1))
+
+    def table(
+        self, schedule: Schedule, costs: Costs, room: Sequence[float] | None, moved: Callable[[float], Schedule] | None
+    ) -> Schedule:
+        """The fastest table for a room of so many bytes on each rank, None for any; moved: as of `sharded_within`.
+
+        Raises: ConfigError for a schedule that cannot be run so. Where nothing fits the table that holds least.
+        """
+        if not schedule.kinds.isdisjoint(GATHERS | REDUCES):
+            return schedule  # a file's own
+        try:
+            smallest = with_sharded_weights(schedule, costs, Living(int(self.weights), 1))
+        except ScheduleError as error:
+            raise ConfigError(f"--data-parallel-sharding-strategy: {error}") from None
+        with suppress(ScheduleError):  # nothing fits: the plan says what it needs
+            limits = [inf] * len(schedule.ranks) if room is None else room
+            return sharded_within(schedule, costs, limits, gathers=self.weights, moved=moved)
+        return smallest
+
+
+def own_of(works: Sequence[Work], *, tp: int, expert_ranks: int) -> tuple[list[float], list[float]]:
+    """The dense parameters of each stage that a rank has, and those of experts."""
+    dense = [(work.parameters - work.experts) / tp for work in works]
+    return dense, [work.experts / expert_ranks for work in works]
+
+
+def whole_line(schedule: Schedule, costs: Costs) -> str:
+    """A line on how long weights live; empty for a table whose weights live for ever."""
+    if schedule.kinds.isdisjoint(GATHERS | REDUCES):
+        return ""
+    rows = [[x.kind for step in row for x in step] for row in schedule.ranks]
+    gathers, sums = (max(sum(x in kinds for x in row) for row in rows) for kinds in (GATHERS, REDUCES))
+    whole = simulate(schedule, replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0))
+    there = (tuple(step for step in row if step[0].kind not in GATHERS | REDUCES) for row in schedule.ranks)
+    plain = simulate(replace(schedule, ranks=tuple(there)), costs).makespan
+    longer = simulate(schedule, costs).makespan / plain - 1
+    gathered = f"{gathers} gathers of weights and " if gathers else ""
+    return (
+        f"sharded: a rank makes up to {gathered}{sums} reductions of gradients a step, and has up to "
+        f"{max(whole.peak) / 2**30:.3g} GiB of them whole at a time; {longer:.1%} of the step shows"
+    )

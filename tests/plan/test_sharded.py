@@ -1,0 +1,91 @@
+"""--use-megatron-fsdp in the plan: bytes by hand, how long weights live, what fits, and what the reader is told."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.plan import make_plan
+from megapipe.plan.plan import Plan
+from megapipe.plan.table import summary
+from megapipe.schedule import Kind, Schedule, simulate, verify
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 32 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--padded-vocab-size 128 --lr 1e-3 --train-iters 2 --untie-embeddings-and-output-weights --bf16 "
+    "--pipeline-schedule breadth-first --num-virtual-stages-per-pipeline-rank 4"
+)
+FSDP, DP = "--use-megatron-fsdp", 4
+
+
+def plan(*more: str) -> tuple[Plan, Config]:
+    made = parse(Config, [*FLAGS.split(), *more])
+    config = Config(**{**vars(made), "world_size": DP * made.parallel.pipeline_model_parallel_size}).with_batch(32)
+    return make_plan(config), config
+
+
+def count(table: Schedule, *kinds: Kind) -> int:
+    return sum(x.kind in kinds for row in table.ranks for step in row for x in step)
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        (["--use-distributed-optimizer"], 2 + 4 + 12 / DP),
+        ([FSDP, "--data-parallel-sharding-strategy", "optim"], 2 + 4 + 12 / DP),
+        ([FSDP, "--data-parallel-sharding-strategy", "optim_grads"], 2 + (4 + 12) / DP),
+        ([FSDP], (2 + 4 + 12) / DP),
+    ],
+)
+def test_a_rank_keeps_a_share_of_what_the_strategy_names(flags: list[str], kept: float) -> None:
+    """Of a parameter: 2 bytes of weight, 4 of gradient, 12 of main parameter and moments."""
+    made, _ = plan(*flags)
+    parameters = sum(work.parameters for work in made.works)
+    assert made.state_bytes == (pytest.approx(kept * parameters),)
+
+
+def test_two_stages_weights_and_two_stages_gradients_are_whole_at_most() -> None:
+    made, _ = plan(FSDP)
+    verify(made.schedule)
+    first, second, third, last = (work.parameters for work in made.works)
+    whole = simulate(made.schedule, replace(made.costs, mem_b=0.0, mem_w=0.0)).peak
+    # Gradients of the stage before are being summed, its own grow, the weights of the next come.
+    assert whole == (max(4 * last + (2 + 4) * third + 2 * second, 4 * second + (2 + 4) * first),)
+    assert count(made.schedule, Kind.AF, Kind.AB) == 2 * 4 - 2
+    assert count(made.schedule, Kind.RS) == 4
+
+
+def test_weights_shared_by_both_ends_have_their_gradients_whole_between_runs() -> None:
+    apart = plan(FSDP, "--pipeline-model-parallel-size", "2")[0]
+    shared = [*FLAGS.replace("--untie-embeddings-and-output-weights ", "").split(), FSDP]
+    made = parse(Config, [*shared, "--pipeline-model-parallel-size", "2"])
+    one = make_plan(Config(**{**vars(made), "world_size": 2 * DP}).with_batch(32))
+    words = 4.0 * 128 * 64
+    assert one.state_bytes == tuple(x + words for x in apart.state_bytes)
+
+
+def test_a_limit_makes_weights_live_as_shortly_as_they_must_and_says_what_is_too_little() -> None:
+    free = plan(FSDP)[0]
+    limit = max(free.peak_bytes) - free.works[2].parameters  # half of the weights that came early
+    tight, config = plan(FSDP, "--memory-limit-gib", f"{limit / 2**30}")
+    assert max(tight.peak_bytes) <= limit
+    assert count(tight.schedule, Kind.AF, Kind.AB) == 2 * 4 - 1
+    assert tight.timeline.makespan > free.timeline.makespan
+    assert "sharded: a rank makes up to 7 gathers of weights and 4 reductions of gradients a step" in summary(
+        tight, config
+    )
+    with pytest.raises(ConfigError, match="is less than pipeline rank 0 of breadth-first is predicted to need"):
+        plan(FSDP, "--memory-limit-gib", f"{limit / 2**30 * 0.99}")
+
+
+def test_copies_make_room_for_weights() -> None:
+    zero, free = plan("--use-distributed-optimizer")[0], plan(FSDP)[0]
+    gib = (max(free.peak_bytes) - 0.5 * zero.timeline.peak[0]) / 2**30
+    made, _ = plan(
+        FSDP, "--memory-limit-gib", f"{gib}", "--fine-grained-activation-offloading", "--offload-time", "0.1"
+    )
+    assert {Kind.AF, Kind.RS, Kind.O} <= made.schedule.kinds
+    assert max(made.peak_bytes) <= gib * 2**30
