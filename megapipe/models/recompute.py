@@ -6,9 +6,9 @@ the first, so masks are the same and under a B/W split the recomputation happens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,20 +80,36 @@ def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callabl
     y = function(x)
     if not (current_stream().recomputes and y.requires_grad):
         return use(y)
-    name = id(y)  # the hooks live as long as the graph and must not hold y itself
-
-    def again() -> Tensor:
-        with torch.no_grad():
-            return function(x)
+    # By its storage, as views of it are kept too; the hooks live as long as the graph and must not hold y itself.
+    storage = y.untyped_storage()._cdata
+    # Autograd asks the innermost hooks alone: what is kept is handed to those around, which may count or move it.
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack_around, unpack_around = around or (_as_it_is, _as_it_is)
 
     def pack(kept: Tensor) -> Any:
-        return again if id(kept) == name else kept
+        if kept.untyped_storage()._cdata != storage:
+            return pack_around(kept)
+        return _Again(pack_around(x), (kept.size(), kept.stride(), int(kept.storage_offset())))
 
     def unpack(kept: Any) -> Tensor:
-        return kept() if kept is again else kept
+        if not isinstance(kept, _Again):
+            return unpack_around(kept)
+        with torch.no_grad():
+            return function(unpack_around(kept.x)).as_strided(*kept.view)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return use(y)
+
+
+class _Again(NamedTuple):
+    """A saved view of a result that comes again of x, as hooks have packed this."""
+
+    x: Any
+    view: tuple[Sequence[int], Sequence[int], int]
+
+
+def _as_it_is(kept: Any) -> Any:
+    return kept
 
 
 def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:

@@ -110,7 +110,7 @@ def _attention(model: ModelConfig, load: Load) -> Work:
     scores = 2 * load.scores(queries, model.window)
     products = 2.0 * load.tokens * h * (qkv + queries)
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
-    rotated = qkv * (model.position_embedding_type == "rope")
+    rotated = (queries + model.query_groups * model.head_dim) * (model.position_embedding_type == "rope")
     norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
     logs = 4 * load.tokens * model.heads / load.tp * (load.meets or model.attention_dropout > 0)

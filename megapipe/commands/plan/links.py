@@ -91,13 +91,13 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         forth, back = forth + share * device.seconds(f, extent, 4), back + share * device.seconds(b, extent, 4)
     hidden = tokens / c / (t if model.sequence_parallel else 1) * model.hidden * element
     extent = 2 * t * c * (1 if par.use_tp_pp_dp_mapping else config.data_parallel_size)
-    f_all, b_all = costs.f, costs.b
+    f_all, b_all, layers = costs.f, costs.b, [span.count for span in plan.spans[: plan.schedule.placement.chain]]
     assert isinstance(f_all, tuple)
     assert isinstance(b_all, tuple)
     return replace(
         costs,
-        f=tuple(x + n * forth for x, n in zip(f_all, plan.counts, strict=True)),
-        b=tuple(x + n * back for x, n in zip(b_all, plan.counts, strict=True)),
+        f=tuple(x + n * forth for x, n in zip(f_all, layers, strict=True)),
+        b=tuple(x + n * back for x, n in zip(b_all, layers, strict=True)),
         comm=device.seconds(hidden, extent) if len(plan.schedule.ranks) > 1 else 0.0,
     )
 

@@ -161,7 +161,7 @@ def alike(config: Config, plan: Plan) -> list[int]:
 def stage_like(config: Config, plan: Plan, stage: int) -> object:
     """All that a stage's time depends on."""
     span = plan.spans[stage]
-    return span.embedding, span.loss, [layer_config(config.model, layer) for layer in span.layers]
+    return span.embedding, span.loss, span.depth, [layer_config(config.model, layer) for layer in span.layers]
 
 
 def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, steps: int = 3) -> Shown:
