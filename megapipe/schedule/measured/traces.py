@@ -110,10 +110,12 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
     waits = sorted((begin, end, name) for name, begin, end in spans if name.startswith("wait "))
     rows: list[Slice] = []
     beside: list[Slice] = []
+    begun: list[float] = []  # which says their place in the row
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
         label = Pass(Kind[m[2]], int(m[1]), int(m[3]), None if m[4] is None else int(m[4]))
         if label.kind.traits.lane is not Lane.COMPUTE:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
+            begun.append(begin)
             # One of a lane after the other, however early it was begun.
             begin = min(max([begin, *(x.end for x in beside if x.lane is label.kind.traits.lane)]), ended)
             beside.append(Slice(label, begin, ended, 0.0))
@@ -125,7 +127,8 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             begin, waited = (first.start + end) / 2, waited / 2
             rows.append(Slice(first.label, first.start, begin, waited))
         rows.append(Slice(label, begin, end, waited))
-    return sorted([*rows, *beside], key=lambda item: item.start)
+    ordered = [*zip(begun, beside, strict=True), *((item.start, item) for item in rows)]
+    return [item for _, item in sorted(ordered, key=lambda pair: pair[0])]
 
 
 def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
@@ -184,14 +187,15 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
         times[item.label.kind, schedule.placement.position(item.label.stage)].append(item.busy / 1000)
     chain = range(schedule.placement.chain)
 
-    def column(kind: Kind) -> list[float]:
-        return [median(times.get((kind, s), [0.0])) for s in chain]
+    def column(*kinds: Kind) -> list[float]:
+        return [median([x for kind in kinds for x in times.get((kind, s), ())] or [0.0]) for s in chain]
 
     f, b, w, both = (column(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
     # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
     w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
     b = [b[s] or both[s] for s in chain]
-    s, t, e, g, u, a, v = (tuple(column(Kind(letter))) for letter in "STEGUAV")
+    s, t, e, u, v = (tuple(column(Kind(letter))) for letter in "STEUV")
+    g, a = tuple(column(Kind.G, Kind.RS)), tuple(column(Kind.A, Kind.AF, Kind.AB))
     return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e, g=g, u=u, a=a, v=v)
 
 

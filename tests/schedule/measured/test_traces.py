@@ -17,6 +17,7 @@ from megapipe.schedule.measured.traces import merge, pipelines, predict, read, s
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.slices import slices
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started
 
@@ -36,7 +37,8 @@ def write_runs(folder: Path, schedule: Schedule, costs: Costs, steps: int = 2) -
             for (label,) in row:
                 begin, end = ((step * 100 + when[label]) * 1000 for when in (time.start, time.end))
                 if label.kind.traits.lane is not Lane.COMPUTE:
-                    events += [(str(label), begin, begin + 1e-3), (f"wait {label}", begin + 1e-3, end)]
+                    posted = min(begin, max(free, step * 100_000))
+                    events += [(str(label), posted, posted + 1e-3), (f"wait {label}", posted + 1e-3, end)]
                     continue
                 if begin > free:
                     events.append(("recv 0F0 <-0", free, begin))
@@ -80,6 +82,17 @@ def test_what_runs_beside_the_passes_is_on_its_lane_measured_and_predicted(tmp_p
     assert lanes["dp", "dp"] == set.union(*on_lane)
     for row, busy in zip(summarise(ranks, schedule, predicted), expected.busy, strict=True):
         assert row.busy_ms == pytest.approx(busy)  # of the compute lane alone
+
+
+def test_gathers_and_sums_of_runs_are_measured_and_stand_where_they_were_begun(tmp_path):
+    costs = Costs(g=2.5, a=1.25)
+    table = with_sharded_weights(build("interleaved", 2, 4, chunks=2), costs, Living(1, 1))
+    write_runs(tmp_path, table, costs)
+    (ranks,) = pipelines([read(p) for p in sorted(tmp_path.iterdir())])
+    schedule, predicted = predict(ranks)
+    assert schedule.ranks == table.ranks
+    expected = simulate(table, costs)
+    assert predicted.end == pytest.approx(expected.end)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
