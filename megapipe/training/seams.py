@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from megapipe.training.steps.step import StepResult
 class Callback:
     """Called on every rank; override what you need. `run` has config, mesh, modules, optimizer and progress.
 
-    A collective in it is one of all ranks. What it raises ends the run.
+    A collective in it is one of all ranks. What it raises ends the run. The weights are whole, also where ranks have
+    shares of them between steps: they are gathered for whoever overrides.
     """
 
     def before_step(self, run: Run) -> None:
@@ -47,10 +49,13 @@ class Seams:
     callbacks: tuple[Callback, ...] = ()
     reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
-    def tell(self, event: str, *what: Any) -> None:
+    def tell(self, event: str, run: Run, *what: Any) -> None:
         """Call a method of every callback."""
-        for callback in self.callbacks:
-            getattr(callback, event)(*what)
+        usual = getattr(Callback, event)
+        told = [one for one in self.callbacks if getattr(getattr(one, event), "__func__", None) is not usual]
+        with run.optimizer.gathers.whole() if told and run.optimizer.gathers.drops else nullcontext():
+            for callback in told:
+                getattr(callback, event)(run, *what)
 
     def beside(self, config: Config) -> str:
         """A line on flags that go on to act beside a seam, as one would not think; empty for none."""

@@ -23,7 +23,7 @@ class Gathers:
     def __init__(
         self, chunks: Sequence[Sequence[FlatBuffers]], lenders: Sequence[set[int]], *, drops: bool = False
     ) -> None:
-        self._chunks, self._lenders, self._drops = chunks, lenders, drops
+        self._chunks, self._lenders, self.drops = chunks, lenders, drops
         self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
         self._users: list[set[int]] = [set() for _ in chunks]
 
@@ -51,14 +51,14 @@ class Gathers:
         """The last pass of a run that reads the weights of a stage is over."""
         for lender in self._lenders[chunk]:
             self._users[lender].discard(chunk)
-            if self._drops and not self._users[lender]:
+            if self.drops and not self._users[lender]:
                 for buffers in self._chunks[lender]:
                     buffers.drop()
                 self._stale.add(lender)
 
     def settle(self) -> None:
         """Gather the weights that a step has left for the next, where they stay."""
-        if not self._drops:
+        if not self.drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:
                 finish()
 

@@ -1,6 +1,7 @@
 """Runs of passes with --use-megatron-fsdp: the bits of training without it, and no more held than the clock says."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.stages import with_overlap
 
 from ..test_distributed import compare
@@ -72,6 +74,24 @@ def test_a_rank_has_no_more_whole_than_the_clock_says(living, monkeypatch):
     datasets()
     for held, predicted in run_threads(peak, dp=2, pp=2):
         assert held == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_callback_sees_whole_weights():
+    class Reads(Callback):
+        def after_step(self, run, result):
+            self.seen = {name: p.detach().clone() for name, p in run.optimizer.params.items()}
+
+    def seen(mesh: ProcessMesh, parallel: dict) -> dict[str, torch.Tensor]:
+        plain, reads = config(STYLES["gpt2"], dp=2, bf16=True), Reads()
+        flags = replace(plain, parallel=replace(plain.parallel, **parallel))
+        training = run_of(mesh, flags, Seams(callbacks=(reads, Callback())))
+        training.driver.ended(training.driver.whole())
+        assert not training.run.optimizer.live.bytes
+        return reads.seen
+
+    datasets()
+    whole, shares = (run_threads(partial(seen, parallel=parallel), dp=2)[0] for parallel in ({}, FSDP))
+    assert all(torch.equal(x, shares[name]) for name, x in whole.items())
 
 
 def test_strategies_split_what_their_names_say():
