@@ -17,6 +17,7 @@ WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/
 python tools/proofs/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/check_zero.py
+python tools/proofs/check_zero.py --strategy optim_grads_params --precision bf16
 python tools/proofs/check_zero.py --overlap --buckets 2
 python tools/proofs/check_zero.py --dp 4 --within 2e-6 --precision float32
 TINY="--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data

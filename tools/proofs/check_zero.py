@@ -1,6 +1,7 @@
-"""Train with ZeRO-1 and with plain data parallelism under every schedule, and compare the bits.
+"""Train with shares of a stage and with plain data parallelism under every schedule, and compare the bits.
 
     python tools/proofs/check_zero.py                        dp 2: losses, norms, weights and moments must be the same
+    python tools/proofs/check_zero.py --strategy optim_grads_params --pp 4    the same for ZeRO-3, on four stages
     python tools/proofs/check_zero.py --dp 4 --within 2e-6   four numbers have several sums: losses, norms, weights near
 
 Each run trains a tiny GPT for twenty steps, ranks as threads over gloo, with gradients that are clipped.
@@ -23,20 +24,35 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it befo
 
 import torch
 
+from megapipe.config import Config
 from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import SCHEDULES
+from megapipe.schedule import SCHEDULES, entry_of
 from tools.proofs.fuzz_post_validation import Case, Outcome, differences, made_datasets, train
 
+Strategy = Literal["optim", "optim_grads", "optim_grads_params"]
 
-def compare(case: Case, within: float = 0.0) -> tuple[list[str], float]:
-    """A case with ZeRO-1 beside the same without it, nor overlap: the differences, and the largest of a number."""
+
+@dataclass(frozen=True)
+class _Shares(Case):
+    """A case with shares of what --data-parallel-sharding-strategy says."""
+
+    strategy: Strategy = "optim"
+
+    def config(self, *, late: bool) -> Config:
+        plain = super().config(late=late)
+        par = replace(plain.parallel, use_megatron_fsdp=True, data_parallel_sharding_strategy=self.strategy)
+        return replace(plain, parallel=par)
+
+
+def compare(case: Case, within: float = 0.0, strategy: Strategy = "optim") -> tuple[list[str], float]:
+    """A case with shares beside the same without, nor overlap: the differences, and the largest of a number."""
     made_datasets()
     sizes: dict[str, Any] = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
     with contextlib.redirect_stdout(io.StringIO()):
         plain, split = (
             run_threads(partial(train, case=one, late=False), **sizes, timeout_s=300)
-            for one in (replace(case, distributed=False, overlap=False), replace(case, distributed=True))
+            for one in (replace(case, distributed=False, overlap=False), split_by(case, strategy))
         )
     norms = [result.grad_norm for result in plain[0].results]
     if not any(norm > case.clip for norm in norms):
@@ -45,6 +61,11 @@ def compare(case: Case, within: float = 0.0) -> tuple[list[str], float]:
     if within:
         return [f"differs by {largest:.2g}"] if largest > within else [], largest
     return differences(plain, split), largest
+
+
+def split_by(case: Case, strategy: Strategy) -> Case:
+    """The case with shares."""
+    return _Shares(**vars(replace(case, distributed=True)), strategy=strategy)
 
 
 def _largest(a: Outcome, b: Outcome) -> float:
@@ -65,14 +86,16 @@ def _largest(a: Outcome, b: Outcome) -> float:
 
 @dataclass(frozen=True)
 class Flags:
-    """ZeRO-1 beside plain data parallelism under every schedule."""
+    """Shares of a stage beside plain data parallelism under every schedule."""
 
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    """Names."""
+    """Names; weights are shares of schedules with one copy of the model."""
     precision: tuple[Literal["float32", "bf16", "fp16"], ...] = ("float32", "bf16")
     """Types to train in."""
+    strategy: Strategy = "optim"
+    """What is split: optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
     overlap: bool = False
-    """ZeRO-1 with --overlap-grad-reduce and --overlap-param-gather."""
+    """With --overlap-grad-reduce and --overlap-param-gather."""
     buckets: int | None = None
     """So many per stage, each a layer, with --overlap."""
     dp: int = 2
@@ -92,7 +115,8 @@ class Flags:
 def main(argv: Sequence[str]) -> None:
     options = parse(Flags, argv)
     torch.set_num_threads(1)
-    for name in options.schedules:
+    whole = options.strategy == "optim"
+    for name in (name for name in options.schedules if whole or entry_of(name).copies == 1):
         for precision in options.precision:
             begun = time.process_time()
             case = Case(
@@ -107,7 +131,7 @@ def main(argv: Sequence[str]) -> None:
                 clip=options.clip,
                 steps=options.steps,
             )
-            found, largest = compare(case, options.within)
+            found, largest = compare(case, options.within, options.strategy)
             how = f"{name} {precision}"
             if found:
                 print(f"{how} differs: {case}", *found[:12], sep="\n", flush=True)

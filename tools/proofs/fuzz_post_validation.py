@@ -173,12 +173,11 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         told(result)
 
     def save(**_: Any) -> None:  # ranks that are threads cannot
-        run.optimizer.gathers.settle()
         state = run.optimizer.state() | {"weights": run.optimizer.params}
         saving.last = saving.begun = n = run.progress.iteration
-        tensors.update(
-            {f"{kind} {name} at {n}": x.detach().clone() for kind, of in state.items() for name, x in of.items()}
-        )
+        with run.optimizer.gathers.whole():
+            for kind, of in state.items():
+                tensors.update({f"{kind} {name} at {n}": x.detach().clone() for name, x in of.items()})
 
     run.stages.run, driver.ended, saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
     training.train()
