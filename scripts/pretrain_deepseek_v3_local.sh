@@ -22,10 +22,10 @@ RUN_FLAGS=(
   --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
   --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2
   --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-token-dispatcher-type alltoall
-  --micro-batch-size 2 --global-batch-size 32 --train-iters "${ITERS:-100}" --lr 3e-3 --lr-warmup-iters 10)
+  --micro-batch-size 2 --global-batch-size 32 --train-iters "${ITERS:-50}" --lr 3e-3 --lr-warmup-iters 10)
 python -m megapipe quickstart --folder "$RUN" --ids "${VOCAB_SIZE:-4096}" "${RUN_FLAGS[@]}" \
-  --metrics-file "$RUN/metrics.jsonl" --moe-per-layer-logging --eval-interval "${ITERS:-100}" --eval-iters 4 \
-  --save-interval "${ITERS:-100}" "$@"
+  --metrics-file "$RUN/metrics.jsonl" --moe-per-layer-logging --eval-interval "${ITERS:-50}" --eval-iters 4 \
+  --save-interval "${ITERS:-50}" "$@"
 echo "== What it did"
 python -m megapipe.commands.start.ended "$RUN/metrics.jsonl"
 echo "== What each part costs of a microbatch, timed here in one process"
