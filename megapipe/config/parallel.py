@@ -20,6 +20,7 @@ REPLICAS = Idle(
     "there is one copy of the weights, without several data- or context-parallel ranks",
 )
 BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
+COPIES = needs("fine_grained_activation_offloading cpu_offload memory_limit_gib", "nothing is copied")
 
 
 def _no_groups(config: Any) -> bool:
@@ -91,7 +92,8 @@ class ParallelConfig:
     """work: slices take equally long, later ones are shorter; equal: all are as long; documents: by work, then moved to
     the nearest end of a document."""
     memory_limit_gib: Annotated[float | None, ABOVE_0] = None
-    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations."""
+    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations. Of the
+    activations of a run that does not fit, what has to is copied to the host (O, L) or computed again (R)."""
     use_distributed_optimizer: Annotated[bool, REPLICAS] = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
     use_megatron_fsdp: Annotated[bool, REPLICAS] = False
@@ -121,18 +123,15 @@ class ParallelConfig:
     """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
     fine_grained_activation_offloading: bool = False
     """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L. With
-    --memory-limit-gib only what has to leave, or is computed again instead (R), whatever is faster."""
-    activation_offload_fraction: Annotated[
-        float, UP_TO_1, needs("fine_grained_activation_offloading cpu_offload", "nothing is copied")
-    ] = 1.0
+    --memory-limit-gib only what has to leave, or is computed again instead (R), whatever is faster, as without this
+    flag where the run does not fit."""
+    activation_offload_fraction: Annotated[float, UP_TO_1, COPIES] = 1.0
     """Part of each microbatch's bytes that is copied to the host, the first of its forward."""
     cpu_offload: bool = False
     """The same, under the name of sail-sg's zero-bubble fork."""
     offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None
     """Stages of each rank that copy, the first ones. Default: all."""
-    offload_time: Annotated[
-        float | None, ABOVE_0, needs("fine_grained_activation_offloading cpu_offload", "nothing is copied")
-    ] = None
+    offload_time: Annotated[float | None, ABOVE_0, COPIES] = None
     """Time of a copy, each way, over that of a forward and backward. Default: by bytes, 50 GB/s at 400 TFLOP/s."""
     no_overlap_p2p_communication: Annotated[
         bool,

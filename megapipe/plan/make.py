@@ -24,12 +24,13 @@ from megapipe.plan.split import (
     schedule_of,
 )
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
-from megapipe.plan.transforms.moved import Copies
+from megapipe.plan.transforms.moved import LIMIT, Copies, fitted, within
 from megapipe.plan.transforms.paired import with_pairs
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.views.moved import MOVES
 
 
 @lru_cache(maxsize=8)
@@ -124,28 +125,57 @@ def _paired(plan: Plan, config: Config) -> Plan:
 
 def _room(plan: Plan, config: Config) -> float | None:
     """Bytes of activation that every rank may hold."""
+    rooms = _rooms(plan, config)
+    return None if rooms is None else min(rooms)
+
+
+def _rooms(plan: Plan, config: Config) -> tuple[float, ...] | None:
+    """Bytes of activation that each rank may hold."""
     limit = config.parallel.memory_limit_gib
-    return None if limit is None else limit * GIB - max(plan.state_bytes)
+    return None if limit is None else tuple(limit * GIB - state for state in plan.state_bytes)
 
 
 def _checked(plan: Plan, config: Config) -> Plan:
-    """The plan with the copies and the shares that flags ask for, once it fits."""
-    copies, plain = Copies.asked(config), plan.schedule
-    plan = replace(plan, copies=copies)
-    if plan.sharding:
-        limit = config.parallel.memory_limit_gib
-        rooms = None if limit is None else [limit * GIB - state for state in plan.state_bytes]
-        moved = partial(copies.table, plain, plan.costs) if copies else None
-        start = plain if moved is None or rooms is not None else moved(None)
-        plan = replace(plan, schedule=plan.sharding.table(start, plan.costs, rooms, moved))
-    elif copies:
-        plan = replace(plan, schedule=copies.table(plain, plan.costs, _room(plan, config)))
-    gib = config.parallel.memory_limit_gib
+    """The plan, once it fits, with the shares that flags ask for, and with what flags, a file of its table or the limit
+    move out of the way."""
+    rooms, plain, gib = _rooms(plan, config), plan.schedule, config.parallel.memory_limit_gib
+    asked = Copies.asked(config)
+    may_move = rooms is not None and config.parallel.reschedule_after is None
+    if plain.kinds & MOVES:
+        plan = replace(plan, copies=asked or Copies.of(config, "--pipeline-schedule"))
+    elif asked:
+        plan = replace(plan, copies=asked)
+    if sharding := plan.sharding:
+        moved = partial(asked.table, plain, plan.costs) if asked else None
+        start = plain if asked is None or rooms is not None else asked.table(plain, plan.costs, None)
+        plan = replace(plan, schedule=sharding.table(start, plan.costs, rooms, moved))
+        if may_move and gib is not None and not plan.copies and max(plan.peak_bytes) > gib * GIB:
+            also = replace(plan, copies=Copies.of(config, LIMIT))
+            made = sharding.table(plain, also.costs, rooms, partial(fitted, plain, also.costs))
+            plan = replace(also, schedule=made) if made.kinds & MOVES else plan
+    elif asked:
+        plan = replace(plan, schedule=asked.table(plain, plan.costs, rooms))
+    elif rooms and may_move and not plain.kinds & MOVES:
+        plan = _within(plan, config, rooms)
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None
         bytes_of = plan.peak_bytes, plan.state_bytes, gib * GIB
         raise ConfigError(too_much(plan.schedule.name, *bytes_of, auto=auto, shards=plan.sharding is not None))
     return plan
+
+
+def _within(plan: Plan, config: Config, room: tuple[float, ...]) -> Plan:
+    """The plan with what has to leave for it to fit; if its order is searched, also what makes it faster."""
+    any_order = is_searched(schedule_name(config))
+    tight = any(held > most for held, most in zip(plan.timeline.peak, room, strict=True))
+    if min(room) <= 0 or plan.schedule.cuts or not (any_order or tight):
+        return plan
+    moved = replace(plan, copies=Copies.of(config, LIMIT))
+    if (found := within(plan.schedule, moved.costs, room, any_order=any_order)) is None:
+        return plan
+    moved = replace(moved, schedule=found) if found.kinds & MOVES else replace(plan, schedule=found)
+    # FLOPs and bytes are estimates: a hundredth less is no reason for passes that move.
+    return moved if tight or moved.timeline.makespan < 0.99 * plan.timeline.makespan else plan
 
 
 def _shared_if_it_pays(config: Config, work: Pieces, recomputes: bool) -> Plan:

@@ -12,6 +12,7 @@ from megapipe.plan.context import context_line, expert_line
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_of_state
 from megapipe.plan.transforms.sharded import whole_line
+from megapipe.plan.transforms.told import moved_lines
 
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 
@@ -65,10 +66,14 @@ def _active(plan: Plan) -> str:
 
 
 def changes(plan: Plan) -> str:
-    """An automatic split beside the one that it replaced; empty for any other plan."""
+    """An automatic split beside the one that it replaced, and what the table moves; empty for any other plan."""
+    return "\n".join([*_split_lines(plan), *moved_lines(plan)])
+
+
+def _split_lines(plan: Plan) -> list[str]:
     before = plan.before
     if before is None:
-        return ""
+        return []
     lines = [f"{LAYOUT} auto, predicted under {plan.schedule.name}:"]
     for when, one in (("before", before), ("after", plan)):
         timeline, works = one.timeline, one.works
@@ -80,7 +85,7 @@ def changes(plan: Plan) -> str:
             f"{layout_string(one.counts, stages_with_depths(one.schedule.placement))}"
             f"{', shared vocabulary' * one.schedule.placement.vocabulary}"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _holds(span: LayerSpan) -> str:

@@ -165,8 +165,8 @@ class Training:
         parameters = check_ownership(modules, config.model, provider, place, mesh)
         self._check_replicas = partial(check_replicas, modules, mesh, mirrored=place.num_chains > 1)
         self._check_replicas()
-        if plan.before is not None:
-            report.say(changes(plan))
+        if said := changes(plan):
+            report.say(said)
         if mesh.world.rank == 0:
             print(summary(plan, config, parameters), flush=True)
         report.say(

@@ -7,11 +7,12 @@ from short_run import config as short_config
 from short_run import run_of, train
 from tiny import STYLES
 
+from megapipe.commands.plan import main as plan_command
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.plan import make_plan
+from megapipe.plan import changes, make_plan
 from megapipe.schedule import Kind
 
 FLAGS = (
@@ -60,15 +61,45 @@ def test_the_forks_flag_copies_the_first_stages_of_each_rank():
     assert copied(plan(*chunks.split(), "--offload-chunk-num", "1")) == {0, 1, 2, 3}
 
 
-def test_a_memory_limit_is_met_by_what_is_fastest():
+def limit_of(share):
+    """GiB that leave so much of 1F1B's activations."""
     plain = plan()
-    limit = (max(plain.state_bytes) + 0.3 * plain.timeline.peak[0]) / 2**30
-    with pytest.raises(ConfigError, match="is less than pipeline rank 0 of 1f1b is predicted to need"):
-        plan("--memory-limit-gib", str(limit))
-    made = plan(ON, "--offload-time", "0.5", "--memory-limit-gib", str(limit))
+    return (max(plain.state_bytes) + share * plain.timeline.peak[0]) / 2**30
+
+
+@pytest.mark.parametrize("more", [(), (ON,)])
+def test_a_memory_limit_is_met_by_what_is_fastest(more):
+    plain, limit = plan(), limit_of(0.3)
+    made = plan(*more, "--offload-time", "0.5", "--memory-limit-gib", str(limit))
     assert {Kind.O, Kind.R} & made.schedule.kinds
     assert max(made.peak_bytes) <= limit * 2**30
     assert made.timeline.makespan < 1.34 * plain.timeline.makespan, "less than all forwards twice"
+    first, *rows = changes(made).splitlines()
+    assert first.startswith(f"{ON if more else '--memory-limit-gib'}: of 32 activations of a stage and microbatch ")
+    assert len(rows) == 5
+
+
+def test_a_limit_that_is_wide_changes_nothing_and_one_that_nothing_meets_is_refused():
+    assert plan("--memory-limit-gib", "1").schedule == plan().schedule
+    with pytest.raises(ConfigError, match="is less than pipeline rank 0 of 1f1b is predicted to need"):
+        plan("--memory-limit-gib", str(limit_of(0.1)))
+
+
+def test_with_zb_auto_the_order_is_chosen_too():
+    tight = "--memory-limit-gib", str(limit_of(0.35)), "--offload-time", "0.1"
+    made, named = plan(*tight, "--pipeline-schedule", "zb-auto"), plan(*tight)
+    assert max(made.peak_bytes) <= limit_of(0.35) * 2**30
+    assert made.timeline.makespan < named.timeline.makespan
+
+
+def test_a_plan_kept_in_a_file_is_that_of_a_later_run(tmp_path, capsys):
+    path, tight = str(tmp_path / "kept.json"), ("--offload-time", "0.5", "--memory-limit-gib", str(limit_of(0.3)))
+    plan_command.main([*FLAGS.split(), *tight, "--save-schedule", path])
+    assert f"the table: {path}, for --pipeline-schedule of a run" in capsys.readouterr().out
+    made, kept = plan(*tight), plan(*tight, "--pipeline-schedule", path)
+    assert kept.schedule.ranks == made.schedule.ranks
+    assert kept.timeline.makespan == made.timeline.makespan
+    assert changes(kept).startswith("--pipeline-schedule: of 32 activations")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from megapipe.plan import make_plan
 from megapipe.plan.plan import Plan
 from megapipe.plan.table import summary
 from megapipe.schedule import Kind, Schedule, simulate, verify
+from megapipe.schedule.views.moved import MOVES
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --max-position-embeddings 4096 "
@@ -78,7 +79,9 @@ def test_a_limit_makes_weights_live_as_shortly_as_they_must_and_says_what_is_too
         tight, config
     )
     with pytest.raises(ConfigError, match="is less than pipeline rank 0 of breadth-first is predicted to need"):
-        plan(FSDP, "--memory-limit-gib", f"{limit / 2**30 * 0.99}")
+        plan(FSDP, "--memory-limit-gib", f"{max(free.state_bytes) / 2**30 * 1.01}")
+    less, _ = plan(FSDP, "--memory-limit-gib", f"{limit / 2**30 * 0.99}")
+    assert less.schedule.kinds & MOVES, "what weights leave no room for is moved out of the way"
 
 
 def test_copies_make_room_for_weights() -> None:

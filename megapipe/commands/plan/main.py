@@ -37,6 +37,7 @@ from megapipe.plan import GIB, Pieces, Plan, changes, make_plan, pieces_of, plan
 from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
+from megapipe.schedule.text import to_json
 from megapipe.training.check import vocabulary
 
 
@@ -56,6 +57,8 @@ class Flags:
     """A .json of what passes and messages take, as --pipeline-costs of a run."""
     save_costs: str | None = None
     """Write such a file of this plan's stages."""
+    save_schedule: str | None = None
+    """Write the table, with what is copied and computed again, to this .json, for --pipeline-schedule of a run."""
     emulate_ms: float | None = None
     """Also run the split, and the even one beside it, on emulated devices: the time that a mean rank computes for one
     microbatch."""
@@ -78,7 +81,9 @@ def main(argv: Sequence[str]) -> None:
         if any(token.partition("=")[0] == old for token in argv):
             raise ConfigError(f"{old} is called --world-size, as in megapipe check and megapipe rehearse")
     flags, config = parse_among(Flags, argv)
-    if problems := list(file_problems({"--save-costs": flags.save_costs, "--json": flags.json})):
+    if problems := list(
+        file_problems({"--save-costs": flags.save_costs, "--save-schedule": flags.save_schedule, "--json": flags.json})
+    ):
         raise ConfigError(problems)
     if flags.search:
         tell(*_search(config, flags), flags.json)
@@ -92,6 +97,9 @@ def main(argv: Sequence[str]) -> None:
     tell("\n".join(line for line in text if line), numbers(plan, seconds=flags.measure), flags.json)
     if flags.save_costs:
         _save(plan.costs, flags.save_costs)
+    if flags.save_schedule:
+        write_complete(flags.save_schedule, to_json(plan.schedule))
+        say(f"the table: {flags.save_schedule}, for --pipeline-schedule of a run and megapipe schedules show")
     if flags.emulate_ms is not None:
         _emulate(plan, flags.emulate_ms, flags.repeats)
 
@@ -103,7 +111,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
     if flags.repeats < 1:
         yield f"--repeats must be at least 1, got {flags.repeats}."
-    for name in ("measure", "parts", "costs", "save_costs", "emulate_ms") if flags.search else ():
+    for name in ("measure", "parts", "costs", "save_costs", "save_schedule", "emulate_ms") if flags.search else ():
         if getattr(flags, name):
             yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
     if flags.device and not flags.search:

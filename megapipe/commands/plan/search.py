@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from math import inf
 from operator import add, itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.commands.plan.links import Device, sums, with_messages
@@ -277,11 +277,11 @@ def _least(config: Config, plan: Plan, device: Device) -> float:
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
     """The seconds that the stages compute."""
     costs, rate = plan.costs, 1 / (config.parallel.tensor_model_parallel_size * device.flops)
-    assert isinstance(costs.f, tuple)
-    assert isinstance(costs.b, tuple)
-    assert isinstance(costs.w, tuple)
-    f, b, w = (tuple(x * rate for x in column) for column in (costs.f, costs.b, costs.w))
-    return replace(costs, f=f, b=b, w=w, overhead=device.overhead)
+    named = {name: getattr(costs, name) for name in "fbwol"}
+    scaled: dict[str, Any] = {
+        name: tuple(x * rate for x in column) for name, column in named.items() if isinstance(column, tuple)
+    }
+    return replace(costs, **scaled, overhead=device.overhead)
 
 
 def work_of(costs: Costs) -> float:

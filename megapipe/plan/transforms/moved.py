@@ -1,4 +1,5 @@
-"""The table of a run that copies activations to the host: --fine-grained-activation-offloading or --cpu-offload."""
+"""The table of a run whose activations are moved out of the way, to the host or by computing them again: as flags ask,
+as a file says, or because --memory-limit-gib leaves no room for all."""
 
 from __future__ import annotations
 
@@ -10,23 +11,24 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import solve
+from megapipe.schedule.memory.solve import FEW_TRIES, searched, solve
+from megapipe.schedule.memory.weigh import Memory
 from megapipe.schedule.transforms.memory import with_offload
 
+LIMIT = "--memory-limit-gib"
 FLOPS_PER_BYTE = 8000.0
 """FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
-TRIES = 20
-"""Changes that the solver tries behind its first answers: a second for 8 ranks and 16 microbatches."""
 
 
 class Copies(NamedTuple):
     """Copies that flags ask for.
 
     Attributes:
-        flag: the one that asks.
+        flag: the one that asks, or leaves no room.
         share: of the bytes of each microbatch. time: of a copy each way over a forward and an input gradient with its
             weights'; None: by bytes. chunks: only the first so many stages of a rank.
-        input: bytes that a forward begins from, which stay where it runs twice.
+        input: bytes that a forward begins from, which stay where it runs twice. tp: ranks that share FLOPs and not a
+            copy.
     """
 
     flag: str
@@ -34,27 +36,33 @@ class Copies(NamedTuple):
     time: float | None
     chunks: int | None
     input: float
+    tp: int = 1
 
     @classmethod
     def asked(cls, config: Config) -> Self | None:
-        """The copies of a run; None if it makes none. Raises: ConfigError beside --reschedule-after."""
+        """The copies that flags ask for; None if none does. Raises: ConfigError beside --reschedule-after."""
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
         flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
         if par.reschedule_after is not None:
             raise ConfigError(f"{flag}: --reschedule-after searches tables without copies. Leave one of them out.")
-        train, model = config.train, config.model
+        return cls.of(config, flag)
+
+    @classmethod
+    def of(cls, config: Config, flag: str) -> Self:
+        """The copies of a run, for that reason."""
+        par, train, model = config.parallel, config.train, config.model
         shared = par.context_parallel_size * (par.tensor_model_parallel_size if model.sequence_parallel else 1)
         tokens = (train.seq_length or 0) * (train.micro_batch_size or 1) / shared
         given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
-        return cls(flag, *given, tokens * model.hidden * (2 if train.half else 4))
+        return cls(flag, *given, tokens * model.hidden * (2 if train.half else 4), par.tensor_model_parallel_size)
 
     def priced(self, costs: Costs) -> Costs:
         """The costs of stages, by stage as the plan counts them, with those of copies."""
         held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
         copied = tuple(self.share * x for x in held)
-        took = tuple(FLOPS_PER_BYTE * x for x in copied)
+        took = tuple(FLOPS_PER_BYTE * self.tp * x for x in copied)
         if self.time is not None:
             parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
             took = tuple(self.time * sum(x) for x in zip(*parts, strict=True))
@@ -62,12 +70,12 @@ class Copies(NamedTuple):
             return replace(costs, mem_o=copied, mem_r=(self.input,) * len(held))
         return replace(costs, o=took, l=took, mem_o=copied, mem_r=(self.input,) * len(held))
 
-    def table(self, schedule: Schedule, costs: Costs, room: float | None) -> Schedule:
-        """The table with all copies that are back in time; for a room of so many bytes with what of holding, copying
-        and computing again is fastest there. Raises: ConfigError if there is no copy."""
+    def table(self, schedule: Schedule, costs: Costs, room: Memory | None) -> Schedule:
+        """The table with all copies that are back in time; for a room of so many bytes on each rank with what of
+        holding, copying and computing again is fastest there. Raises: ConfigError if there is no copy."""
         if room is not None and self.chunks is None:
             with suppress(ScheduleError):  # nothing fits: the plan with copies says what it needs
-                return solve([schedule], costs, room, tries=TRIES).schedule
+                return fitted(schedule, costs, room)
         place = schedule.placement
         own = [place.stages_on(rank)[: self.chunks] for rank in range(place.num_ranks)]
         made = with_offload(schedule, costs, stages={stage for stages in own for stage in stages})
@@ -78,3 +86,22 @@ class Copies(NamedTuple):
                 "schedule of more microbatches in flight."
             )
         return made
+
+
+def fitted(schedule: Schedule, costs: Costs, room: Memory) -> Schedule:
+    """The table with what is fastest of holding, copying and computing again. Raises: ScheduleError if nothing fits."""
+    return solve([schedule], costs, room, tries=FEW_TRIES).schedule
+
+
+def within(schedule: Schedule, costs: Costs, room: Memory, *, any_order: bool) -> Schedule | None:
+    """The table, or with any order one that is faster, with what has to leave for a room of so many bytes on each
+    rank; None if that is not enough. Same arguments, same result: every rank solves by itself."""
+    bases, plain = [schedule], {Kind.F, Kind.B, Kind.W, Kind.BW}
+    if any_order and schedule.kinds <= plain and not schedule.placement.depths:
+        place, m = schedule.placement, schedule.num_microbatches
+        bases += searched(place.num_ranks, m, costs, room, place=place, portable=True)
+    try:
+        found = solve(bases, costs, room, tries=FEW_TRIES).schedule
+    except ScheduleError:
+        return None
+    return replace(found, name=schedule.name)

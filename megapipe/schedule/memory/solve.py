@@ -16,16 +16,18 @@ from random import Random
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.weigh import HAIR, Choices, Place, Verb, Weigh, Weight, applied, scales
-from megapipe.schedule.passes import Schedule
+from megapipe.schedule.memory.weigh import HAIR, Choices, Memory, Place, Verb, Weigh, Weight, applied, by_rank, scales
+from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import PATTERNS, make
-from megapipe.schedule.search.auto import search
+from megapipe.schedule.search.auto import Candidate, search, search_among
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.simulate import run_clock, uncollected
 from megapipe.schedule.transforms.memory import longest
 
 TRIES, FEW_TRIES = 2000, 60
 """Changes of single choices, with a C compiler and without: half a second for 8 ranks and 16 microbatches."""
+_FEW = 128
+"""Places of a rank that are moved one at a time."""
 EFFORT = 0.1
 """Seconds of a search for an order: longer ones gain less than other choices."""
 
@@ -58,20 +60,32 @@ def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
 
 
 def searched(
-    ranks: int, microbatches: int, costs: Costs, memory: float, *, effort: float = EFFORT, portable: bool = False
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: Memory,
+    *,
+    place: Placement | None = None,
+    effort: float = EFFORT,
+    portable: bool = False,
 ) -> Iterator[Schedule]:
     """Tables that fit this memory once most of what their forwards leave is moved.
 
     A search that counts a part of it alone, and all that weight gradients wait with, as nothing moves that.
 
     Args:
+        place: the stages; None: the best of loops and V.
         effort, portable: of each of six searches, as in `search`.
     """
     for part, limit in _MOVED_LATER:
         held = tuple(part * x for x in costs.mem_b) if isinstance(costs.mem_b, tuple) else part * costs.mem_b
+        counted, rooms = replace(costs, mem_b=held), tuple(limit * x for x in by_rank(memory, ranks))
         try:
-            counted, room = replace(costs, mem_b=held), limit * memory
-            found = search(ranks, microbatches, costs=counted, memory=room, effort=effort, portable=portable)
+            if place is None:
+                found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort, portable=portable)
+            else:
+                candidate = Candidate(place, counted, rooms)
+                found = search_among([candidate], microbatches, effort=effort, portable=portable)
             yield found.schedule
         except ScheduleError:  # not one microbatch fits
             continue
@@ -99,7 +113,7 @@ class _Answer:
 class _Table:
     """A table without choices, and what it takes with them."""
 
-    def __init__(self, plain: Schedule, costs: Costs, memory: float) -> None:
+    def __init__(self, plain: Schedule, costs: Costs, memory: Memory) -> None:
         self.plain, self.costs = plain, costs
         self._weigh: Weigh = scales(plain, costs, memory)
         self.held = self.answer({})
@@ -121,11 +135,13 @@ class _Table:
 
 
 @uncollected()
-def solve(plain: Sequence[Schedule], costs: Costs, memory: float, *, tries: int | None = None, seed: int = 0) -> Solved:
+def solve(
+    plain: Sequence[Schedule], costs: Costs, memory: Memory, *, tries: int | None = None, seed: int = 0
+) -> Solved:
     """The best choices for one of some tables.
 
     Args:
-        memory: most activation that a rank may hold, in the unit of the costs.
+        memory: in the unit of the costs.
         tries: changes of single choices that are tried, in each of the three best tables; None: as many as take half a
             second, which are more with a C compiler.
     Returns: same arguments, same result.
@@ -138,8 +154,9 @@ def solve(plain: Sequence[Schedule], costs: Costs, memory: float, *, tries: int 
             break
         found += [one for one in _starts(table) if one.weight.fits]
     if not found:
+        least = min(by_rank(memory, 1))
         raise ScheduleError(
-            f"no choice of holding, copying and computing again fits a memory of {memory:g}. Allow more, or take a "
+            f"no choice of holding, copying and computing again fits a memory of {least:g}. Allow more, or take a "
             "schedule of more stages for each rank, such as v-min."
         )
     tries = tries if tries is not None else FEW_TRIES if library() is None else TRIES
@@ -175,17 +192,18 @@ def _fitted(start: _Answer, verbs: Sequence[Verb]) -> Iterator[_Answer]:
         if now.weight.fits:
             yield now
             return
-        changed = [_moved(now, rank, verbs) for rank in range(len(table.on))]
-        if not any(changed):
+        changed = [move for rank in range(len(table.on)) for move in _moved(now, rank, verbs)]
+        if not changed:
             return
-        now = table.answer({**now.choices, **dict(filter(None, changed))})
+        now = table.answer({**now.choices, **dict(changed)})
 
 
-def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> tuple[Place, Verb] | None:
-    """The next move of a rank that is full: of what it has at that moment, what stays longest."""
+def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
+    """The next move of a rank that is full: of what it has at that moment, what stays longest. Of many places several
+    at once."""
     table, weight, at = now.table, now.weight, now.weight.over[rank]
     if at == inf:
-        return None
+        return []
     candidates: list[tuple[bool, float, Place, Verb]] = []
     for place in table.on[rank]:
         x = place[0] * table.plain.all_microbatches + place[1]
@@ -197,7 +215,8 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> tuple[Place, Verb]
             candidates.append((True, life, place, Verb.OFFLOAD))
         elif Verb.RECOMPUTE in verbs:
             candidates.append((False, life, place, Verb.RECOMPUTE))
-    return max(candidates)[2:] if candidates else None
+    count = -(-len(table.on[rank]) // _FEW)
+    return [x[2:] for x in sorted(candidates, reverse=True)[:count]]
 
 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:

@@ -13,7 +13,7 @@ typedef struct {
     const double *time;                     /* by kind and stage */
     const double *lag_next, *lag_prev;
     const double *mem_b, *mem_w, *mem_o, *mem_r;
-    double limit; /* with the hair that rounding needs */
+    const double *limits; /* of each rank, with the hair that rounding needs */
 } Moved;
 
 typedef struct { double time, change; } Moment;
@@ -107,14 +107,14 @@ static double most_held(const Moved *t, const Rows *rows, const int *verb, int r
     for (int i = 0; i < count; i++) {
         held += moments[i].change;
         if (held > most) most = held;
-        if (held > t->limit && isinf(*over)) *over = moments[i].time;
+        if (held > t->limits[r] && isinf(*over)) *over = moments[i].time;
     }
     return most;
 }
 
 /* The makespan of an order of F, B, W and BW with these choices by stage * microbatches + microbatch, below 0 if ranks
    wait for each other for ever. seen: when each place's forward begins and ends and its backward begins; by rank the
-   most it holds, and when it first holds more than the limit. */
+   most it holds, and when it first holds more than its limit. */
 double weigh(const Moved *t, const int *order, const int *verb, double *seen) {
     int m = t->microbatches, n = t->stages * m, all = t->row[t->ranks], copies = 0;
     int *whole = malloc(sizeof(int) * (10 * (size_t)all + 3 * (size_t)n + 5 * (size_t)all + 2 * t->ranks));

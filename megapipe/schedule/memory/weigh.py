@@ -20,6 +20,8 @@ from megapipe.schedule.transforms.memory import with_offload, with_recompute
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
+Memory = float | tuple[float, ...]
+"""Most activation that a rank may hold, the same for all or of each."""
 HAIR = 1 + 1e-9
 _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.O, Kind.L)
 
@@ -43,7 +45,7 @@ class Weight:
     Attributes:
         made, done, used: when the forward of each place begins and ends, and when its backward begins; a place is its
             stage times the microbatches, and its microbatch.
-        peak: most that each rank holds; over: when it first holds more than the limit.
+        peak: most that each rank holds; over: when it first holds more than its limit.
     """
 
     makespan: float
@@ -55,11 +57,16 @@ class Weight:
 
     @property
     def fits(self) -> bool:
-        """Does no rank ever hold more than the limit?"""
+        """Does no rank ever hold more than its limit?"""
         return all(time == inf for time in self.over)
 
 
 Weigh = Callable[[Choices], Weight]
+
+
+def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
+    """The limit of each rank."""
+    return memory if isinstance(memory, tuple) else (memory,) * ranks
 
 
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
@@ -71,15 +78,15 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
     return table
 
 
-def scales(plain: Schedule, costs: Costs, memory: float) -> Weigh:
+def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     """A function from choices to times and memory of the table with them."""
-    code = library()
+    code, limits = library(), by_rank(memory, len(plain.ranks))
     if code is None or not plain.kinds <= set(_KINDS[:4]) or any(len(step) > 1 for row in plain.ranks for step in row):
-        return partial(_simulated, plain, costs, memory)
-    return _compiled(code, plain, costs, memory)
+        return partial(_simulated, plain, costs, limits)
+    return _compiled(code, plain, costs, limits)
 
 
-def _simulated(plain: Schedule, costs: Costs, memory: float, choices: Choices) -> Weight:
+def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
     time = simulate(applied(plain, choices, costs), costs)
     places = [(s, i) for s in range(plain.placement.num_stages) for i in range(plain.all_microbatches)]
     return Weight(
@@ -88,7 +95,10 @@ def _simulated(plain: Schedule, costs: Costs, memory: float, choices: Choices) -
         [time.end[Pass(Kind.F, *place)] for place in places],
         [time.start[_user(time, place)] for place in places],
         time.peak,
-        [next((at for at, held in curve if held > memory * HAIR), inf) for curve in time.curves],
+        [
+            next((at for at, held in curve if held > limit * HAIR), inf)
+            for curve, limit in zip(time.curves, limits, strict=True)
+        ],
     )
 
 
@@ -102,11 +112,11 @@ class _Moved(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches")),
         *((name, Ints) for name in ("rank_of", "next", "prev", "row")),
         *((name, Doubles) for name in ("time", "lag_next", "lag_prev", "mem_b", "mem_w", "mem_o", "mem_r")),
-        ("limit", ctypes.c_double),
+        ("limits", Doubles),
     )
 
 
-def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, memory: float) -> Weigh:
+def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence[float]) -> Weigh:
     place, m = plain.placement, plain.all_microbatches
     stages, ranks = range(place.num_stages), place.num_ranks
     n = place.num_stages * m
@@ -123,7 +133,7 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, memory: float) -
         ints([0, *accumulate(map(len, plain.ranks))]),
         doubles([time for kind in _KINDS for time in duration[kind]]),
         *map(doubles, (lags(after), lags(before), mem_b, mem_w, mem_o, mem_r)),
-        memory * HAIR,
+        doubles([limit * HAIR for limit in limits]),
     )
     order = ints([_KINDS.index(x.kind) * n + x.stage * m + x.microbatch for row in plain.ranks for (x,) in row])
     seen = doubles([0.0] * (3 * n + 2 * ranks))

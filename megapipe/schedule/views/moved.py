@@ -4,7 +4,7 @@ said of it: what, what it saves, what it costs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -13,7 +13,7 @@ from megapipe.schedule.costs import Costs, PerStage
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.solve import solve
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
@@ -42,14 +42,14 @@ def told_copies(plain: Schedule, costs: Costs, memory: float | None, switch: int
     groups = [range(r, min(r + switch, ranks)) for r in range(0, ranks, switch)] if switch else []
     made = with_offload(plain, costs, switches=groups)
     verify(made, memory=memory, costs=costs)
-    return made, _told(plain, made, costs)
+    return made, told_moves(made, costs)
 
 
 def told_choices(plain: Sequence[Schedule], costs: Costs, memory: float) -> tuple[Schedule, list[str]]:
     """The best of the tables with choices that fit, and what they are."""
     found = solve(plain, costs, memory)
     verify(found.schedule, memory=memory, costs=costs)
-    return found.schedule, _told(found.plain, found.schedule, costs)
+    return found.schedule, told_moves(found.schedule, costs)
 
 
 def told_shares(plain: Schedule, costs: Costs, memory: float | None) -> tuple[Schedule, list[str]]:
@@ -78,8 +78,29 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows]
 
 
-def _told(plain: Schedule, made: Schedule, costs: Costs) -> list[str]:
-    before, time, place = simulate(plain, costs), simulate(made, costs), plain.placement
+MOVES = {Kind.O, Kind.L, Kind.R}
+
+
+def without_moves(schedule: Schedule) -> Schedule:
+    """The table with everything held."""
+    rows = (tuple(step for step in row if step[0].kind not in MOVES) for row in schedule.ranks)
+    return replace(schedule, ranks=tuple(rows), shared=())
+
+
+def told_moves(
+    made: Schedule,
+    costs: Costs,
+    *,
+    held: Callable[[float], str] = short,
+    takes: Callable[[float], str] = short,
+    also: Callable[[Timeline, Timeline], str] | None = None,
+) -> list[str]:
+    """Lines on what a table moves, what that saves and what it takes, rank by rank.
+
+    held, takes: how memory and times are said; also: the end of the first line, given both timelines, without and with.
+    """
+    plain = without_moves(made)
+    before, now, place = simulate(plain, costs), simulate(made, costs), plain.placement
     duration = costs.durations(place)
     rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}
     total: Counter[Kind] = Counter()
@@ -91,14 +112,14 @@ def _told(plain: Schedule, made: Schedule, costs: Costs) -> list[str]:
             for kinds in ({Kind.O, Kind.L}, {Kind.R})
         ]
         numbers = (count[Kind.F] - count[Kind.O] - count[Kind.R], count[Kind.O], count[Kind.R])
-        shown = map(short, (time.peak[rank], before.peak[rank], *took))
-        rows.append((str(rank), *map(str, numbers), *shown))  # type: ignore[arg-type]
+        peaks = map(held, (now.peak[rank], before.peak[rank]))
+        rows.append((str(rank), *map(str, numbers), *peaks, *map(takes, took)))  # type: ignore[arg-type]
     if not any(total[kind] for kind in verbs):
         return [f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"]
     chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
+    end = also(before, now) if also else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
     return [
-        f"of {total[Kind.F]} activations of a stage and microbatch {chosen}; "
-        f"without, {plain.name} takes {short(before.makespan)} at a memory of {short(max(before.peak))}",
+        f"of {total[Kind.F]} activations of a stage and microbatch {chosen}{end}",
         *_aligned(rows),
     ]
 
