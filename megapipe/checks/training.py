@@ -78,6 +78,11 @@ def _sharding_problems(config: Config) -> Iterator[str]:
             f"--enable-optimizer-post-validation repeats forwards after a wrong guess, and {by} lets go of what they "
             "need. Leave one of them out."
         )
+    if par.shards_grads and shards and par.reschedule_after is not None:
+        yield (
+            f"--reschedule-after {par.reschedule_after} times passes, not what {by} gathers and reduces beside them. "
+            "Leave one of them out."
+        )
     every = config.train.check_weight_hash_across_dp_replicas_interval
     if par.shards_weights and shards and every:
         yield (
