@@ -94,13 +94,13 @@ class Held:
     """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
+        self.parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
         self.uses: Counter[int] = Counter()
         self.bytes = self.peak = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
         storage = tensor.untyped_storage()
-        return tensor if storage.data_ptr() in self.parameters else Kept(self, tensor, storage.data_ptr())
+        return tensor if storage._cdata in self.parameters else Kept(self, tensor, storage.data_ptr())
 
     def add(self, key: int, size: int, uses: int) -> None:
         """One use more or less."""

@@ -72,8 +72,8 @@ def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
         ),
         (
             "--use-megatron-fsdp --reschedule-after 5",
-            "--reschedule-after 5 times passes, not what --use-megatron-fsdp gathers and reduces beside them. Leave one "
-            "of them out.",
+            "--reschedule-after 5 times passes, not what --use-megatron-fsdp gathers and reduces beside them. Leave "
+            "one of them out.",
         ),
         (
             "--use-megatron-fsdp --use-torch-fsdp2",

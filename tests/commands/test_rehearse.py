@@ -29,6 +29,7 @@ MODEL = (
         ({"tp": 2}, "--global-batch-size 8 --pipeline-schedule 1f1b --recompute-granularity full"),
         ({}, "--global-batch-size 8 --pipeline-schedule dualpipe"),
         ({"dp": 2}, "--global-batch-size 16 --pipeline-schedule zb-v --bf16 --use-distributed-optimizer"),
+        ({"dp": 2}, "--global-batch-size 16 --pipeline-schedule zb-v --bf16 --use-megatron-fsdp"),
     ],
     ids=str,
 )

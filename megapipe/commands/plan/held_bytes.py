@@ -19,12 +19,17 @@ def parts_of(training: Training) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats(device)
         training.driver.whole()
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
+    shares = optimizer.reduction.sharded
     held = _Parts(run.modules, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
         training.driver.whole()
+    # Of shares, and what was whole at the most, which `live` does not tell apart: weights are what runs read.
+    gradients = sum(x.nbytes for b in shares for x in b.parts)
+    gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in shares)
+    weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(b.own_weights for b in shares)
     parts = {
-        "weights": float(sum(size for _, size in _storages(p for m in run.modules for p in m.parameters()))),
-        "gradients": float(sum(b.grads.nbytes for b in optimizer.buffers)),
+        "weights": float(sum(size for _, size in weights) + optimizer.live.peak),
+        "gradients": float(gradients),
         "optimizer": float(sum(x.nbytes for flats in optimizer._kinds().values() for x in flats)),
         "activations": float(held.peak - held.of_head),
         "head": float(held.of_head),
@@ -34,7 +39,7 @@ def parts_of(training: Training) -> dict[str, float]:
 
 def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
     """Each storage once."""
-    return {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors}
+    return {(x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in tensors}
 
 
 class _Parts(Held):

@@ -71,7 +71,7 @@ def load_device(path: str) -> Device:
 
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
     """Costs in seconds of stages that compute alone, with what their ranks send each other added: tensor and context
-    parallelism within passes, a message between stages, G and A of the table."""
+    parallelism within passes, a message between stages, gathers and sums of runs of passes."""
     model, train, par = config.model, config.train, config.parallel
     t, c = par.tensor_model_parallel_size, par.context_parallel_size
     tokens, element = train.sequence * train.micro_batch, 2 if train.half else 4
@@ -94,12 +94,23 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     f_all, b_all, layers = costs.f, costs.b, [span.count for span in plan.spans[: plan.schedule.placement.chain]]
     assert isinstance(f_all, tuple)
     assert isinstance(b_all, tuple)
+    if plan.sharding:
+        n, ranks = config.weight_replicas, _replicas(plan, config)
+        whole = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_g))
+        a, g = (tuple(device.seconds((n - 1) / n * x, ranks) for x in sizes) for sizes in whole)
+        costs = replace(costs, a=a, g=g)
     return replace(
         costs,
         f=tuple(x + n * forth for x, n in zip(f_all, layers, strict=True)),
         b=tuple(x + n * back for x, n in zip(b_all, layers, strict=True)),
         comm=device.seconds(hidden, extent) if len(plan.schedule.ranks) > 1 else 0.0,
     )
+
+
+def _replicas(plan: Plan, config: Config) -> int:
+    """Devices from the first to the last rank with the same weights."""
+    ranks = plan.schedule.placement.num_ranks
+    return config.world_size if config.parallel.use_tp_pp_dp_mapping else config.world_size // ranks
 
 
 def _sparse(model: ModelConfig) -> float:
@@ -111,13 +122,15 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
     """Seconds in which the slowest rank sums its gradients, also with a second copy, and gathers weights at the end."""
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
     element = (2 if config.train.half else 4) if par.splits_optimizer else 4
-    extent = config.world_size if par.use_tp_pp_dp_mapping else config.world_size // place.num_ranks
+    gradient = 4
+    if plan.sharding:  # what the table has
+        gradient, element = 0, 0 if plan.sharding.weights else element
     works = [[plan.works[s] for s in place.stages_on(r)] for r in range(place.num_ranks)]
     same = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
     sent, twins = 0.0, 0.0
     for row in works:
         experts = sum(work.experts for work in row) / plan.expert_ranks
         dense = sum(work.parameters - work.experts for work in row) / par.tensor_model_parallel_size
-        sent = max(sent, (4 + element) * (dense * (n - 1) / n + experts * (same - 1) / same))
+        sent = max(sent, (gradient + element) * (dense * (n - 1) / n + experts * (same - 1) / same))
         twins = max(twins, 4 * (dense + experts) * (place.num_chains > 1))
-    return device.seconds(sent, extent, 2) + device.seconds(twins, config.world_size)
+    return device.seconds(sent, _replicas(plan, config), 2) + device.seconds(twins, config.world_size)

@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import Costs, PerStage
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Placement
 
@@ -108,7 +108,18 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
     comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
     fb = median(pairs) * place.chain / place.num_ranks if pairs else None
     s, t, e = (_shares(known, kinds) for kinds in ((Kind.S,), (Kind.T,), (Kind.E, Kind.C, Kind.EW)))
-    return replace(counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead)
+    timed = replace(counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead)
+    of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
+    return _beside(timed, sum((*f, *b, *w)) / (of_passes or 1.0))
+
+
+def _beside(costs: Costs, unit: float) -> Costs:
+    """The costs with what runs beside passes and was not timed, gathers, sums and copies, as counted in this unit."""
+
+    def scaled(cost: PerStage) -> PerStage:
+        return tuple(x * unit for x in cost) if isinstance(cost, tuple) else cost * unit
+
+    return replace(costs, a=scaled(costs.a), g=scaled(costs.g), o=scaled(costs.o), l=scaled(costs.l))
 
 
 def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
