@@ -198,13 +198,20 @@ def read(text: str) -> Case:
 
 
 def fuzz(
-    seconds: float, seed: int, names: Sequence[str] = tuple(SCHEDULES), *, most: float = math.inf
+    seconds: float,
+    seed: int,
+    names: Sequence[str] = tuple(SCHEDULES),
+    *,
+    most: float = math.inf,
+    sliced: bool = False,
 ) -> tuple[int, Case | None, list[str]]:
     """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences."""
     rng, start, count = random.Random(seed), time.monotonic(), 0
     said = start
     while count < most and time.monotonic() - start < seconds:
         case = draw(rng, names)
+        if sliced and len(case.slices) < 2:
+            continue
         count += 1
         if found := run(case):
             return count, case, found
@@ -226,6 +233,10 @@ class Flags:
     """Names, or FILE.py:NAME of your own."""
     case: str | None = None
     """Run this one case, as printed."""
+    cases: float = math.inf
+    """How many at most."""
+    only_slices: bool = False
+    """Cases alone whose microbatches go in several slices."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -245,7 +256,9 @@ def main(argv: Sequence[str]) -> None:
                 entry_of(name)
         except ScheduleError as error:
             raise ConfigError(f"--schedules {error}") from None
-        count, case, found = fuzz(options.seconds, options.seed, options.schedules)
+        count, case, found = fuzz(
+            *(options.seconds, options.seed, options.schedules), most=options.cases, sliced=options.only_slices
+        )
     if found and case is not None:
         print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
         sys.stdout.flush()
