@@ -19,19 +19,11 @@ from megapipe.commands.progress import Progress
 from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
 from megapipe.flags.stop import program
-from megapipe.schedule import (
-    SCHEDULES,
-    Costs,
-    Schedule,
-    ScheduleError,
-    build,
-    entry_of,
-    is_file,
-    verify,
-)
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file, verify
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.memory.solve import searched, tables
+from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
@@ -143,7 +135,7 @@ def _attending(costs: Costs, args: argparse.Namespace) -> Costs:
 
 def run_list(args: argparse.Namespace) -> int:
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
-    for name, entry in {**SCHEDULES, **{name: own_entry(name) for name in args.files}}.items():
+    for name, entry in {**SCHEDULES, **SLICED, **{name: own_entry(name) for name in args.files}}.items():
         stages = f"{entry.placement} x {entry.chunks or 'v'}"
         print(f"{name:<17} {stages:<14} {'B, W' if entry.split else 'BW':<6} {entry.copies:<6} {entry.about}")
     return 0
@@ -203,7 +195,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
     costs = [_attending(_priced(cost, args.comm_share), args) for cost in args.costs]
-    slices = _cutting(args) if args.slices else None
+    slices = Cutting(args.slices, args.cuts or "work", args.documents or 1) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
@@ -261,12 +253,9 @@ def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     others = ("pairs", "vocabulary", "step", "post_validation", "copy_ratio", "placement", "objective", "effort")
     if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    choice = {"cutting": _cutting(args), "chunks": args.chunks, "memory": args.memory}
+    cutting = Cutting(args.slices, args.cuts or "work", args.documents or 1)
+    choice = {"cutting": cutting, "chunks": args.chunks, "memory": args.memory}
     return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
-
-
-def _cutting(args: argparse.Namespace) -> Cutting:
-    return Cutting(args.slices, args.cuts or "work", args.documents or 1)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

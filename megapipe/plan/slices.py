@@ -12,6 +12,7 @@ from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.layers import Load, layer_work
 from megapipe.schedule import Costs, Schedule, is_file, load
+from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.transforms.cuts import DOCUMENTS, in_tokens, shares
 from megapipe.schedule.transforms.slices import in_place, slices
 
@@ -68,7 +69,15 @@ def in_slices(config: Config, made_for: Callable[[int], Schedule], microbatches:
     if count in (None, 1):
         return made_for(microbatches)
     cuts = lengths(config)
+    if own_slices(config):
+        return replace(made_for(microbatches), cuts=cuts)
     return in_place(load(name), cuts) if name and is_file(name) else slices(made_for, microbatches, cuts)
+
+
+def own_slices(config: Config) -> list[tuple[str, int | None]]:
+    """An option of a schedule that is one of slices by its name: how many, if that is asked for."""
+    name, count = config.parallel.pipeline_schedule, number_of(config)
+    return [("slices", count)] if count and name and name.lower() in SLICED else []
 
 
 def in_words(schedule: Schedule) -> str:

@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError
 from megapipe.partition.layout import AUTO, depths_of, parse_layout
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.plan.slices import in_slices
+from megapipe.plan.slices import in_slices, own_slices
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -59,15 +59,15 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
         than --pipeline-costs names.
     """
     name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
-    chunks, group, searched = None, None, is_searched(name)
+    chunks, own, searched = None, own_slices(config), is_searched(name)
     if not is_file(name) and entry_of(name).chunks is None:
         chunks = placements(config)[-1].num_stages // ranks if searched else _chunks(config)
     if not is_file(name) and entry_of(name).grouped:
-        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    schedule = in_slices(config, lambda count: _build(name, ranks, count, chunks, group), microbatches)
+        own.append((GROUP_SIZE, config.parallel.microbatch_group_size_per_virtual_pipeline_stage))
+    schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own)), microbatches)
     if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
-        schedule = in_slices(config, lambda count: _build(name, ranks, count, chunks, group, costs), microbatches)
+        schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own), costs), microbatches)
     if not config.parallel.hides:  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
@@ -262,13 +262,15 @@ def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
         ) from None
 
 
+_Own = tuple[tuple[str, Any], ...]
+
+
 @lru_cache(maxsize=16)
 def _build(
-    name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None, costs: Costs | None = None
+    name: str, ranks: int, microbatches: int, chunks: int | None, own: _Own, costs: Costs | None = None
 ) -> Schedule:
-    options: dict[str, Any] = {} if group is None else {GROUP_SIZE: group}
-    if is_searched(name):
-        options["effort"] = 0.01  # validation asks whether there is one, `make_plan` for the best
+    # Validation asks of a search whether there is a table, `make_plan` for the best.
+    options: dict[str, Any] = {"effort": 0.01} if is_searched(name) else dict(own)
     return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)
 
 

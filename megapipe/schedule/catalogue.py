@@ -12,7 +12,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.waves import loop, mirror, vee
 from megapipe.schedule.own import own_generator
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.patterns import OWN, PATTERNS, Entry, make
+from megapipe.schedule.patterns import OWN, PATTERNS, SLICED, Entry, make
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 
@@ -50,10 +50,6 @@ SCHEDULES: dict[str, Entry] = dict(
 )
 
 
-IN_SLICES = {"terapipe": "gpipe", "seq1f1b": "1f1b"}
-"""Schedules of the literature that are others with their microbatches in slices."""
-
-
 def usual(chunks: int | None) -> str:
     """The schedule of a run that names none. chunks: stages on each rank."""
     return "interleaved" if (chunks or 1) > 1 else PLAIN
@@ -64,21 +60,18 @@ def entry_of(name: str) -> Entry:
 
     Raises: ScheduleError if there is none.
     """
-    if name.lower() in SCHEDULES:
-        return SCHEDULES[name.lower()]
+    if (entry := (SCHEDULES | SLICED).get(name.lower())) is not None:
+        return entry
     if ":" in name:
         made = own_generator(name)
         about = (inspect.getdoc(made) or "a schedule of your own").split("\n")[0]
         takes = inspect.signature(made).parameters
         return Entry(made, OWN, None if "chunks" in takes else 1, about)
-    if name.lower() in IN_SLICES:
-        own = IN_SLICES[name.lower()]
-        raise ScheduleError(f"{name} is {own} in slices: `show {own} --slices 4`; in a run --pipeline-slices 4.")
-    close = get_close_matches(name.lower(), SCHEDULES, n=2)
+    close = get_close_matches(name.lower(), [*SCHEDULES, *SLICED], n=2)
     hint = (
         f"did you mean {' or '.join(close)}?"
         if close
-        else f"there are {', '.join(SCHEDULES)}, a .json or .csv file, or FILE.py:NAME of a function."
+        else f"there are {', '.join([*SCHEDULES, *SLICED])}, a .json or .csv file, or FILE.py:NAME of a function."
     )
     raise ScheduleError(f"unknown schedule {name or repr(name)}; {hint}")
 

@@ -11,10 +11,16 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
-from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, seq1f1b, terapipe, zb_h1, zb_h2
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.generators.fused_v import one_f_one_b_v
-from megapipe.schedule.generators.interleaved import breadth_first, group_interleaved, interleaved, interleaved_zb
+from megapipe.schedule.generators.interleaved import (
+    breadth_first,
+    group_interleaved,
+    interleaved,
+    interleaved_zb,
+    slimpipe,
+)
 from megapipe.schedule.generators.waves import chimera, hanayo
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.own import own_schedule
@@ -59,6 +65,11 @@ class Entry:
         return GROUP_SIZE in inspect.signature(self.generate).parameters
 
     @property
+    def sliced(self) -> bool:
+        """Are its microbatches in slices, whose number may be said?"""
+        return "slices" in inspect.signature(self.generate).parameters
+
+    @property
     def any_chunks(self) -> bool:
         """Is the number of stages on a rank the user's to say? A search chooses."""
         return self.chunks is None and not self.searched
@@ -87,6 +98,15 @@ PATTERNS: dict[str, Entry] = {
     "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2, pairs=True),
     "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True, pairs=True),
 }
+
+SLICED: dict[str, Entry] = {
+    "terapipe": Entry(terapipe, "loop", 1, "GPipe in n slices of the sequence; bubble (p-1)(F+B+W)/n, memory m"),
+    "seq1f1b": Entry(seq1f1b, "loop", 1, "1F1B in n slices; bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n"),
+    "slimpipe": Entry(
+        slimpipe, "loop", None, "interleaved in n slices; bubble (p-1)(F+B+W)/(v n), memory 1 + 2(p-1)/(v n)"
+    ),
+}
+"""Schedules whose microbatches are in slices: what is made of tables of whole ones does not take them."""
 
 
 def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:

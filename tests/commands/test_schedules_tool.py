@@ -17,6 +17,7 @@ import pytest
 from megapipe.commands import progress, schedules
 from megapipe.flags.parse import run
 from megapipe.schedule import SCHEDULES, Costs, build
+from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
 from tools.docs import pictures
@@ -49,7 +50,7 @@ def test_list_has_every_schedule_in_one_line_and_the_program_starts():
     said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stdout
     assert said == tool("list").stdout
     lines = said.splitlines()
-    assert [line.split()[0] for line in lines] == ["name", *SCHEDULES]
+    assert [line.split()[0] for line in lines] == ["name", *SCHEDULES, *SLICED]
 
 
 def test_show_draws_ascii_within_the_width_and_states_the_formulas():
@@ -248,7 +249,7 @@ def test_a_search_prints_its_bound_and_keeps_to_the_memory():
 
 
 def test_committed_pictures_are_what_the_command_makes():
-    for name in [*FIXED, "zb-auto", "1f1b-vocabulary"]:
+    for name in [*FIXED, *SLICED, "zb-auto", "1f1b-vocabulary"]:
         committed = ROOT / "docs" / "schedules" / f"{name}.svg"
         assert pictures.drawn(name) == committed.read_text(encoding="utf-8"), f"run tools/docs/pictures.py {name}"
 
@@ -266,7 +267,7 @@ def test_compare_takes_several_points_and_curves_need_a_file(tmp_path):
 
 
 def test_the_docs_have_a_section_and_a_picture_for_every_schedule():
-    for name in SCHEDULES:
+    for name in [*SCHEDULES, *SLICED]:
         assert f"### {name}\n\n![{name}](schedules/{name}.svg)" in DOC
 
 

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
+from megapipe.schedule.patterns import SLICED  # noqa: E402
 from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
 from megapipe.schedule.views.draw import to_svg  # noqa: E402
 
@@ -23,6 +24,7 @@ SHOWN["naive"]["microbatches"] = 3
 SHOWN["zb-auto"] = {**SHOWN["1f1b"], "placement": "v", "costs": Costs(10, 14, 7), "memory": 3.0}
 # So many moves on every machine: the same picture with a C compiler and without.
 SHOWN["zb-auto"] |= {"effort": 1.0, "portable": True}
+SHOWN |= {name: {"ranks": 4, "microbatches": 2, "slices": 4} for name in SLICED}
 SHOWN["1f1b-vocabulary"] = {**SHOWN["1f1b"], "costs": Costs(s=0.5, t=0.25)}
 """What docs/schedules.md shows of each."""
 _COMMAND = re.compile(r"^python (tools/.*--svg docs/figures/[\w-]+\.svg)$", re.M)

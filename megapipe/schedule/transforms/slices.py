@@ -68,6 +68,11 @@ def slices(
     return best[1]
 
 
+def of_one_length(name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int) -> Schedule:
+    """A schedule of the literature by this name: one with every microbatch in so many slices of one length."""
+    return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
+
+
 def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
     """A table with each pass replaced by those of its slices: ramps are shorter, memory stays. Of a table in a file,
     which is made for its microbatches alone."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, is_file
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import load
 from megapipe.schedule.transforms.cuts import Cutting, shares
 from megapipe.schedule.transforms.slices import in_place, slices
+from megapipe.schedule.verify import verify
 
 
 def told_slices(
@@ -39,6 +43,12 @@ def told_slices(
     def made_for(number: int) -> Schedule:
         return build(name, ranks, number, chunks=chunks, costs=costs)
 
+    if name.lower() in SLICED:
+        if begins:
+            raise ScheduleError(f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved.")
+        table = replace(build(name, ranks, microbatches, chunks=chunks, slices=count), cuts=cuts)
+        verify(table, memory=memory, costs=costs)
+        return table, said
     try:
         return slices(made_for, microbatches, cuts, costs, memory=memory, documents=begins), said
     except ScheduleError as error:

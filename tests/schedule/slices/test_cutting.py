@@ -1,5 +1,6 @@
 """Schedules cut in slices against the papers' formulas, and cuts against the work that they divide."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -30,10 +31,36 @@ def test_1f1b_in_slices_is_seq1f1b(p, m, n):
         assert time.bubble == pytest.approx((p - 1) * 3 / n)
 
 
-def test_gpipe_in_slices_is_terapipe():
-    time = simulate(cut("gpipe", 8, 4, 4))
-    assert time.bubble == pytest.approx(7 * 3 / 4)
-    assert max(time.peak) == pytest.approx(4)
+@pytest.mark.parametrize(
+    ("name", "chunks", "bubble", "memory"),
+    [
+        # Li et al. 2021: GPipe over slices. Sun et al. 2024. Li et al. 2025: "from several microbatches to just one".
+        ("terapipe", 1, 7 * 3 / 8, 4),
+        ("seq1f1b", 1, 7 * 3 / 8, 1 + 7 / 8),
+        ("slimpipe", 2, 7 * 3 / 16, 1 + 2 * 7 / 16),
+        ("slimpipe", 4, 7 * 3 / 32, 1 + 2 * 7 / 32),
+    ],
+)
+def test_tables_of_the_literature_in_eight_slices_have_their_bubble_and_memory(name, chunks, bubble, memory):
+    time = simulate(build(name, 8, 4, chunks=chunks, slices=8))
+    assert time.bubble == pytest.approx(bubble)
+    assert max(time.peak) == pytest.approx(memory)
+    assert build(name, 8, 4, chunks=chunks, slices=8).name == name
+
+
+def test_terapipe_cut_by_work_takes_as_little_as_the_paper_says():
+    # Sec. 3.3: a pipeline of p takes the sum of its slices and p - 1 times the longest; a cut of equal work has both
+    # at their least, so that no other cut in as many does better.
+    table = build("terapipe", 4, 1, slices=3)
+
+    def forward(cuts):
+        costs = Costs(b=0, w=0, attention_f=0.6)
+        return simulate(replace(table, cuts=cuts), costs).makespan
+
+    best = forward(shares(3, "work", ATTENTION))
+    assert best == pytest.approx(1 + 3 * 1 / 3)
+    others = [(a, b, 24 - a - b) for a in range(1, 23) for b in range(1, 24 - a)]
+    assert all(forward(cuts) >= best - 1e-9 for cuts in others)
 
 
 @pytest.mark.parametrize(

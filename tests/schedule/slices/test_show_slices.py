@@ -80,7 +80,13 @@ def test_compare_has_schedules_in_slices_beside_the_whole_ones(capsys):
         schedules.main([*asked, "--pairs", "--comm-share", "0.2"])
 
 
-def test_a_name_of_the_literature_says_which_table_it_is(capsys):
-    with pytest.raises(SystemExit):
-        schedules.main(["show", "seq1f1b", "--pp", "2", "--microbatches", "2"])
-    assert "seq1f1b is 1f1b in slices: `show 1f1b --slices 4`" in capsys.readouterr().err
+def test_tables_of_the_literature_are_shown_in_their_own_slices_or_in_those_asked_for(capsys):
+    assert schedules.main(["show", "slimpipe", "--pp", "4", "--microbatches", "2"]) == 0
+    assert "peak 1.75" in capsys.readouterr().out
+    asked = ["show", "terapipe", "--pp", "4", "--microbatches", "2", "--slices", "6", "--attention-share", "0.5"]
+    assert schedules.main(asked) == 0
+    assert "slices, work: 26.4% 19.4% 16.1% 14.0% 12.6% 11.6% of the sequence" in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match=r"slimpipe takes a multiple of 4 slices, .* got 6\. Use 8\."):
+        schedules.main(["show", "slimpipe", "--pp", "4", "--microbatches", "2", "--slices", "6"])
+    with pytest.raises(ScheduleError, match=r"slimpipe has slices of its own\. Leave out --documents"):
+        schedules.main(["show", "slimpipe", "--pp", "4", "--microbatches", "2", "--slices", "8", "--documents", "2"])
