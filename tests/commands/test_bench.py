@@ -10,12 +10,15 @@ import pytest
 import torch
 from programs import ROOT, run
 
-from megapipe.commands.emulate import paired
+from megapipe.commands.emulate import main, paired
 from megapipe.commands.emulate.device import Device
 from megapipe.commands.emulate.runs import Ours
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate, unpaired
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.bench.vocabulary import Model
 
 
@@ -82,6 +85,16 @@ def test_both_runtimes_run_what_the_table_says(tmp_path):
         assert (row["to_torch"] is None) == (row["runtime"] == "torch")
 
 
+def test_gathers_for_one_stage_and_for_two_stand_beside_the_plain_table():
+    said = "--pp 1 --microbatches 2 --schedules breadth-first --gather-ms 1 --no-torch"
+    flags = parse(main.Flags, said.split())
+    jobs = main._jobs(flags, Costs(a=0.001))
+    assert [job.schedule.name for job in jobs] == ["breadth-first", "breadth-first, 1 whole", "breadth-first, 2 whole"]
+    assert Kind.AB in jobs[1].schedule.kinds
+    with pytest.raises(ConfigError, match="--gather-ms -1 must be a time from 0"):
+        main.main(["--gather-ms", "-1"])
+
+
 def test_times_that_are_none_are_refused_in_one_line():
     command = [ROOT / "tools" / "bench_schedules.py", "--ms", "1,2"]
     done = run(command)
@@ -118,6 +131,19 @@ def test_two_passes_together_take_what_their_pieces_say_to_the_microsecond(row, 
     arithmetic = 4 * (0.7 * 14.0)
     assert runner.exposed == pytest.approx(clock.now - 100 - arithmetic)
     assert runner.exposed_in_pairs == pytest.approx(0)
+
+
+@pytest.mark.parametrize("living", [Living(1, 1), Living(2, 1, ahead=True), Living(3, 2)])
+@pytest.mark.parametrize("name", ["breadth-first", "interleaved"])
+def test_gathers_on_an_emulated_link_show_as_long_as_predicted(name, living, monkeypatch):
+    """The executor's waits on a clock that only sleep moves."""
+    clock = Clock()
+    for room in ("commands.emulate.device", "commands.emulate.runs", "distributed.device"):
+        monkeypatch.setattr(f"megapipe.{room}.time", clock)
+    costs = Costs(4.0, 4.0, 4.0, a=7.0, g=10.0)
+    table = with_sharded_weights(unpaired(build(name, 1, 4, chunks=3)), costs, living)
+    Ours(ProcessMesh.single(), table, costs, (1, 1, 1)).step()
+    assert clock.now - 100 == pytest.approx(simulate(table, costs).makespan)
 
 
 def test_a_model_has_the_same_work_with_a_head_on_its_last_stage_and_a_shared_one():

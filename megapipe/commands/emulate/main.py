@@ -8,6 +8,7 @@ that whatever else the machine does meets all of them.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ class Flags:
     """Each schedule with its microbatches in so many slices of equal work too."""
     attention_share: float = 0.0
     """Part of all passes that is causal attention, of --slices."""
+    gather_ms: float = 0.0
+    """Each schedule with weights gathered for runs of passes too, for one stage of a rank at a time and for two: what a
+    gather of a device share takes on an emulated link of each rank."""
+    scatter_ms: float = 0.0
+    """What the reduction of a device share's gradients takes there."""
     no_torch: bool = False
     """Leave torch.distributed.pipelining out."""
     json: str | None = None
@@ -128,7 +135,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(problems)
     f, b, w = (x / 1000 for x in times(flags.ms))
     attention = dict.fromkeys(ATTENTION, flags.attention_share)
-    known = costs = Costs(f, b, w, comm=flags.link_ms / 1000, **attention)
+    beside = {"a": flags.gather_ms / 1000, "g": flags.scatter_ms / 1000}
+    known = costs = Costs(f, b, w, comm=flags.link_ms / 1000, **beside, **attention)
     if flags.measure_overhead:
         overhead, comm = overhead_here(flags.pp, flags.message_kib, costs, flags.repeats)
         known = replace(costs, comm=flags.link_ms / 1000 + comm, overhead=overhead)
@@ -170,6 +178,11 @@ def _wrong(flags: Flags) -> Iterator[str]:
     other = flags.pairs or flags.post_validation or flags.reduction is not None or flags.reduction_mib
     if (flags.slices or flags.attention_share) and (other or not flags.slices):
         yield "--slices and --attention-share go together, and not with --pairs, --post-validation or --reduction"
+    for name in ("gather_ms", "scatter_ms"):
+        if not 0 <= getattr(flags, name) < math.inf:
+            yield f"--{name.replace('_', '-')} {getattr(flags, name):g} must be a time from 0, such as 10"
+    if (flags.gather_ms or flags.scatter_ms) and other:
+        yield "--gather-ms and --scatter-ms do not go with --pairs, --post-validation or --reduction"
     if flags.reduction_mib and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
     if not 0 < flags.comm_share < 1:
@@ -190,6 +203,9 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
             cutting = Cutting(flags.slices)
             cut, _ = told_slices(name, flags.pp, flags.microbatches, costs, cutting=cutting, chunks=chunks)
             jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
+        for n in (1, 2) if flags.gather_ms or flags.scatter_ms else ():
+            whole = with_sharded_weights(unpaired(schedule), costs, Living(n, n))
+            jobs.append(Job("megapipe", replace(whole, name=f"{schedule.name}, {n} whole")))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
             jobs.append(Job("torch", schedule))
     return jobs

@@ -178,7 +178,8 @@ class Ours(Runner):
         self.exposed, self.exposed_in_pairs = watch.exposed_communication, sum(inside)
 
     def _weights(self, stage: int) -> Weights:
-        return Weights(partial(self._reduce, stage), lambda: lambda: None, partial(self._update, stage), self._norm)
+        gather = partial(self._on_link, Kind.A, stage)
+        return Weights(partial(self._reduce, stage), gather, partial(self._update, stage), self._norm)
 
     def _reduce(self, stage: int) -> Callable[[], None]:
         place = self.schedule.placement
@@ -186,7 +187,11 @@ class Ours(Runner):
             gradients = torch.zeros(self.reduced_bytes // 4 * place.num_ranks // place.chain)
             work: Any = dist.all_reduce(gradients, group=self.mesh.dp.group, async_op=True)
             return lambda: work.wait() and None
-        took = self.costs.durations(place)[Kind.G][stage]
+        return self._on_link(Kind.G, stage)
+
+    def _on_link(self, kind: Kind, stage: int) -> Callable[[], None]:
+        """A collective on the rank's link, one after the other. Returns: what waits for its end."""
+        took = self.costs.durations(self.schedule.placement)[kind][stage]
         self._link_free = free = max(self._link_free, time.perf_counter()) + took
         return lambda: time.sleep(max(0.0, free - time.perf_counter()))
 
