@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "pipeline_parallel": "config distributed errors schedule tensor_parallel",
     "models": "config distributed errors kernels named partition tensor_parallel",
     "data": "config distributed errors",
-    "optim": "config distributed errors named",
+    "optim": "config distributed errors kernels named",
     "plan": "config errors optim partition schedule tensor_parallel",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
     "checkpoint": "config distributed errors optim",

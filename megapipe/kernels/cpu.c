@@ -3,6 +3,10 @@
    Elements are bf16 (half is 1) or float32; all between is float32, sixteen numbers at a time, the last ones with zeros
    behind them: a result depends neither on where a row lies nor on the number of threads. */
 
+#ifndef __AVX512F__
+#error "measured on processors with vectors of sixteen alone"
+#endif
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -20,6 +24,10 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 
 INLINE size least(size a, size b) { return a < b ? a : b; }
 INLINE const void *at(const void *x, size i, int half) { return (const char *)x + i * (half ? 2 : 4); }
+/* a b + c, rounded once; everywhere else products and sums are rounded as they stand */
+INLINE vf fma_(vf a, vf b, vf c) {
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 INLINE vf either(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
 
 INLINE vf load(const void *x, size i, size n, int half) {
@@ -59,15 +67,15 @@ INLINE float sum(vf s) {
 INLINE vf exp_(vf x) {
     vi tiny = x < -87.0f;
     x = either(tiny, FILL(-87.0f), either(x > 88.0f, FILL(88.0f), x));
-    vf k = x * 1.44269504f + 12582912.0f, n = k - 12582912.0f; /* rounds to a whole number, which its bits end with */
-    vf f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf magic = FILL(12582912.0f), k = fma_(x, FILL(1.44269504f), magic), n = k - magic; /* k ends with the bits of n */
+    vf f = fma_(n, FILL(2.12194440e-4f), fma_(n, FILL(-0.693359375f), x));
     vf p = FILL(1.9875691500e-4f);
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * (f * f) + f + 1.0f;
+    p = fma_(p, f, FILL(1.3981999507e-3f));
+    p = fma_(p, f, FILL(8.3334519073e-3f));
+    p = fma_(p, f, FILL(4.1665795894e-2f));
+    p = fma_(p, f, FILL(1.6666665459e-1f));
+    p = fma_(p, f, FILL(5.0000001201e-1f));
+    p = fma_(p, f * f, f) + 1.0f;
     return (vf)(~tiny & (vi)((vu)p + ((vu)k << 23)));
 }
 
@@ -216,4 +224,22 @@ INLINE void add_tile(const uint16_t *x, size xs, float *y, size ys) {
 void add_transposed(float *into, const uint16_t *x, size rows, size columns) {
     TILES(rows, columns, add_tile(x + j * columns + i, columns, into + i * rows + j, rows),
           into[a * rows + b] += as_float(x[b * columns + a]));
+}
+/* AdamW as torch's fused one rounds it; the gradient is scaled and shrunk where it lies, and the updated value also
+   rounded to `model`, if any. */
+typedef struct { float scale, shrink, decay, step, root, towards, beta2, rest2, epsilon; } rates; /* see sweep */
+void adamw(float *value, float *grad, float *first, float *second, void *model, size n, const rates *of) {
+    rates r = *of;
+    PARALLEL for (size p = 0; p < n; p += PART)
+        for (size i = p, e = least(p + PART, n); i < e; i += LANES) {
+            vf g = load(grad, i, e, 0) * r.scale * r.shrink, m = load(first, i, e, 0), v = load(second, i, e, 0);
+            m = fma_(FILL(r.towards), g - m, m);
+            v = fma_(r.rest2 * g, g, v * r.beta2);
+            vf x = load(value, i, e, 0) * r.decay + r.step * m / ((vf)_mm512_sqrt_ps((__m512)v) / r.root + r.epsilon);
+            store(grad, i, e, g, 0);
+            store(first, i, e, m, 0);
+            store(second, i, e, v, 0);
+            store(value, i, e, x, 0);
+            if (model) store(model, i, e, x, 1);
+        }
 }

@@ -6,6 +6,7 @@ Each takes contiguous bf16 or float32 and computes in float32.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ SOURCES = (Path(__file__).with_name("cpu.c"),)
 FLAGS = (
     "-O3",
     "-march=native",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",
@@ -48,17 +49,13 @@ def has_loops(*tensors: Tensor) -> bool:
     )
 
 
-def _run(name: str, *arguments: Tensor | int | float | None) -> None:
-    given = [
-        ctypes.c_void_p(x.data_ptr())
-        if isinstance(x, Tensor)
-        else ctypes.c_float(x)
-        if isinstance(x, float)
-        else ctypes.c_void_p()
-        if x is None
-        else ctypes.c_int64(x)
-        for x in arguments
-    ]
+def _run(name: str, *arguments: Tensor | int | float | ctypes.Array[ctypes.c_float] | None) -> None:
+    given: list[object] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            given.append(ctypes.c_void_p(x.data_ptr()))
+        else:
+            given.append(ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_float(x) if isinstance(x, float) else x)
     getattr(library(), name)(*given)
 
 
@@ -117,3 +114,10 @@ def causal_softmax_(scores: Tensor, tokens: int) -> None:
 def softmax_backward_(p: Tensor, dp: Tensor, scale: float) -> None:
     """p (dp - sum p dp) scale in the place of dp [..., end]."""
     _run("softmax_backward", p, dp, dp.numel() // dp.shape[-1], dp.shape[-1], scale, _half(p))
+
+
+def adamw_(
+    value: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, model: Tensor | None, rates: Sequence[float]
+) -> None:
+    """One update of float32, see optim/adamw.py."""
+    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, len(value), (ctypes.c_float * len(rates))(*rates))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.tensor_parallel.region import is_fused, region
+from megapipe.kernels.region import is_fused, region
 
 
 @region("swiglu(Tensor x) -> Tensor")

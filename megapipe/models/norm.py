@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.kernels.region import is_fused
 from megapipe.models.fused import add_norm
-from megapipe.tensor_parallel.region import is_fused
 
 
 class Norm(nn.Module):

@@ -30,7 +30,7 @@ class Norm:
     params: Mapping[str, nn.Parameter]
     _placed: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
-    def start(self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor]) -> Late[float]:
+    def start(self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor], scale: float | Tensor = 1.0) -> Late[float]:
         """Sum the squares of each parameter, then those sums in the global order, in float64.
 
         On each rank zeros stand for the parameters of others, so the all-reduce is exact; one pipeline speaks for its
@@ -39,13 +39,14 @@ class Norm:
 
         Args:
             flats: one for each of `owned`, tensors of its share's size.
+            scale: what they are still to be multiplied by.
         """
         mesh = self.mesh
         squares = torch.zeros(len(self.index), dtype=torch.float64, device=mesh.device)
         for b, flat in zip(owned, flats, strict=True):
             if names := self.counted(b):
                 wide = torch.promote_types(flat.dtype, torch.float32)
-                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide).double().square()
+                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide).double().mul_(scale).square_()
                 rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
                 squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
         # A parameter that is split has a part of its square on each rank; one that is whole counts on the first alone.

@@ -25,7 +25,7 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import check_trained, frozen, natural, take_census, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
-from megapipe.optim.rule import Groups, Part, usual_groups
+from megapipe.optim.rule import Factors, Groups, Part, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.optim.sharded.gathers import Gathers
@@ -57,8 +57,7 @@ class Optimizer:
     chain has main parameters and state, updates, and sends the weights on. So norm and checkpoint see each once.
 
     Args:
-        stages: this rank's pieces of the model in ascending order; `named_parameters` give names that are unique in the
-            whole model.
+        stages: this rank's pieces of the model in ascending order; names of parameters are unique in the whole model.
         gathers_later: a step leaves updated weights to `gathers` of the next, or to its `settle`.
         groups: which parameters have a rate or decay of their own.
         bucket_size, num_buckets: elements, or of a stage, that are summed over data parallel at once; see buckets_of.
@@ -98,6 +97,7 @@ class Optimizer:
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
         self.steps, self.weight_decay = 0, train.weight_decay
+        self._factors: Factors = (1.0, 1.0)
         self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = everything = take_census(stages, mesh)
         if not train.freeze_all_layers:
@@ -157,6 +157,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Start a step."""
+        self._factors = 1.0, 1.0  # of a step that was skipped
         for buffers in self.buffers:
             buffers.zero_grad()
 
@@ -182,12 +183,10 @@ class Optimizer:
         return StepInfo(norm, num_zeros=zeros)
 
     def start_norm(self, grad_scale: float | Tensor = 1.0) -> Late[float]:
-        """Reduce what is not, scale, and begin to take the norm, of all ranks. A scale on the device is not read."""
+        """Reduce what is not, and begin to take the norm of all ranks, scaled. A scale on the device is not read."""
         self.reduction.finish()
-        if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            for flat in self._grads:
-                flat.mul_(grad_scale)
-        return self._norm.start(self.owned, self._grads)
+        self._multiply(then=(grad_scale, 1.0))
+        return self._norm.start(self.owned, self._grads, grad_scale)
 
     def count_zeros(self) -> int:
         """Gradient elements that are exactly zero. Collective over the mesh."""
@@ -198,10 +197,14 @@ class Optimizer:
         return min(1.0, self.train.clip_grad / (norm + 1e-6)) if self.train.clip_grad > 0 else 1.0
 
     def clip(self, norm: float) -> None:
-        """Shrink the gradients, whose norm this is."""
-        if (shrink := self.shrink(norm)) < 1:
-            for flat in self._grads:
-                flat.mul_(shrink)
+        """Shrink the gradients, whose norm this is; `update` does it, as it does with the scale."""
+        self._factors = self._factors[0], self.shrink(norm)
+
+    def _multiply(self, then: Factors = (1.0, 1.0)) -> None:
+        """Scale and shrink the gradients in sweeps of their own."""
+        for flat in self._grads:
+            multiply(flat, self._factors)
+        self._factors = then
 
     def params_norm(self) -> float:
         """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over the mesh."""
@@ -245,28 +248,31 @@ class Optimizer:
             self.mesh.twins.broadcast(buffers.own_weights if shares else buffers.model, source)
 
     def update(self, lr: float, ends_lr: float | None = None) -> None:
-        """Let the rule update what is owned here, by gradients that are summed, scaled and clipped."""
-        ends_lr = lr if ends_lr is None else ends_lr
-        parts: list[Part] = []
+        """Let the rule update what is owned here, by gradients that are summed, and end scaled and clipped."""
+        if not (sweeps := getattr(self.rule, "sweeps", False)):
+            self._multiply()
+        parts, ends_lr = list[Part](), lr if ends_lr is None else ends_lr
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
             for group, at_end, names, where in b.sections:
                 rates = (ends_lr if at_end else lr) * group.lr, self.weight_decay * group.weight_decay
                 if self.rule.elementwise and where.start < where.stop:
                     state = {kind: x[where] for kind, x in flat.items()}
-                    parts.append(Part(names, b.main[where], b.reduced[where], state, *rates))
+                    model = b.own_weights[where] if sweeps and b.rounds else None
+                    tensors, factors = (b.main[where], b.reduced[where], state), self._factors
+                    parts.append(Part(names, *tensors, *rates, factors=factors, model=model))
                 for name in () if self.rule.elementwise else names:
                     state = {kind: b.view(x, name) for kind, x in flat.items()}
                     value, grad, layout = b.view(b.main, name), b.view(b.reduced, name), layout_of(self.params[name])
                     parts.append(Part((name,), value, grad, state, *rates, layout, self.mesh.tp))
         if parts:
             self.rule.update(parts, self.steps)
-        self.steps += 1
-        self.spread()
+        self.steps, self._factors = self.steps + 1, (1.0, 1.0)
+        self.spread(rounded=sweeps)
 
-    def spread(self) -> None:
-        """Make the model's weights of the main parameters, here and where else they are."""
-        for buffers in self.owned:
+    def spread(self, *, rounded: bool = False) -> None:
+        """Make the model's weights of the main parameters, if the rule has not, here and where else they are."""
+        for buffers in () if rounded else self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
         self.gathers.updated()

@@ -33,6 +33,17 @@ def usual_groups(name: str, shape: torch.Size) -> Group:
     return Group(weight_decay=1.0 if len(shape) > 1 and not name.endswith(".bias") else 0.0)
 
 
+Factors = tuple[float | Tensor, float]
+"""The scale of a step's gradients and the factor of clipping, which multiply them one after the other."""
+
+
+def multiply(grad: Tensor, factors: Factors) -> None:
+    """Scale and clip in sweeps of their own."""
+    for factor in factors:
+        if isinstance(factor, Tensor) or factor != 1:
+            grad.mul_(factor)
+
+
 @dataclass(frozen=True)
 class Part:
     """A part that a rule updates in place: of an elementwise rule many parameters at once, flat, of any other one.
@@ -42,6 +53,9 @@ class Part:
         value, grad: float32, or float64 in a float64 model, bf16 where a flag says so; the gradient is summed, scaled
             and clipped.
         state: tensors like `value` by the names that the rule gives, zeros at first; they are saved.
+        factors: what the gradient is still to be multiplied by where it lies.
+        model: the model's weights of 16 bits that the updated values are to be rounded to. Both are for a rule that
+            says `sweeps`; for all others the optimizer does it.
         lr, weight_decay: of this step and these parameters.
         layout, tp: of a single parameter, how it lies over tensor parallel, or over expert tensor parallel; a rank's
             experts are a whole for themselves.
@@ -55,6 +69,13 @@ class Part:
     weight_decay: float
     layout: Layout = field(default_factory=lambda: Layout(()))
     tp: Axis = Axis()
+    factors: Factors = (1.0, 1.0)
+    model: Tensor | None = None
+
+    def round_value(self) -> None:
+        """Make the model's weights, in a sweep of its own."""
+        if self.model is not None:
+            self.model.copy_(self.value)
 
     def whole(self, x: Tensor) -> Tensor:
         """A tensor like `value`, in the shape of the whole model's parameter. Collective over tensor parallel."""

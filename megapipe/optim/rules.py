@@ -9,52 +9,36 @@ from itertools import cycle, islice
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megapipe.config import TrainConfig
 from megapipe.errors import ConfigError
 from megapipe.named import find_named
-from megapipe.optim.rule import Part, Rule
+from megapipe.optim.adamw import sweep
+from megapipe.optim.rule import Part, Rule, multiply
 
 FLAG = "--optimizer"
 
 
 class Adam:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """AdamW (adamw.py), of state with 16 bits too."""
 
-    elementwise, may_round = True, True
+    elementwise, may_round, sweeps = True, True, True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        for part in (part for part in parts if _is_rounded(part)):
+        for part in parts:
+            if not _is_rounded(part):
+                sweep(part, self.train, steps)
+                continue
+            multiply(part.grad, part.factors)
             for piece, rounded in _pieces(part):
                 self.update([piece], steps)
                 for its, wide in rounded:
                     its.copy_(wide)
-        parts = [part for part in parts if not _is_rounded(part)]
-        for alike in dict.fromkeys((part.lr, part.weight_decay) for part in parts):
-            same = [part for part in parts if (part.lr, part.weight_decay) == alike]
-            lr, weight_decay = alike
-            adamw(
-                [part.value for part in same],
-                [part.grad for part in same],
-                [part.state["exp_avg"] for part in same],
-                [part.state["exp_avg_sq"] for part in same],
-                [],
-                # adamw adds the one of this step
-                [torch.full((), float(steps), device=part.value.device) for part in same],
-                fused=True,
-                amsgrad=False,
-                beta1=self.train.adam_beta1,
-                beta2=self.train.adam_beta2,
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=self.train.adam_eps,
-                maximize=False,
-            )
+            part.round_value()
 
 
 PIECE = 1 << 20
@@ -76,7 +60,14 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
         kept = {kind: x[start : start + PIECE] for kind, x in {"": part.value, **part.state}.items()}
         wide = {kind: x.to(wide_of(x)) for kind, x in kept.items()}
         grad = part.grad[start : start + PIECE].to(wide[""].dtype)
-        piece = replace(part, value=wide[""], grad=grad, state={kind: x for kind, x in wide.items() if kind})
+        piece = replace(
+            part,
+            value=wide[""],
+            grad=grad,
+            factors=(1.0, 1.0),
+            model=None,
+            state={kind: x for kind, x in wide.items() if kind},
+        )
         yield piece, [(x, wide[kind]) for kind, x in kept.items() if wide[kind] is not x]
 
 

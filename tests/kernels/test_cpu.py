@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from megapipe.config import TrainConfig
 from megapipe.distributed.axis import ALONE
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.kernels import cpu
 from megapipe.models.attention.cpu import causal_attention
 from megapipe.models.gelu import gelu
+from megapipe.optim import adamw
+from megapipe.optim.optimizer import Optimizer
 from megapipe.tensor_parallel import products
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -99,3 +103,41 @@ def test_what_is_no_number_stays_none() -> None:
     scores[0, 0, 3] = float("nan")
     cpu.causal_softmax_(scores, 1)
     assert scores.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_an_update_in_one_sweep_has_the_bits_of_torchs_own_sweeps(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of 1003 numbers, scaled and clipped: weights, gradients, moments and the model's weights."""
+
+    def updated() -> list[Tensor]:
+        weight = torch.nn.Parameter(drawn(17, 59, dtype=dtype))
+        layer = torch.nn.Module()
+        layer.register_parameter("weight", weight)
+        train = TrainConfig(bf16=dtype == BF16, lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+        optimizer = Optimizer([layer], train, ProcessMesh.single())
+        for step in range(2):
+            weight.main_grad.copy_(drawn(17, 59, scale=step + 1))  # type: ignore[attr-defined]
+            optimizer.step(1e-2, grad_scale=0.3)
+        return [weight.data, *(b.main for b in optimizer.owned), *(x for xs in optimizer.moments.values() for x in xs),
+                *(b.grads for b in optimizer.owned)]  # fmt: skip
+
+    swept = updated()
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(swept, updated(), strict=True))
+
+
+def test_the_region_of_a_gpu_makes_the_same_update() -> None:
+    """Its formula, operation by operation; no GPU has run the kernel that is compiled of it."""
+    made = []
+    for in_region in (False, True):
+        tensors = [drawn(999, scale=scale).abs() for scale in (1.0, 0.1, 0.01, 0.001)]
+        numbers = (0.3, 0.5, 0.999, -1e-2, 0.2)
+        if in_region:
+            adamw._adamw(*tensors, None, *map(torch.tensor, numbers), 0.1, 0.95, 0.05, 1e-8)
+        else:
+            cpu.adamw_(*tensors, None, (*numbers, 0.1, 0.95, 0.05, 1e-8))
+        made.append(tensors)
+    for a, b in zip(*made, strict=True):
+        assert_close(a, b, rtol=1e-6, atol=1e-7)

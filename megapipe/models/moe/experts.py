@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.kernels.region import is_fused
 from megapipe.models.fused import weighted_swiglu
 from megapipe.models.mlp import activate
 from megapipe.models.moe.dispatch import Exchanged, Gathered, Way
@@ -25,7 +26,6 @@ from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
-from megapipe.tensor_parallel.region import is_fused
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.tensor_parallel.region import region
+from megapipe.kernels.region import region
 
 _NAN = float("nan")
 

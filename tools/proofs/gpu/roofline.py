@@ -4,7 +4,7 @@
 
 No GPU is needed, and none is measured: a fake CUDA device (fake_cuda.py) runs one layer, the head with its loss and the
 update at full size, and each operation of torch counts as a kernel that takes the longest of its bytes over BANDWIDTH,
-its multiplications over PRODUCTS or ATTENTION, and LEAST. A region of the package (tensor_parallel/region.py) counts as
+its multiplications over PRODUCTS or ATTENTION, and LEAST. A region of the package (kernels/region.py) counts as
 one kernel; one that sums over tokens, as norm_backward, will be two. Bubble and messages are left out.
 """
 
@@ -77,7 +77,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda]
         if name not in FREE and given:
-            self._count(name, args, given, [x for x in tree_leaves(out) if isinstance(x, Tensor)])
+            self._count(name, args, given, written(func, args, kwargs or {}, out))
         return out
 
     def _count(self, name: str, args: Sequence[Any], given: list[Tensor], made: list[Tensor]) -> None:
@@ -99,6 +99,15 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops, self.bytes = self.flops + flops, self.bytes + moved
         self.seconds[name] += max(moved / BANDWIDTH, flops / rate, LEAST)
         self.kernels[name] += 1
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> list[Tensor]:
+    """What an operation makes, or where it returns nothing changes in its place."""
+    if (made := [x for x in tree_leaves(out) if isinstance(x, Tensor)]) or func._schema.returns:
+        return made
+    given = dict(zip((place.name for place in func._schema.arguments), args, strict=False)) | kwargs
+    changed = [given.get(place.name) for place in func._schema.arguments if place.is_write]
+    return [x for x in tree_leaves(changed) if isinstance(x, Tensor)]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_: object) -> Tensor:  # type: ignore[no-untyped-def]
@@ -126,8 +135,8 @@ def passes(config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | Non
     return there, back
 
 
-def update(config: ModelConfig) -> tuple[float, int]:
-    """Seconds of an update with its norm and clipping, and its parameters."""
+def update(config: ModelConfig) -> tuple[Roofline, int]:
+    """What an update with its norm and clipping does, and its parameters."""
     model = GPTModel(config, LayerSpan(0, 2, False, False), Axis(device=GPU)).to(GPU).bfloat16()
     optimizer = Optimizer([model], TrainConfig(bf16=True, clip_grad=1.0), ProcessMesh.single(GPU))
     with Roofline() as roof:
@@ -135,7 +144,7 @@ def update(config: ModelConfig) -> tuple[float, int]:
         optimizer.clip(2.0)
         optimizer.update(1e-3)
         optimizer.zero_grad()
-    return sum(roof.seconds.values()), sum(param.numel() for param in model.parameters())
+    return roof, sum(param.numel() for param in model.parameters())
 
 
 def figures(name: str) -> dict[str, object]:
@@ -148,7 +157,8 @@ def figures(name: str) -> dict[str, object]:
         labels = torch.zeros(batch, seq, dtype=torch.int64, device=GPU)
         of_layer = passes(config, LayerSpan(0, 1, False, False), x, None)
         of_head = passes(config, LayerSpan(layers, 0, False, True), x, labels)
-        seconds, parameters = update(config)
+        of_update, parameters = update(config)
+    seconds = sum(of_update.seconds.values())
     one, head = (sum(sum(roof.seconds.values()) for roof in part) for part in (of_layer, of_head))
     flops = sum(roof.flops for roof in of_layer)
     needed = layers * flops + 6.0 * batch * seq * config.hidden * vocab
@@ -170,6 +180,7 @@ def figures(name: str) -> dict[str, object]:
         "bytes of a layer over the least": sum(roof.bytes for roof in of_layer) / least,
         "head ms": 1e3 * head,
         "update ms": 1e3 * seconds / parameters * whole,
+        "bytes of an update per weight": of_update.bytes / parameters,
         "step MFU": needed / PEAK / step,
         "layer ms by operation": longest(of_layer),
         "head ms by operation": longest(of_head),
