@@ -107,7 +107,7 @@ class Loss(NamedTuple):
         if not depth:
             return self._replace(value=value)
         whole = cp.size if self.tokens is None else cp.all_reduce(self.tokens.clone()).clamp(min=1)
-        return Loss(value, None, {f"mtp_{depth} loss": torch.stack((value / whole, value.new_tensor(1 / cp.size)))})
+        return Loss(value, None, {f"mtp_{depth} loss": torch.stack((value / whole, value.new_full((), 1 / cp.size)))})
 
 
 def _is_number(x: Any) -> bool:

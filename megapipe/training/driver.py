@@ -104,7 +104,9 @@ class Driver:
         totals = run.stages.run(batches, consumed, loss_scale=self._scale, weights=weights, iteration=n)
         # Ranks agree on leaving in the all-reduces that run beside the next forwards: a signal is heeded a step later,
         # and no step waits for the question.
-        wants = torch.tensor(float(leaving()), dtype=torch.float64, device=run.mesh.device)
+        wants = torch.full(
+            (), leaving(), dtype=torch.float64, device=run.mesh.device
+        )  # torch.tensor would be waited for
         any_leaving = Late(run.mesh.world.start_all_reduce(wants, "max").wait, lambda values: bool(values[0]))
         self._ending = updates[0], totals, any_leaving
         return self._end() if updates[0].kept is None else None
