@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.device import backend_of
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError
@@ -46,15 +47,24 @@ LINK_CTAS = 2
 """Blocks of a link's kernels. A receive that is posted ahead of its turn lies on as many multiprocessors of a GPU until
 its sender comes, beside the passes: up to 32 of 132 by NCCL's own choice. 32 MiB over two take about a millisecond."""
 
+CTAS = 32
+"""Blocks that NCCL gives at most to any other communicator between GPUs of one node: as many channels of buffers."""
+CHANNEL_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + (4 << 20)
+"""Buffers of a channel from one other rank, 9.19 MiB: eight steps of NCCL's protocol LL (8 lines of 16 bytes of each of
+512 threads) and of LL128 (120 words of 8 bytes of each of 640), and NCCL_BUFFSIZE of the simple one. By NCCL's source
+(computeBuffSizes in src/init.cc); the rank that receives has them (p2pRecvSetup in src/transport/p2p.cc)."""
 
-CTAS, BLOCK_BYTES = 32, 10 << 20
-"""Blocks that NCCL gives at most to any other communicator between GPUs of one node, and bytes of its buffers for each
-of them, with all three protocols: an estimate that nobody has measured here."""
 
+def buffer_bytes(collectives: Iterable[int], exchanges: Iterable[int] = (), senders: int = 0) -> int:
+    """Memory of each GPU of a node that NCCL's communicators take beside torch's, at most and without NVLink SHARP's.
 
-def buffer_bytes(groups: int, links: int) -> int:
-    """Memory of each GPU that so many communicators take beside torch's, by estimate. links: of `groups`."""
-    return BLOCK_BYTES * (CTAS * (groups - links) + LINK_CTAS * links)
+    Args:
+        collectives: ranks of each communicator: rings and trees of a node have the ranks before and behind.
+        exchanges: ranks of each in which all send rows to all, for which NCCL keeps channels of their own.
+        senders: ranks from which messages come over communicators of LINK_CTAS blocks.
+    """
+    others = sum(min(ranks - 1, 2) for ranks in collectives) + sum(ranks - 1 for ranks in exchanges)
+    return CHANNEL_BYTES * (CTAS * others + LINK_CTAS * senders)
 
 
 def group_of(
@@ -73,6 +83,16 @@ def group_of(
         return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout, pg_options=options)
     groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
     return next((group for ranks, group in groups.items() if rank in ranks), None)
+
+
+def links_of(parallel: ParallelConfig) -> int:
+    """How many communicators the messages of a pipeline need: its links, and one for messages beyond neighbours.
+
+    Those of a shared vocabulary go to every rank. On the pipeline's own communicator their receives would wait on all
+    blocks that NCCL gives it, and have buffers for as many from each rank.
+    """
+    size = parallel.pipeline_model_parallel_size
+    return num_links(size) + (parallel.vocab_parallel_pipeline and size > 2)
 
 
 def num_links(size: int) -> int:

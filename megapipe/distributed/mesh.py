@@ -22,7 +22,7 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of, gpu_name
 from megapipe.distributed.grid import Grids
-from megapipe.distributed.groups import Sets, check_backend, device_mesh_of, group_of, group_of_one, num_links
+from megapipe.distributed.groups import Sets, check_backend, device_mesh_of, group_of, group_of_one, links_of
 from megapipe.distributed.meeting.agreement import agree, agree_in, taken
 from megapipe.distributed.meeting.meeting import meet
 from megapipe.distributed.meeting.position import Position
@@ -167,7 +167,7 @@ class ProcessMesh:
                     timeout=timeout,
                     device_id=device if device.type == "cuda" else None,
                 )
-            mesh = _joined(grids, device, timeout, shares, joint)
+            mesh = _joined(grids, device, timeout, shares, joint, links_of(parallel))
         except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} could not make its process groups "
@@ -222,8 +222,8 @@ def _joined(
     timeout: timedelta,
     shares: Mapping[str, Sequence[int]],
     joint: Collection[str],
+    links: int,
 ) -> ProcessMesh:
-    """The mesh in a world that is there."""
     rank, device_mesh = dist.get_rank(), device_mesh_of(grids, device)
 
     def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
@@ -233,8 +233,8 @@ def _joined(
             return dist.group.WORLD
         return group_of(sets, rank, device, timeout, is_link=name.startswith("link"))
 
-    one_way = num_links(grids.dense.sizes["pp"]) if backend_of(device) == "nccl" else 0
-    mesh = build_mesh(grids, rank, device, make_group, device_mesh, shares, one_way, joint)
+    links = links if backend_of(device) == "nccl" else 0
+    mesh = build_mesh(grids, rank, device, make_group, device_mesh, shares, links, joint)
     alone = next((name for name in ("tp", "dp", "pp") if getattr(mesh, name).size == 1), None)
     return replace(mesh, alone=device_mesh.get_group(alone) if alone else group_of_one(rank))
 
@@ -246,7 +246,7 @@ def build_mesh(
     make_group: Callable[[str, Sets], dist.ProcessGroup | None],
     device_mesh: DeviceMesh | None = None,
     shares: Mapping[str, Sequence[int]] = SHARES,
-    one_way: int = 0,
+    num_links: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
     """The mesh of one rank of the grids.
@@ -254,7 +254,7 @@ def build_mesh(
     Args:
         make_group: (name, sets of ranks that share no rank) -> the group of this rank's set, or None if it is in none.
             All ranks call it as often and in one order.
-        one_way: how many links a pipeline has, see `groups.num_links`.
+        num_links: how many communicators the messages of a pipeline have, see `groups.links_of`.
         joint: names of JOINT.
     """
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}
@@ -281,7 +281,7 @@ def build_mesh(
     ends = [sorted({ranks[end] for end in shares.get("ends", ())}) for ranks in pipelines]
     twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(len(ranks) // 2)]
     axes: dict[str, Any] = {name: along(name) for name in ("tp", "cp", "dp", "pp")}
-    links = [axis(f"link{number}", pipelines).group for number in range(one_way)]
+    links = [axis(f"link{number}", pipelines).group for number in range(num_links)]
     axes |= {name: along(name) for name in ("etp", "ep", "edp")}
     axes |= {"dp_cp": along("dp_cp", "dp", "cp"), "experts": along("experts", "etp", "ep")}
     if axes["experts"].ranks == axes["tp"].ranks:

@@ -26,7 +26,7 @@ def test_all_groups_of_a_name_are_made_in_one_call_and_only_for_what_is_shared(s
         CPU,
         lambda name, sets: made.append((name, len(sets))),
         shares=shares,
-        one_way=4,
+        num_links=4,
     )
     pairs = {"ends": 64, "twins": 512}
     links = [(f"link{number}", 64) for number in range(4)]

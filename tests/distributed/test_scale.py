@@ -54,5 +54,7 @@ def test_meeting_and_agreeing_take_ten_requests_of_a_rank_at_any_number_of_ranks
 def test_groups_over_nccl_are_made_in_as_many_calls_at_any_number_of_ranks(tp, pp, dp):
     """tp, dp, pp, the world's, tied ends, twins, and four one-way groups of a pipeline."""
     calls: list[str] = []
-    build_mesh(Grids.of(ParallelConfig(tp, pp), tp * pp * dp), 0, CPU, lambda name, sets: calls.append(name), one_way=4)
+    build_mesh(
+        Grids.of(ParallelConfig(tp, pp), tp * pp * dp), 0, CPU, lambda name, sets: calls.append(name), num_links=4
+    )
     assert len(calls) == 10

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import waits_for_kernels
-from megapipe.distributed.groups import link
+from megapipe.distributed.groups import link, num_links
 
 Shape = Sequence[int]
 
@@ -107,7 +107,8 @@ class Transport:
             return Ahead(0, frozenset())
         if self.pp.device.type == "cpu":
             return Ahead(4, frozenset(range(self.pp.size)))
-        return Ahead(1, frozenset(peer for peer in range(self.pp.size) if self._link(peer, self.pp.rank) is not None))
+        linked = [peer for peer in range(self.pp.size) if link(peer, self.pp.rank, self.pp.size) is not None]
+        return Ahead(1, frozenset(linked if self.pp.links else ()))
 
     def post(self, ops: list[Op]) -> Sequence[Handle]:
         """Start the operations, in their order as far as the mode has one; a handle for each."""
@@ -127,8 +128,9 @@ class Transport:
         return (group.send if op.sends else group.recv)([op.tensor], op.peer, op.tag)
 
     def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
-        number = link(src, dst, self.pp.size) if self.pp.links else None
-        return None if number is None else self.pp.links[number]
+        number = link(src, dst, self.pp.size)
+        number = num_links(self.pp.size) if number is None else number  # beyond neighbours
+        return self.pp.links[number] if number < len(self.pp.links) else None
 
     def _batch(self, ops: list[Op]) -> Sequence[Handle]:
         if self.pp.device.type != "cuda":  # gloo coalesces nothing, and P2POp refuses groups of threads

@@ -17,7 +17,7 @@ from torch import nn
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import memory_of
-from megapipe.distributed.groups import buffer_bytes
+from megapipe.distributed.groups import buffer_bytes, num_links
 from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -38,8 +38,7 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
     """A context for building a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
     memory = memory_of(mesh.device)
     if memory is not None and mesh.world.size > 1 and mesh.dp_cp.rank == mesh.tp.rank == 0:
-        groups, links = len(mesh.groups()), len(mesh.pp.links)
-        print(fits(plan.peak_bytes[mesh.pp.rank], groups, links, memory, mesh.world.rank), flush=True)
+        print(fits(plan.peak_bytes[mesh.pp.rank], mesh, memory), flush=True)
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
@@ -52,18 +51,21 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
         ) from None
 
 
-def fits(peak: float, groups: int, links: int, memory: float, rank: int) -> str:
-    """The bytes of a GPU that the plan does not count, and whether all fit. links: of `groups`."""
-    beside = buffer_bytes(groups, links)
+def fits(peak: float, mesh: ProcessMesh, memory: float) -> str:
+    """The bytes of a GPU that the plan does not count, and whether all fit."""
+    groups, links = mesh.groups(), mesh.pp.links
+    exchanges = [axis.size for axis in (mesh.cp, mesh.experts) if axis is mesh.cp or mesh.ep.size > 1]
+    senders = min(mesh.pp.size - 1, 2) + (mesh.pp.size - 1 if len(links) > num_links(mesh.pp.size) else 0)
+    beside = buffer_bytes([group.size() for group in groups if group not in links], exchanges, senders)
     text = (
-        f"rank {rank}: {groups} communicators of NCCL, {links} of them links, take about {beside / GIB:.2g} GiB of its "
+        f"rank {mesh.world.rank}: {len(groups)} communicators of NCCL, {len(links)} of them links, take up to "
+        f"{beside / GIB:.2g} GiB of its GPU's {memory / GIB:.3g} beside the plan's {peak / GIB:.3g}"
     )
-    text += f"GPU's {memory / GIB:.3g} beside the plan's {peak / GIB:.3g}"
     if peak + beside <= memory:
         return f" > {text}"
     return (
         f"WARNING: {text}, more than there is: it may run out of memory. Use more --pipeline-model-parallel-size or "
-        "--tensor-model-parallel-size, recomputation, or NCCL_BUFFSIZE=2097152 for smaller buffers."
+        "--tensor-model-parallel-size, recomputation, or NCCL_MAX_NCHANNELS=16 for half of the communicators' memory."
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
-from megapipe.distributed.groups import num_links
+from megapipe.distributed.groups import links_of
 from megapipe.errors import ScheduleError
 from megapipe.pipeline_parallel.engine import SLACK, _programs
 from megapipe.pipeline_parallel.execute import execute
@@ -64,12 +65,13 @@ def records_of(
 ) -> dict[int, list[Item]]:
     """What every rank of a pipeline asks for in one step under a table. lazy: links are not opened beforehand."""
     pp, place = len(table.ranks), table.placement
+    parallel = ParallelConfig(pipeline_model_parallel_size=pp, vocab_parallel_pipeline=place.vocabulary)
     programs, in_flight = _programs(table, costs, evaluate, overlap)
     durations, everyone = costs.durations(place), tuple(range(pp))
     records: dict[int, list[Item]] = {}
     for rank in everyone:
         by = Recorder(rank)
-        links: Any = tuple(Group(by, f"link{n}", everyone) for n in range(num_links(pp)))
+        links: Any = tuple(Group(by, f"link{n}", everyone) for n in range(links_of(parallel)))
         group: Any = Group(by, "pp", everyone)
         axis = Axis(rank, pp, everyone, group, GPU, None, links)
         stages: Any = {s: Idle(by, {k: row[s] for k, row in durations.items()}) for s in place.stages_on(rank)}
