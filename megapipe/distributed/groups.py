@@ -86,7 +86,7 @@ def group_of(
 
 
 def links_of(parallel: ParallelConfig) -> int:
-    """How many communicators the messages of a pipeline need: its links, and one for messages beyond neighbours.
+    """The number of communicators for messages of a pipeline: its links, and one for messages beyond neighbours.
 
     Those of a shared vocabulary go to every rank. On the pipeline's own communicator their receives would wait on all
     blocks that NCCL gives it, and have buffers for as many from each rank.

@@ -111,7 +111,10 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
         problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
     if (impl := config.model.transformer_impl) != "local":
         problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
-    return planned(config, problems)
+    config, plan = planned(config, problems)
+    if plan.schedule.cuts:
+        raise ConfigError(f"--pipeline-schedule {plan.schedule.name} has slices, which a rehearsal does not time.")
+    return config, plan
 
 
 def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]:
@@ -121,9 +124,7 @@ def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]
     vocab = config.model.padded_vocab(vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])[0])
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     config = config.with_batch(config.global_batch_size)
-    if (plan := make_plan(config)).schedule.cuts:
-        raise ConfigError(f"--pipeline-schedule {plan.schedule.name} has slices, which a rehearsal does not time.")
-    return config, plan
+    return config, make_plan(config)
 
 
 def _pipelines(config: Config) -> list[tuple[int, ...]]:

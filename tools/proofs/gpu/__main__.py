@@ -1,4 +1,4 @@
-"""What the code of a GPU does, on a CUDA device that is not there: `python -m tools.proofs.gpu [COMMAND]`.
+"""What the code of a GPU does, on a CUDA device that is not there: `python -m tools.proofs.gpu [COMMANDS]`.
 
 roofline (or nothing): the time of a step on an H100 by its kernels, see roofline.py.
 orders: does any order of messages hang over NCCL, see orders.py.
@@ -15,17 +15,17 @@ from tools.proofs.gpu import fake_cuda
 
 def main() -> None:
     fake_cuda.load()
-    fake_cuda.move_parameters()
     from tools.proofs.gpu import orders, roofline, tables  # they import torch, which asks for its devices then
 
-    if sys.argv[1:2] == ["orders"]:
-        orders.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["waits"]:
+    asked = sys.argv[1:]
+    if "waits" in asked:
         tables.waits()
-    elif sys.argv[1:2] == ["modes"]:
+    if "modes" in asked:
         tables.modes()
-    else:
-        roofline.main("--json" in sys.argv)
+    if "orders" in asked:
+        sys.exit(orders.main(asked))
+    if not {"waits", "modes"} & set(asked):
+        roofline.main("--json" in asked)
 
 
 if __name__ == "__main__":

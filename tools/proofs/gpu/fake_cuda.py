@@ -1,7 +1,7 @@
-"""A CUDA device on a machine without one: the code of a GPU runs, and tensors have shapes and no data.
+"""A CUDA device on a machine without one: the code of a GPU runs, on the memory and the arithmetic of a CPU.
 
-`load` before torch is imported; then FakeTensorMode makes tensors on "cuda". Needs a C++ compiler; torch's headers come
-with its wheel.
+`load` before torch is imported. FakeTensorMode can make tensors there too, of any size and without data. Needs a C++
+compiler; torch's headers come with its wheel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,20 +25,35 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def load() -> None:
-    """Make the device known to this process, whose torch is not imported yet. Compiles for half a minute once."""
+    """Make the device known to this process, whose torch is not imported yet. Compiles for some seconds once."""
     assert "torch" not in sys.modules, "torch asks for its devices when it is imported"
+    _loaded()
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL, Any]:
+    """The library, and the operations that a CPU has not, which last as long as this."""
     spec = find_spec("torch")
-    torch = Path((spec and spec.origin) or "torch is not installed").parent
-    key = hashlib.sha256(SOURCE.read_bytes() + str(torch).encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"megapipe-fake-cuda-{os.getuid()}-{key}.so"
-    if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
-        include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
-        links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
+    folder = Path((spec and spec.origin) or "torch is not installed").parent
+    key = hashlib.sha256(SOURCE.read_bytes() + str(folder).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"megapipe-fake-cuda-{os.getuid()}-{key}.so"
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}")
+        include = [f"-I{folder / 'include'}", f"-I{folder / 'include/torch/csrc/api/include'}"]
+        links = [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder / 'lib'}"]
         command = ["g++", "-std=c++20", "-w", "-shared", "-fPIC", *include, str(SOURCE), "-o", str(made), *links]
         subprocess.run(command, check=True)
-        made.rename(library)
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        made.rename(path)
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    import torch
+
+    def product(x: Any, a: Any, b: Any, dtype: Any, *, out: Any) -> Any:
+        return torch.addmm(x, a.to(dtype), b.to(dtype), out=out)
+
+    torch.cuda._initialized = True  # torch asks whether it was built for such devices
+    kernels = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels.impl("addmm.dtype_out", product, "CUDA")
+    return library, kernels
 
 
 def move_parameters() -> None:
@@ -87,35 +103,13 @@ class Stream:
 
 
 @contextmanager
-def running(host_waits: Callable[[str], None], counted: int = 0) -> Iterator[None]:
-    """Inside, tensors without data are zeros to a host that reads them, and events, memory and names are there.
+def running(host_waits: Callable[[str], None]) -> Iterator[None]:
+    """Inside, events, memory and names are there.
 
     Args:
-        counted: what lists of whole numbers have in place of zeros.
-        host_waits: called with the name of each call in which the host of a GPU would wait for it.
+        host_waits: called with the name of each operation for which the host of a GPU would wait.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    reads: dict[str, Callable[[torch.Tensor], Any]] = {
-        "tolist": lambda x: _nested(x.shape, 0.0 if x.is_floating_point() else counted),
-        "item": lambda x: 0.0 if x.is_floating_point() else 0,
-        "cpu": lambda x: torch.empty_like(x, device="cpu"),
-        "__bool__": lambda x: False,
-        "__int__": lambda x: 0,
-        "__index__": lambda x: 0,
-        "__float__": lambda x: 0.0,
-    }
-
-    def read(name: str) -> Callable[..., Any]:
-        real = getattr(torch.Tensor, name)
-
-        def call(x: torch.Tensor, *args: Any) -> Any:
-            if x.is_cuda:
-                host_waits(name)
-            return reads[name](x) if isinstance(x, FakeTensor) else real(x, *args)
-
-        return call
 
     fakes: dict[str, Any] = {
         "Event": Event,
@@ -127,19 +121,18 @@ def running(host_waits: Callable[[str], None], counted: int = 0) -> Iterator[Non
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 << 30),
         "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
     }
+    heard = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda name: host_waits(name.decode()))
     with ExitStack() as stack:
-        for name in reads:
-            owner = FakeTensor if name in FakeTensor.__dict__ else torch.Tensor
-            stack.enter_context(mock.patch.object(owner, name, read(name)))
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_"))  # its bytes stay
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 3)))
+        library, _ = _loaded()
+        library.tell_of_waits(heard)
+        stack.callback(library.tell_of_waits, None)
         yield
 
 
 _MOMENTS = ("reserved_bytes.all.current", "allocated_bytes.all.current")
 _STATS = (*_MOMENTS, "allocated_bytes.all.peak", "allocation.all.current")
-
-
-def _nested(shape: tuple[int, ...], value: float) -> Any:
-    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value

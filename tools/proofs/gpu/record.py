@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -84,6 +83,24 @@ class Group:
         return self.by.ask(self, [((self.name,), len(self.ranks), f"{what} {_text(*tensors[:1])}")])
 
 
+def seen_from(by: Recorder, own: Sequence[Group], other: Recorder, others: Sequence[Group]) -> Iterator[Item]:
+    """What a rank asks for that does as `by`, in groups of its own and from its own places in these."""
+    there = {a.name: (a, b) for a, b in zip(own, others, strict=True)}
+
+    def rank_of(comm: str, rank: Any) -> int:
+        a, b = there[comm]
+        return b.ranks[(a.ranks.index(rank) - a.ranks.index(by.rank) + b.ranks.index(other.rank)) % len(a.ranks)]
+
+    for item in by.items:
+        if isinstance(item, Ask):
+            comm, name = item.comm, there[item.comm][1].name
+            meetings = (
+                x._replace(key=(name, *(rank_of(comm, r) for r in x.key[1:-1]), x.key[-1])) for x in item.meetings
+            )
+            item = item._replace(comm=name, meetings=tuple(meetings))
+        yield item
+
+
 def _text(*tensors: Tensor) -> str:
     for x in tensors:
         assert x.device.type != "cpu", f"NCCL refuses a tensor on {x.device}"
@@ -106,16 +123,19 @@ def _batch(calls: Sequence[_Call]) -> list[Asked]:
 
 
 def _gather(out: Tensor, x: Tensor, group: Group, async_op: bool) -> Asked:
-    assert out.numel() == x.numel() * len(group.ranks)
+    """The others have what this rank has; so too below, and what is received as a message is zeros."""
+    out.view(len(group.ranks), *x.shape).copy_(x.clone())
     return group.all("all_gather", x, out)
 
 
 def _scatter(out: Tensor, x: Tensor, group: Group, async_op: bool) -> Asked:
-    assert x.numel() == out.numel() * len(group.ranks)
+    out.copy_(x.view(len(group.ranks), *out.shape)[0].clone())
     return group.all("reduce_scatter", x, out)
 
 
 def _reduce(x: Tensor, op: object, group: Group, async_op: bool) -> Asked:
+    if op is dist.ReduceOp.SUM:
+        x.mul_(len(group.ranks))
     return group.all(f"all_reduce {op}", x)
 
 
@@ -125,6 +145,8 @@ def _broadcast(x: Tensor, group: Group, group_src: int) -> None:
 
 def _exchange(out: Tensor, x: Tensor, *rows: object, group: Group, async_op: bool = False) -> Asked | None:
     # Ranks have as many rows as they route: what must be equal are the parts of two ranks, which a table gives to both.
+    if not rows:
+        out.copy_(x.clone())
     work = group.all("all_to_all", *([] if rows else [x, out]))
     if async_op:
         return work
@@ -152,12 +174,7 @@ class Recorded(Axis):
     answers: Sequence[Sequence[Any]] = ()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """As the package's: sizes, then texts, each read by the host."""
-        if self.size == 1:
-            return [value]
-        for kind in torch.int64, torch.uint8:
-            self.all_gather(torch.zeros(1, dtype=kind, device=self.device))
-            assert isinstance(self.group, Group)
-            self.group.by.host_waits("gather_json")
         mine = json.loads(json.dumps(value))
-        return next((list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size)
+        rows = next((list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size)
+        super().gather_json(max(rows, key=lambda row: len(json.dumps(row))))
+        return rows

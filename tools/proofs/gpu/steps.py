@@ -8,33 +8,31 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapipe.commands.plan.rehearse import planned, world_ranks
 from megapipe.commands.plan.rehearsed_rank import Answers, answers_of, run_on
 from megapipe.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.grid import Grids
-from megapipe.distributed.groups import num_links
+from megapipe.distributed.groups import links_of
 from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.flags.parse import parse
-from megapipe.pipeline_parallel import together
 from megapipe.plan import Plan, with_batch
 from megapipe.training.check import as_here
 from megapipe.training.pretrain import Training
 from megapipe.training.steps.stages import evaluate
+from megapipe.training.steps.step import weights_of
 from tools.proofs.gpu import fake_cuda
-from tools.proofs.gpu.record import Group, Recorded, Recorder, recording
+from tools.proofs.gpu.record import Group, Recorded, Recorder, recording, seen_from
 from tools.proofs.gpu.rules import Host, Item
 
 GPU = torch.device("cuda", 0)
 TINY = (
     "--bf16 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --train-iters 100 --lr 1e-3 --eval-iters 1 "
-    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--clip-grad 1e9 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
 )
 
 
@@ -43,45 +41,54 @@ def ready(flags: str, world: int) -> tuple[Config, Plan]:
     return planned(replace(as_here(parse(Config, (TINY + flags).split())), world_size=world))
 
 
-def records_of(flags: str, world: int) -> dict[int, list[Item]]:
-    """What every rank asks for from its start to the end of two steps and an evaluation."""
+def records_of(flags: str, world: int, whole: int) -> dict[int, list[Item]]:
+    """What every rank asks for from its start to the end of two steps and an evaluation.
+
+    Args:
+        whole: the largest world of which every rank runs. Of larger ones a rank of each place of the pipeline does, and
+            those that differ from it in other axes ask for the same, at their own places.
+    """
     config, plan = ready(flags, world)
     answers = answers_of(config, plan, world_ranks(config))
+    ran = dict[int, tuple[Recorder, list[Group]]]()
     records: dict[int, list[Item]] = {}
     for rank in range(world):
-        by = Recorder(rank)
-        with started(config, plan, by, answers) as training:
-            for _ in range(2):
-                training.driver.step(lambda: False)
-            if training.driver.open:
-                training.driver._end()
-            training.run.optimizer.gathers.settle()
-            stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
-            evaluate(stages, lambda consumed: _batch(config) * config.evaluation.num_microbatches, 0, 1)
-        records[rank] = by.items
+        by, groups = Recorder(rank), list[Group]()
+        place = mesh_of(config, plan, by, answers, groups).pp.rank
+        if world <= whole or place not in ran:
+            ran[place] = by, groups
+            _run(config, plan, by, answers)
+        records[rank] = by.items if by.items else [*seen_from(*ran[place], by, groups)]
     return records
 
 
+def _run(config: Config, plan: Plan, by: Recorder, answers: Answers) -> None:
+    with started(config, plan, by, answers) as training:
+        for _ in range(2):
+            training.driver.step(lambda: False)
+        if training.driver.open:
+            training.driver._end()
+        training.run.optimizer.gathers.settle()
+        stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
+        batches = _batch(config) * config.evaluation.num_microbatches
+        evaluate(stages, lambda consumed: batches, 0, 1, weights_of(training.run.optimizer))
+
+
 def host_waits(flags: str, world: int) -> Counter[str]:
-    """How often the first rank's host waits for its device in the second step, by what it calls."""
+    """How often a host waits for its device in the second step, by operation: the most of a pipeline's ranks."""
     config, plan = ready(flags, world)
-    with started(config, plan, by := Recorder(0), answers_of(config, plan, world_ranks(config))) as training:
-        training.driver.step(lambda: False)
-        before = len(by.items)
-        training.driver.step(lambda: False)
-    return Counter(item.why for item in by.items[before:] if isinstance(item, Host))
-
-
-def _rows_of_an_expert(config: Config) -> int:
-    """The choices of a rank's tokens, evenly."""
-    parallel, model, train = config.parallel, config.model, config.train
-    slices = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if model.sequence_parallel else 1)
-    tokens = train.sequence * (train.micro_batch_size or 1) // slices
-    return tokens * model.moe_router_topk // (model.num_experts or 1)
+    answers, counted = answers_of(config, plan, world_ranks(config)), list[Counter[str]]()
+    for rank in world_ranks(config):
+        with started(config, plan, by := Recorder(rank), answers) as training:
+            training.driver.step(lambda: False)
+            before = len(by.items)
+            training.driver.step(lambda: False)
+        counted.append(Counter(item.why for item in by.items[before:] if isinstance(item, Host)))
+    return max(counted, key=Counter.total)
 
 
 def _batch(config: Config) -> list[torch.Tensor]:
-    return [torch.empty(config.train.micro_batch_size or 1, config.train.sequence + 1, dtype=torch.int64)]
+    return [torch.zeros(config.train.micro_batch_size or 1, config.train.sequence + 1, dtype=torch.int64)]
 
 
 @contextlib.contextmanager
@@ -90,28 +97,34 @@ def started(config: Config, plan: Plan, by: Recorder, answers: Answers) -> Itera
     mesh = mesh_of(config, plan, by, answers).activate()
     with (
         recording(),
-        fake_cuda.running(by.host_waits, _rows_of_an_expert(config)),
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        mock.patch.object(together, "same_stream", return_value=lambda: mode),  # a mode is of one thread alone
+        fake_cuda.running(by.host_waits),
         open(os.devnull, "w", encoding="utf-8") as quiet,
         contextlib.redirect_stdout(quiet),
     ):
         training = run_on(mesh, config, plan)
         training.driver._batches_at = lambda consumed: _batch(config) * config.num_microbatches
         names = training.run.stages._add_up._names  # ranks with the loss tell the others
-        names |= {evaluate: ["lm loss"] for evaluate in (False, True)}
+        depths = [f"mtp_{n + 1} loss" for n in range(config.model.mtp_num_layers or 0)]
+        names |= {evaluate: ["lm loss", *depths] for evaluate in (False, True)}
         yield training
 
 
-def mesh_of(config: Config, plan: Plan, by: Recorder, answers: Answers) -> ProcessMesh:
-    """The mesh of a rank of which no other is there."""
+def mesh_of(
+    config: Config, plan: Plan, by: Recorder, answers: Answers, groups: list[Group] | None = None
+) -> ProcessMesh:
+    """The mesh of a rank of which no other is there. groups: gets those that were made for it."""
 
     def make_group(name: str, sets: Any) -> Any:
         ranks = next((ranks for ranks in sets if by.rank in ranks), None)
-        return None if ranks is None else Group(by, name, ranks)
+        if ranks is None:
+            return None
+        group = Group(by, name, ranks)
+        if groups is not None:
+            groups.append(group)
+        return group
 
-    grids, links = Grids.of(config.parallel, config.world_size), num_links(config.parallel.pipeline_model_parallel_size)
-    mesh = build_mesh(grids, by.rank, GPU, make_group, shares=plan.shares, one_way=links)
+    grids, links = Grids.of(config.parallel, config.world_size), links_of(config.parallel)
+    mesh = build_mesh(grids, by.rank, GPU, make_group, shares=plan.shares, num_links=links)
     made: dict[int, Axis] = {}
 
     def recorded(axis: Axis) -> Axis:

@@ -8,7 +8,7 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.schedule import Costs, simulate, unpaired
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import PATTERNS
-from tools.proofs.gpu.orders import EXPERTS, ZERO
+from tools.proofs.gpu.orders import COPIES, DEPTH, EXPERTS, PAIRS, SLICES, VALIDATION, ZERO
 from tools.proofs.gpu.passes import built, records_of
 from tools.proofs.gpu.rules import play
 from tools.proofs.gpu.steps import host_waits
@@ -16,18 +16,26 @@ from tools.proofs.gpu.steps import host_waits
 PP = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule "
 EP = "--expert-model-parallel-size 2 " + EXPERTS
 FIXED = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type none "
+SMALL, LARGE = "1f1b --global-batch-size 4 ", "zb-h1 --global-batch-size 8 "
 WAITS = {
-    "1F1B, 2 microbatches": "1f1b --global-batch-size 4 ",
-    "ZB-H1, 4 microbatches": "zb-h1 --global-batch-size 8 " + ZERO,
-    "experts here and there, 2 microbatches of 2 layers": "1f1b --global-batch-size 4 " + EP,
-    "experts of fixed capacity": "1f1b --global-batch-size 4 " + EP + FIXED,
+    "1F1B, 2 microbatches": SMALL,
+    "ZB-H1, 4 microbatches": LARGE + ZERO,
+    "a depth of multi-token prediction": SMALL + DEPTH,
+    "2 slices of each microbatch": LARGE + SLICES,
+    "activations copied to the host": LARGE + COPIES,
+    "a shared vocabulary": SMALL + "--vocab-parallel-pipeline ",
+    "experts that are all here": SMALL + "--num-experts 4 --moe-router-topk 2 ",
+    "experts here and there, 2 microbatches of 2 layers": SMALL + EP,
+    "the same in pairs, 4 microbatches": "dualpipe --global-batch-size 8 " + EP + PAIRS,
+    "experts of fixed capacity": SMALL + EP + FIXED,
+    "post-validation, and the time of the line that is logged": LARGE + VALIDATION + ZERO,
 }
 """Flags of runs of four ranks, by what they are."""
 
 
 def waits() -> None:
-    """How often the first rank's host waits in a step, as JSON."""
-    print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}))
+    """How often the host of a pipeline's busiest rank waits in a step, as JSON."""
+    print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True)
 
 
 MESSAGE = 0.05
