@@ -63,7 +63,7 @@ class Flags:
     target_pipeline_parallel_size: int = 1
     """Ranks of pipeline parallelism of --ckpt-format torch."""
     target_expert_parallel_size: int = 1
-    """Ranks of expert parallelism of --ckpt-format torch."""
+    """Ranks of expert parallelism of the run that loads it; of torch_dist counts only whether they are several."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """Whose layers read --ckpt-format torch there: with Transformer Engine's go grouped experts, with Megatron-LM's own
     experts one by one."""
@@ -109,7 +109,8 @@ def _convert(flags: Flags) -> None:
         if flags.ckpt_format == "torch":
             done = export_ranks(_found(flags), theirs, _sizes(flags), optimizer=keep, fused=fused, progress=_bar())
         else:
-            done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, progress=_bar())
+            ep = flags.target_expert_parallel_size
+            done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, ep=ep, progress=_bar())
     else:
         assert flags.to_huggingface
         theirs = Path(flags.to_huggingface)
@@ -192,10 +193,13 @@ def _problems(flags: Flags) -> Iterator[str]:
         f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
     )
     yield from folder_problems({"--save": flags.save, **outward})
-    if _sizes(flags) != Sizes() and not (flags.to_megatron and flags.ckpt_format == "torch"):
+    sizes, dist = _sizes(flags), flags.ckpt_format == "torch_dist"
+    if sizes != Sizes() and not flags.to_megatron:
+        yield "--target-...-parallel-size and --transformer-impl are for --to-megatron DIR. Leave them out."
+    elif dist and replace(sizes, ep=1) != Sizes():
         yield (
-            "--target-tensor-, --target-pipeline- and --target-expert-parallel-size and --transformer-impl are for "
-            "--to-megatron DIR --ckpt-format torch: any run loads torch_dist. Add it, or leave them out."
+            "--target-tensor- and --target-pipeline-parallel-size and --transformer-impl are for --ckpt-format torch: "
+            "a run of any sizes loads torch_dist. Add it, or leave them out."
         )
     if flags.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"

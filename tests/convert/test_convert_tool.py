@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import resume_problems
-from megapipe.commands import generate
+from megapipe.commands import convert, generate
 from megapipe.config import Config, ModelConfig
 from megapipe.convert import export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.families import FAMILIES, to_huggingface
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 
 
@@ -105,6 +106,26 @@ def test_the_tool_imports_and_exports_and_compares(tmp_path):
     assert refused(lambda: export_checkpoint(tmp_path / "ours" / "iter_0000000", tmp_path / "back")) == (
         f"{tmp_path}/back is not empty; give another folder",
     )
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (
+            "--to-megatron {0}/out --target-tensor-parallel-size 2",
+            "--target-tensor- and --target-pipeline-parallel-size and --transformer-impl are for --ckpt-format torch: "
+            "a run of any sizes loads torch_dist. Add it, or leave them out.",
+        ),
+        (
+            "--to-huggingface {0}/out --target-expert-parallel-size 2",
+            "--target-...-parallel-size and --transformer-impl are for --to-megatron DIR. Leave them out.",
+        ),
+    ],
+)
+def test_sizes_of_ranks_are_refused_where_they_do_not_count(tmp_path, flags, line):
+    with pytest.raises(ConfigError) as caught:
+        convert.main(["--load", str(tmp_path), *flags.format(tmp_path).split()])
+    assert caught.value.problems == (line,)
 
 
 LAUNCH = (

@@ -232,6 +232,24 @@ def test_torch_reads_what_goes_out_under_the_keys_that_megatron_asks_for(tmp_pat
     assert all(torch.equal(empty[key], x) for key, x in asked.items())
 
 
+def test_state_of_experts_on_several_ranks_is_of_an_optimizer_of_their_own(tmp_path):
+    """Megatron-LM refused the state of all as one: `Expected 2 entries in state dict, but got 6`."""
+    folder = written(tmp_path / "ours")
+    theirs = export_megatron(folder, tmp_path / "theirs", ep=2)
+    held = torch.load(theirs.folder / "common.pt", weights_only=False)["optimizer"]
+    assert {n: [group["is_expert_parallel"] for group in its["param_groups"]] for n, its in held.items()} == {
+        0: [False, False],
+        1: [True],
+    }
+    assert "that state is for a run with experts on several ranks; others need --target-expert-parallel-size 1" in (
+        theirs.notes
+    )
+    again = import_megatron(tmp_path / "theirs", tmp_path / "again")
+    got, want = read_all(again.folder), read_all(folder)
+    assert got.keys() == want.keys()
+    assert (again.steps, all(torch.equal(got[key], want[key]) for key in want)) == (4, True)
+
+
 def test_groups_that_count_otherwise_there_are_not_exported(tmp_path):
     groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score_topk": 1}
     folder = written(tmp_path / "ours", replace(CONFIG, model=replace(MODEL, **groups)))

@@ -34,7 +34,9 @@ from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import alike, is_experts
 from megapipe.convert.megatron.export import Export, opened
 from megapipe.convert.megatron.names import in_layer, stored_names
+from megapipe.convert.megatron.ranks import Sizes
 from megapipe.convert.tensors import Progress, counted, is_trained
+from megapipe.errors import CheckpointError
 
 _OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
 _KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp32_param", "param")}
@@ -105,6 +107,7 @@ def export_megatron(
     *,
     optimizer: bool = True,
     fused: bool | None = None,
+    ep: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """One of our checkpoints -> TARGET/iter_NNNNNNN, for Megatron-LM's --load TARGET --ckpt-format torch_dist.
@@ -113,9 +116,12 @@ def export_megatron(
         folder: iter_NNNNNNN.
         optimizer: with its state, if the checkpoint has it.
         fused: is that for Transformer Engine's or Apex's Adam? Default: with 16-bit weights.
+        ep: ranks of expert parallelism of the run that loads it: with several, experts have an optimizer of their own.
     Raises: CheckpointError for damage, or a model whose layers differ.
     """
     export = opened(folder, target, optimizer, fused)
+    if problems := list(Sizes(ep=ep).problems(export.config.model)):
+        raise CheckpointError(problems)
     config, model, saved, steps = export.config, export.config.model, export.saved, export.steps
     iteration = export.iteration
     with fresh_folder(target) as made:
@@ -127,7 +133,7 @@ def export_megatron(
             _add(writer, name, saved.read(name), model, steps is not None)
         for key in _extras(model):
             writer.add_object(key, None)
-        common = export.common(args_of(config)) | {"content_metadata": _FORM} | _state(export)
+        common = export.common(args_of(config)) | {"content_metadata": _FORM} | _state(export, apart=ep > 1)
         writer.add_object("common_state/shard_0_1", common)
         torch.save(common, out / "common.pt")  # up to core_v0.18
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -135,7 +141,12 @@ def export_megatron(
         (out / "metadata.json").write_text(json.dumps(backends | versions))
         writer.close()
         commit.write_durably(made / commit.POINTER, str(iteration))
-    return Converted(target / f"iter_{iteration:07d}", config, export.notes(), model.padded_vocab_size or 0)
+    notes = export.notes()
+    if model.has_experts and steps is not None:
+        other = "--target-expert-parallel-size 1" if ep > 1 else "--target-expert-parallel-size N"
+        several = "several ranks" if ep > 1 else "one rank"
+        notes = *notes, f"that state is for a run with experts on {several}; others need {other}"
+    return Converted(target / f"iter_{iteration:07d}", config, notes, model.padded_vocab_size or 0)
 
 
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
@@ -184,15 +195,22 @@ def _extras_of(model: ModelConfig, layer: int, where: str, part: tuple[int, int]
             yield f"{where}mlp.experts.experts.{module}._extra_state/shard_{at}"
 
 
-def _state(export: Export) -> dict[str, Any]:
-    """The state of optimizer and learning rate beside tensors, where it goes out."""
+def _state(export: Export, apart: bool) -> dict[str, Any]:
+    """The state of optimizer and learning rate beside tensors, where it goes out. apart: experts' is of their own."""
     if export.steps is None:
         return {}
     state = {} if export.fused else {"common_step": torch.tensor(float(export.steps))}
-    optimizer = {
-        "state": state,
-        "param_groups": export.groups(),
-        "optimizer": {"state": dict(state), "param_groups": export.groups()},
-        "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
-    }
+
+    def one(experts: bool) -> dict[str, Any]:
+        groups = [group | {"is_expert_parallel": experts} for group in export.groups()]
+        if experts and not export.config.model.bias:  # a group without parameters is not there
+            groups = groups[:1]
+        return {
+            "state": dict(state),
+            "param_groups": groups,
+            "optimizer": {"state": dict(state), "param_groups": groups},
+            "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
+        }
+
+    optimizer = {0: one(False), 1: one(True)} if apart else one(False)
     return {"optimizer": optimizer, "opt_param_scheduler": export.scheduler()}
