@@ -19,7 +19,7 @@ def parts_of(training: Training) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats(device)
         training.driver.whole()
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
-    shares = optimizer.reduction.sharded
+    shares, optimizer.live.peak = optimizer.reduction.sharded, 0  # of this step, not of the start, where all is whole
     held = _Parts(run.modules, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
         training.driver.whole()
