@@ -3,8 +3,9 @@
     python tools/bench/sequence/slices.py --tokens 32768
     python tools/bench/sequence/slices.py --tokens 4096 --layers 2 --slices 4 8
 
-Each row is trained in processes of its own: a step's time by the clock, and the most that a rank's process held above
-what it had before, as Linux counts it; beside it the plan's bytes of activation.
+Each row is trained in processes of its own, in turns with the others: a step's time by the clock, the processor's time
+of all ranks, and the most that a rank's process held above what it had before, as Linux counts it; beside it the plan's
+bytes of activation. Shortest of all rounds: time of the clock means little beside other programs.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ class Flags:
     """Attention heads."""
     steps: int = 1
     """Steps, of which the shortest counts."""
+    rounds: int = 1
+    """Times that all are run."""
 
 
 class Took(NamedTuple):
-    """A row: seconds of a step, MiB of the rank with most, and the loss."""
+    """A row: seconds of a step, those of the processor on all ranks, MiB of the rank with most, and the loss."""
 
     seconds: float
+    processor: float
     held: float
     loss: float
 
@@ -102,16 +106,18 @@ def train(config: Config, steps: int) -> Took:
     plan = make_plan(config)
     training = Training(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
     before = _resident()
-    took, loss = list[float](), 0.0
+    took, used, loss = list[float](), list[float](), 0.0
     for _ in range(steps):
         mesh.world.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         loss = training.driver.whole().losses["lm loss"]
         took.append(time.perf_counter() - began)
+        used.append(time.process_time() - cpu)
     most = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
     seconds, held, loss = mesh.world.all_reduce(torch.tensor([min(took), most, loss]), "max").tolist()
+    (processor,) = mesh.world.all_reduce(torch.tensor([min(used)])).tolist()
     mesh.close()
-    return Took(seconds, held, loss)
+    return Took(seconds, processor, held, loss)
 
 
 def _resident() -> int:
@@ -123,12 +129,19 @@ def _resident() -> int:
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     print(f"{flags.tokens} tokens, {flags.layers} layers of {flags.hidden}, {os.cpu_count()} cores")
-    print("| way | s a step | MiB held | plan's MiB | loss |\n|---|---:|---:|---:|---:|")
+    shortest: dict[str, Took] = {}
+    for turn in range(flags.rounds):
+        for name, more in ways(flags):
+            config = config_of(flags, more)
+            found = run_ranks(config.world_size, train, config, flags.steps, preload=("megapipe.training.pretrain",))[0]
+            last = shortest.get(name, found)
+            times = min(found.seconds, last.seconds), min(found.processor, last.processor)
+            shortest[name] = Took(*times, min(found.held, last.held), found.loss)
+            print(f"round {turn + 1}, {name}: {found}", file=sys.stderr, flush=True)
+    print("| way | s a step | processor s | MiB held | plan's MiB | loss |\n|---|---:|---:|---:|---:|---:|")
     for name, more in ways(flags):
-        config = config_of(flags, more)
-        found = run_ranks(config.world_size, train, config, flags.steps, preload=("megapipe.training.pretrain",))[0]
-        planned = max(make_plan(config).timeline.peak) / 2**20
-        print(f"| {name} | {found.seconds:.1f} | {found.held:.0f} | {planned:.0f} | {found.loss:.6f} |", flush=True)
+        row, planned = shortest[name], max(make_plan(config_of(flags, more)).timeline.peak) / 2**20
+        print(f"| {name} | {row.seconds:.1f} | {row.processor:.1f} | {row.held:.0f} | {planned:.0f} | {row.loss:.6f} |")
 
 
 if __name__ == "__main__":
