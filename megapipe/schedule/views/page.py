@@ -1,8 +1,8 @@
 """All schedules as one HTML page, which simulates and verifies in the reader's browser, without a server or network.
 
 The page has the orders of passes that the generators make for a grid of ranks and microbatches, and a port of the
-clock, of where costs put W, and of what `verify` finds in a pasted table. test_page.py holds the port to
-this library in a real browser.
+clock, of where costs put W, of the cut in slices, and of what `verify` finds in a pasted table. test_page.py
+holds the port to this library, in node and in a real browser.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
 MOST_RANKS, MOST_MICROBATCHES = 64, 256
 """Limits of one table: a page of them takes a browser's patience."""
-CHUNKS = (2, 3, 4)
+CHUNKS, SLICES = (2, 3, 4), (1, 2, 3, 4, 6, 8)
+"""Stages of a rank, where there is a choice; slices of a microbatch, made of the table for as many more of them."""
 
 _FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
     "zb-v": lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
@@ -76,6 +77,7 @@ def to_page(cases: list[Case], progress: Callable[[float, str], None] = lambda s
         "p": sorted({case.ranks for case in cases}),
         "m": sorted({case.microbatches for case in cases}),
         "v": CHUNKS,
+        "n": SLICES,
         "tables": b64encode(gzip.compress("\n".join(lines).encode(), mtime=0)).decode(),
     }
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The schedule page in a real browser, beside this library: its numbers, its words on pasted tables, its commands."""
+"""The schedule page in a browser, its script in node too, beside this library: numbers, words on tables, commands."""
 
 from __future__ import annotations
 
@@ -20,29 +20,40 @@ import pytest
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
-from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, from_csv, simulate, to_csv
-from megapipe.schedule.costs import SHARES
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, simulate, to_csv
+from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.transforms.cuts import Cutting
+from megapipe.schedule.transforms.slices import slices
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.page import Case, to_page
+from megapipe.schedule.views.sliced import told_slices
 
 ROOT = Path(__file__).resolve().parents[3]
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome to open the page in")
+NODE = shutil.which("node")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome to open the page in")
 
 STATE = "#p=4&m=8&costs=10,11,8,1.5&a=zb-v&b=interleaved:4&messages"
-PROBE = """
-<script>
+COUNTS = """
 const told = run => {
   try { return run(); } catch (error) { if (error instanceof Refusal) return error.message; throw error; }
 };
-const probe = ({cases, texts}) => ({
-  numbers: cases.map(([name, v, p, m, c]) => told(() => {
-    const t = build(name, p, m, v, c), {makespan, period, bubble, share, idle, peak, sent, parameters} = measure(t, c);
+const count = ({cases, texts}) => ({
+  numbers: cases.map(([name, v, p, m, c, n]) => told(() => {
+    const t = build(name, p, m, v, c, n);
+    const {makespan, period, bubble, share, idle, peak, sent, parameters} = measure(t, c);
     return {makespan, period, bubble, share, idle, peak, sent, parameters, exposed: exposed(t, c)};
   })),
   told: texts.map(text => told(() => { readCsv(text, "mine"); return null; })),
+});
+"""
+PROBE = """
+<script>
+COUNTS
+const probe = asked => ({
+  ...count(asked),
   csv: ["a", "b"].map(side => toCsv(shown[side].t)),
   page: ["a", "b"].map(side => document.getElementById(side).innerText),
   rows: [...document.querySelectorAll("#all tr")].map(row => [...row.cells].map(cell => cell.innerText)),
@@ -53,7 +64,8 @@ ready.then(() => JSON.stringify(probe(ASKED))).catch(error => error.stack)
 """
 
 
-def drawn_cases() -> list[tuple[Case, Costs]]:
+def drawn_cases() -> list[tuple[Case, Costs, int]]:
+    """Tables, costs and numbers of slices."""
     draw = random.Random(19)
     cases = {}
     while len(cases) < 250:
@@ -62,15 +74,32 @@ def drawn_cases() -> list[tuple[Case, Costs]]:
         p, m = draw.randint(2, 6), draw.randint(1, 14)
         f, b, w = (draw.choice([draw.randint(1, 12), draw.uniform(0.1, 12)]) for _ in "fbw")
         comm, overhead = draw.choice([0, 1, draw.uniform(0, 3)]), draw.choice([0, 0, draw.uniform(0, 1)])
-        links = dict.fromkeys(SHARES, draw.choice([0, draw.uniform(0, 1)]))
-        cases[Case(name, v, p, m)] = replace(Costs(f, b, w, comm=comm, overhead=overhead), **links)
+        n = draw.choice([1, 1, 2, 3]) if m <= 4 else 1
+        shares = dict.fromkeys(SHARES, draw.choice([0, draw.uniform(0, 1)])) if n == 1 else {}
+        shares |= dict.fromkeys(ATTENTION, draw.choice([0, draw.uniform(0, 1)])) if n > 1 else {}
+        cases[Case(name, v, p, m)] = replace(Costs(f, b, w, comm=comm, overhead=overhead), **shares), n
     return [
-        *cases.items(),
+        *((case, costs, n) for case, (costs, n) in cases.items()),
         *(
-            (Case(name, 4 if name == "interleaved" else SCHEDULES[name].chunks, 4, 8), Costs())
+            (Case(name, 4 if name == "interleaved" else SCHEDULES[name].chunks, 4, 8), Costs(), 1)
             for name in ("zb-v", "interleaved", "1f1b")
         ),
     ]
+
+
+def asked() -> dict[str, Any]:
+    names = ("f", "b", "w", "comm", "overhead")
+    cases = [
+        [*case, {x: getattr(costs, x) for x in names} | {"share": costs.link_f, "attention": costs.attention_f}, n]
+        for case, costs, n in drawn_cases()
+    ]
+    return {"cases": cases, "texts": spoilt_tables()}
+
+
+def page() -> str:
+    """The page with the tables that the cases are made of."""
+    needed = {case._replace(microbatches=case.microbatches * n): None for case, _, n in drawn_cases()}
+    return to_page([*needed])
 
 
 def spoilt_tables() -> list[str]:
@@ -81,6 +110,7 @@ def spoilt_tables() -> list[str]:
         for size in (("1f1b", 2, 3), ("zb-h1", 3, 4), ("zb-v", 2, 4), ("dualpipe", 4, 8))
         for torch in (False, True)
     ]
+    wholes += [to_csv(slices(partial(build, name, 2), 2, (1, 1))) for name in ("1f1b", "zb-h1")]
     texts = [
         *wholes,
         "",
@@ -91,6 +121,9 @@ def spoilt_tables() -> list[str]:
         "0F0,2BW0",
         "0F999999,0B999999",
         "0F0,(;0B0)OVERLAP_F_B,(0B0;0F0)OVERLAP_F_B",
+        "0F0.0,0F0.1,0BW0.0,0BW0.1",
+        "0F0.0,0F0,0BW0.1,0BW0.0",
+        "0F9.9,0B9.9",
     ]
     for _ in range(160):
         rows = [line.split(",") for line in draw.choice(wholes).splitlines()]
@@ -118,18 +151,26 @@ def spoilt_tables() -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the page's script computes, in node: all of it but the view needs no browser."""
+    if NODE is None:
+        pytest.skip("no node to run the page's script in")
+    script = re.search(r"<script>(.*?)// ---- The view ----", page(), re.DOTALL)[1]
+    path = tmp_path_factory.mktemp("script") / "page.js"
+    run = "unpackTables().then(tables => { TABLES = tables; console.log(JSON.stringify(count(ASKED))); });"
+    told = run.replace("ASKED", json.dumps(asked()))
+    path.write_text(f"let TABLES;{script}{COUNTS}{told}", encoding="utf-8")
+    done = subprocess.run([NODE, path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page has and computes, in one start of the browser."""
     folder = tmp_path_factory.mktemp("page")
-    asked = {
-        "cases": [
-            [*case[:4], {x: getattr(costs, x) for x in ("f", "b", "w", "comm", "overhead")} | {"share": costs.link_f}]
-            for case, costs in drawn_cases()
-        ],
-        "texts": spoilt_tables(),
-    }
-    page = to_page([case for case, _ in drawn_cases()]).replace("</html>", PROBE.replace("ASKED", json.dumps(asked)))
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    probe = PROBE.replace("COUNTS", COUNTS).replace("ASKED", json.dumps(asked()))
+    (folder / "index.html").write_text(page().replace("</html>", probe), encoding="utf-8")
     quiet = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --window-size=1600,1000"
@@ -161,31 +202,43 @@ def or_refusal(make: Callable[[], Any]) -> Any:
         return str(error)
 
 
-def test_the_page_counts_as_the_library_does(seen):
+@pytest.fixture(params=["node", pytest.param("browser", marks=needs_browser)])
+def port(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.getfixturevalue("counted" if request.param == "node" else "seen")
+
+
+def made(name: str, v: int, p: int, m: int, costs: Costs, n: int) -> Schedule:
+    if n == 1:
+        return build(name, p, m, chunks=v, costs=costs)
+    return told_slices(name, p, m, costs, cutting=Cutting(n), chunks=v)[0]
+
+
+def test_the_page_counts_as_the_library_does(port):
     compared = 0
-    for ((name, v, p, m), costs), numbers in zip(drawn_cases(), seen["numbers"], strict=True):
-        schedule = or_refusal(partial(build, name, p, m, chunks=v, costs=costs))
+    for (case, costs, n), numbers in zip(drawn_cases(), port["numbers"], strict=True):
+        (name, v, p, m), schedule = case, or_refusal(partial(made, *case, costs, n))
         if isinstance(schedule, str):
             assert numbers == schedule
             continue
         time = simulate(schedule, costs)
         for key in ("makespan", "period", "bubble", "idle", "peak", "sent", "parameters"):
-            assert numbers[key] == pytest.approx(getattr(time, key), rel=1e-9, abs=1e-9), (name, v, p, m, costs, key)
+            assert numbers[key] == pytest.approx(getattr(time, key), rel=1e-9, abs=1e-9), (name, v, p, m, n, costs, key)
         assert numbers["exposed"] == pytest.approx(communication(schedule, costs).share)
         assert numbers["share"] == pytest.approx(measure(schedule, costs).bubble_share)
         compared += 1
     assert compared >= 200
 
 
-def test_the_page_says_of_a_pasted_table_what_the_library_says(seen):
+def test_the_page_says_of_a_pasted_table_what_the_library_says(port):
     right = 0
-    for text, told in zip(spoilt_tables(), seen["told"], strict=True):
+    for text, told in zip(spoilt_tables(), port["told"], strict=True):
         read = or_refusal(partial(from_csv, text, "mine"))
         assert told == (read if isinstance(read, str) else None), text
         right += told is None
-    assert right < len(seen["told"]) / 3
+    assert right < len(port["told"]) / 3
 
 
+@needs_browser
 def test_what_the_page_shows_is_what_show_prints(seen):
     for text in seen["page"]:
         show = re.search(r"megapipe schedules (show .*)", text)[1]
@@ -199,6 +252,7 @@ def test_what_the_page_shows_is_what_show_prints(seen):
             assert re.findall(rf"{shown} ([\d.]+)", text) == re.search(line, said)[1].split()
 
 
+@needs_browser
 def test_the_flags_of_the_page_ask_for_what_it_shows(seen):
     zb_v, interleaved = (
         parse(Config, re.search(r"pretrain --nproc \d+ (.*)", text.replace("\\\n", ""))[1].split())
@@ -215,10 +269,12 @@ def test_the_flags_of_the_page_ask_for_what_it_shows(seen):
     assert interleaved.train.global_batch_size // interleaved.train.micro_batch_size == 8
 
 
+@needs_browser
 def test_the_csv_of_the_page_is_the_schedule(seen):
     assert from_csv(seen["csv"][1]).ranks == build("interleaved", 4, 8, chunks=4).ranks
 
 
+@needs_browser
 def test_all_schedules_stand_in_the_pages_table(seen):
     assert {row[0].split()[0] for row in seen["rows"][1:]} == set(SCHEDULES)
 
