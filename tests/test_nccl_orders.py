@@ -15,7 +15,9 @@ from megapipe.flags.parse import parse
 from megapipe.schedule import Costs, build, simulate, unpaired
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.training.report.lines import held_up_messages
+from tools.proofs.gpu.pairs import figures
 from tools.proofs.gpu.passes import records_of
+from tools.proofs.gpu.roofline import PEAK
 from tools.proofs.gpu.rules import RULES, Ask, Host, Item, Meeting, Wait, Work, play
 
 ONE_BY_ONE = ["device", "launch"]
@@ -115,6 +117,16 @@ def test_messages_in_batches_hold_up_the_next_exchange_of_a_v():
         )
         slower[name] = batched / plain
     assert slower["1f1b"] < 1.01 < 1.05 < slower["1f1b-v"]
+
+
+@pytest.mark.parametrize(("leaves", "alone", "together"), [(0.5, 2 / 11, 0.0), (9.0, 36 / 45, 1 - 9 / 36)])
+def test_pairs_hide_the_shorter_of_messages_and_arithmetic(leaves, alone, together):
+    """A layer of 3 + 6 seconds of arithmetic with four all-to-alls: alone all are exposed, in pairs what is over."""
+    found = figures(3.0, 6.0, 9.0 * PEAK, leaves)
+    assert found["exposed alone"] == pytest.approx(alone)
+    assert together - 1e-9 <= found["exposed in pairs"] <= together + 0.05
+    assert found["MFU alone"] == pytest.approx(9 / (9 + 4 * leaves))
+    assert found["step's MFU alone"] < found["step's MFU in pairs"] < found["MFU in pairs"]
 
 
 @pytest.mark.parametrize("flag", ["", "--no-overlap-p2p-communication", "--use-ring-exchange-p2p"])

@@ -3,6 +3,7 @@
 roofline (or nothing): the time of a step on an H100 by its kernels, see roofline.py.
 orders: does any order of messages hang over NCCL, see orders.py.
 waits: how often the host waits for its device in a step.
+pairs: what pairs of passes hide of experts' all-to-alls, see pairs.py.
 modes: how long steps take by the three ways to post messages.
 """
 
@@ -15,16 +16,18 @@ from tools.proofs.gpu import fake_cuda
 
 def main() -> None:
     fake_cuda.load()
-    from tools.proofs.gpu import orders, roofline, tables  # they import torch, which asks for its devices then
+    from tools.proofs.gpu import orders, pairs, roofline, tables  # they import torch, which asks for its devices then
 
     asked = sys.argv[1:]
     if "waits" in asked:
         tables.waits()
     if "modes" in asked:
         tables.modes()
+    if "pairs" in asked:
+        pairs.main()
     if "orders" in asked:
         sys.exit(orders.main(asked))
-    if not {"waits", "modes"} & set(asked):
+    if not {"waits", "modes", "pairs"} & set(asked):
         roofline.main("--json" in asked)
 
 

@@ -52,7 +52,7 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
 
     torch.cuda._initialized = True  # torch asks whether it was built for such devices
     kernels = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    kernels.impl("addmm.dtype_out", product, "CUDA")
+    kernels.impl("addmm.dtype_out", product, "CUDA")  # type: ignore[no-untyped-call]
     return library, kernels
 
 
