@@ -94,7 +94,14 @@ class ParallelConfig:
     memory_limit_gib: Annotated[float | None, ABOVE_0] = None
     """Most memory that a rank may be predicted to need, for parameters, optimizer and activations. Of the
     activations of a run that does not fit, what has to is copied to the host (O, L) or computed again (R)."""
-    use_distributed_optimizer: Annotated[bool, REPLICAS] = False
+    use_distributed_optimizer: Annotated[
+        bool,
+        REPLICAS,
+        Idle(
+            lambda c: c.parallel.use_megatron_fsdp or c.parallel.use_torch_fsdp2,
+            "--data-parallel-sharding-strategy says what is split, with --use-megatron-fsdp or --use-torch-fsdp2",
+        ),
+    ] = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
     use_megatron_fsdp: Annotated[bool, REPLICAS] = False
     """Split more of a stage over data parallel, as --data-parallel-sharding-strategy says."""
@@ -113,7 +120,15 @@ class ParallelConfig:
     all of a stage, behind it."""
     ddp_num_buckets: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
     """The same as a number of buckets per stage."""
-    overlap_param_gather: Annotated[bool, REPLICAS] = False
+    overlap_param_gather: Annotated[
+        bool,
+        REPLICAS,
+        Idle(
+            lambda c: c.parallel.shards_weights,
+            "weights are gathered beside passes anyway, each run of which has its own, with "
+            "--data-parallel-sharding-strategy optim_grads_params",
+        ),
+    ] = False
     """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
     enable_optimizer_post_validation: bool = False
     """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier."""

@@ -126,7 +126,7 @@ class ShardedBuffers(FlatBuffers):
     def begin_grads(self) -> None:
         """Before the first backward of a run."""
         self.end_reduce()
-        if not self._grads.there:
+        if not self._grads.there and self.grads.numel():
             self._grads.come()
             self.grads.zero_()
 
@@ -170,11 +170,9 @@ class ShardedBuffers(FlatBuffers):
     def start_gather(self) -> Callable[[], None]:
         if self._weights is None:
             return super().start_gather()
-        if self._weights.there:
+        if self._weights.there or not self.model.numel():
             return lambda: None
         self._weights.come()
-        if not self.model.numel():
-            return lambda: None
         pending = self.shares.start_all_gather(self.shard, into=self.model)
 
         def finish() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.errors import ConfigError
 from megapipe.schedule import Kind
 
 
@@ -56,8 +57,13 @@ class Weights:
 
 
 def weights_of(stage: Any) -> Weights:
-    """The work on a stage of a table that has passes of it as a whole."""
-    weights: Weights = stage.weights
+    """The work on a stage of a table that has passes of its weights. Raises: ConfigError if nobody does it."""
+    weights: Weights | None = stage.weights
+    if weights is None:
+        raise ConfigError(
+            "the schedule has passes of a stage's weights (G, U, A, V, AF, AB, RS), which megapipe's own training loop "
+            "runs. Leave them out of the table."
+        )
     return weights
 
 
@@ -81,12 +87,12 @@ PASSES: Mapping[Kind, Begin] = {
     Kind.C: lambda stage, microbatch, given: stage.combine(microbatch, given),
     Kind.T: lambda stage, microbatch, given: stage.share.head_gradient(microbatch, *given),
     Kind.EW: lambda stage, microbatch, given: stage.share.rows_gradient(microbatch, *given),
-    Kind.G: lambda stage, _, __: Begun(stage.weights.reduce()),
+    Kind.G: lambda stage, _, __: Begun(weights_of(stage).reduce()),
     Kind.U: lambda stage, _, __: stage.weights.update(),
-    Kind.A: lambda stage, _, __: Begun(stage.weights.gather()),
-    Kind.AF: lambda stage, _, __: Begun(stage.weights.gather()),
-    Kind.AB: lambda stage, _, __: Begun(stage.weights.gather()),
-    Kind.RS: lambda stage, _, __: Begun(stage.weights.reduce()),
+    Kind.A: lambda stage, _, __: Begun(weights_of(stage).gather()),
+    Kind.AF: lambda stage, _, __: Begun(weights_of(stage).gather()),
+    Kind.AB: lambda stage, _, __: Begun(weights_of(stage).gather()),
+    Kind.RS: lambda stage, _, __: Begun(weights_of(stage).reduce()),
     Kind.O: lambda stage, microbatch, _: Begun(stage.moves.offload(microbatch)),
     Kind.L: lambda stage, microbatch, _: Begun(stage.moves.load(microbatch)),
     Kind.R: lambda stage, microbatch, _: stage.again(microbatch),

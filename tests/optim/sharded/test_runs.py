@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from tiny import STYLES
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ScheduleError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
+from megapipe.pipeline_parallel.passes.begin import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule import Costs, Kind, build, simulate
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.stages import with_overlap
@@ -110,3 +112,9 @@ def test_a_table_for_shares_needs_their_flag():
     assert with_overlap(table, asked) == table
     with pytest.raises(ScheduleError, match=r"1f1b has AF, RS, .*--data-parallel-sharding-strategy optim_grads_params"):
         with_overlap(table, base)
+
+
+@pytest.mark.parametrize("kind", [Kind.AF, Kind.AB, Kind.RS, Kind.A, Kind.G])
+def test_a_loop_without_megapipes_optimizer_refuses_such_passes(kind):
+    with pytest.raises(ConfigError, match=r"has passes of a stage's weights .* Leave them out of the table"):
+        PASSES[kind](SimpleNamespace(weights=None), 0, [])
