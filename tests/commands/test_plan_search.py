@@ -60,6 +60,19 @@ def every_step(config, gpus, memory, device):
                         yield known.step
 
 
+def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the_end():
+    flags = [*MODEL.split(), "--num-layers", "8", "--global-batch-size", "8"]
+    found = search(parse(Config, flags), 2, 0.02 * GIB, replace(SLOW, inside=1e10), 1000)
+    first = min(found.best.values(), key=lambda x: x.step)
+    said = " ".join(flags_of(first.config))
+    assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
+    assert "2 data, sharded, x 1 pipeline" in report(found, 0.02 * GIB)
+    check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
+    assert first.parts["gradient sums"] < min(
+        x.parts["gradient sums"] for x in found.best.values() if x.config.data_parallel_size > 1 and not x.plan.sharding
+    )
+
+
 @pytest.mark.parametrize(
     "gpus, batch, memory, device",
     [(2, 32, 1.0, SLOW), (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))],

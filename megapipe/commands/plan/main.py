@@ -208,12 +208,13 @@ def report(found: Search, memory: float) -> str:
         tp, cp, pp, micro, ep, etp = x.layout
         experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
         tokens = x.config.global_batch_size * x.config.train.sequence / x.step
+        shares = ", sharded," * bool(x.plan.sharding)
         worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
         more = (x.parts[worst] - first.parts[worst]) / first.step
         lines += [
             f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
-            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data x {pp} pipeline x {cp} context "
-            f"x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
+            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data{shares} x {pp} pipeline "
+            f"x {cp} context x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
             f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
             f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
             f"      {' '.join(flags_of(x.config))}",

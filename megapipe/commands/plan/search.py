@@ -14,27 +14,38 @@ from functools import lru_cache
 from itertools import product
 from math import inf
 from operator import add, itemgetter
-from typing import Any, Literal
+from typing import Any
 
-from megapipe.checks.run import flag_problems, vocabulary_problems
+from megapipe.commands.plan import cells
+from megapipe.commands.plan.cells import (
+    RECOMPUTE,
+    Layout,
+    cell_of,
+    divisors,
+    expert_grids,
+    is_refused,
+    layout_of,
+    schedules_of,
+    short,
+)
 from megapipe.commands.plan.links import Device, sums, with_messages
-from megapipe.config import Config, ParallelConfig
+from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.simulate import memory_steps, run_clock
+from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
 BEST = 10
-_CHUNKS = (2, 4)
-Recompute = Literal["full", "selective"] | None
-RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
 SEARCHED = 512
 """Microbatches times ranks of a table that is searched at most."""
 MICRO = 16
 """Sequences of a micro batch at most."""
+SUMS = "gradient sums"
+AHEAD = Living(2, 1, ahead=True)
+"""How long weights live in a search: the stage at work and the next one's; a run chooses by its own table."""
 SLOWER = "slower than another of the same layout or ten others"
-Layout = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,11 @@ class Timed:
     @property
     def layout(self) -> Layout:
         return layout_of(self.config)
+
+    @property
+    def passes(self) -> float:
+        """The step without what shows of gradients and weights on their way over data parallel."""
+        return self.step - self.parts[SUMS]
 
 
 @dataclass
@@ -104,9 +120,14 @@ def search(
     for x in best:
         found.take(under(x.plan, x.config, x.config, device), memory)
     for x in best[:3]:
-        if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches:
+        if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches and not x.plan.sharding:
             one = _searched(x.config, memory)
             found.take(timed(plan_of(one, pieces_of(one, one.model)), one, device), memory)
+    # Weights live as long as a run's memory allows: it must know how much there is.
+    for layout, x in found.best.items():
+        if x.plan.sharding:
+            parallel = replace(x.config.parallel, memory_limit_gib=memory / GIB)
+            found.best[layout] = replace(x, config=replace(x.config, parallel=parallel))
     return found
 
 
@@ -115,23 +136,24 @@ def _candidates(
 ) -> Iterator[tuple[float, Config, Plan]]:
     """(least step, configuration, plan of its layout) of all that the model allows and the state of which fits."""
     batch = config.global_batch_size
-    for pp, cp, tp in product(_divisors(gpus), repeat=3):
+    for pp, cp, tp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         if tp > device.node or gpus % (tp * cp * pp) or pp > config.model.layers or batch % dp:
             continue
-        for micro in (n for n in _divisors(batch // dp) if n <= MICRO):
-            if _refused(_cell(config, gpus, (tp, cp, pp, micro, 1, tp), None, vocab), vocab):
+        for micro in (n for n in divisors(batch // dp) if n <= MICRO):
+            if is_refused(cell_of(config, gpus, (tp, cp, pp, micro, 1, tp), None, vocab), vocab):
                 continue
-            for recompute, (ep, etp) in product(RECOMPUTE, _expert_grids(config, tp, gpus // pp)):
-                cell = _cell(config, gpus, (tp, cp, pp, micro, ep, etp), recompute, vocab)
-                plan = plan_of(_short(cell, 1), pieces_of(cell, cell.model))
+            shares = (False, True) if gpus > tp * pp else (False,)
+            for recompute, (ep, etp), shards in product(RECOMPUTE, expert_grids(config, tp, gpus // pp), shares):
+                cell = cell_of(config, gpus, (tp, cp, pp, micro, ep, etp), recompute, vocab, shards=shards)
+                plan = plan_of(short(cell, 1), pieces_of(cell, cell.model))
                 if sum(plan.state_bytes) > memory * pp:
-                    found.lost["out of memory"] += len(_schedules(cell))
+                    found.lost["out of memory"] += len(schedules_of(cell))
                     continue
                 costs = with_messages(in_seconds(plan, cell, device), plan, cell, device)
                 work = work_of(costs) / pp + 2 * device.overhead  # of F and BW at least
                 least = work * cell.num_microbatches + sums(plan, cell, device)
-                yield from ((least + _fill(one, costs), one, plan) for one in _schedules(cell))
+                yield from ((least + _fill(one, costs), one, plan) for one in schedules_of(cell))
 
 
 def _fill(config: Config, costs: Costs) -> float:
@@ -147,55 +169,6 @@ def _fill(config: Config, costs: Costs) -> float:
     return before / pp * (forth if entry.split else forth + back + weights)
 
 
-def _cell(config: Config, gpus: int, layout: Layout, recompute: Recompute, vocab: int) -> Config:
-    tp, cp, pp, micro, ep, etp = layout
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=None if etp == tp else etp,
-        context_parallel_size=cp,
-        pipeline_model_parallel_size=pp,
-        pipeline_schedule=PLAIN,
-        use_distributed_optimizer=gpus > tp * pp,  # less memory and less to send: never worse
-    )
-    rows = config.model.padded_vocab(vocab)
-    model = replace(
-        config.model,
-        recompute_granularity=recompute,
-        recompute_activations=False,
-        sequence_parallel=tp > 1,
-        padded_vocab_size=rows,
-        moe_token_dispatcher_type="alltoall" if config.model.moe_router_topk < ep else "allgather",  # what sends less
-    )
-    train = replace(config.train, micro_batch_size=micro)
-    return replace(config, parallel=parallel, model=model, train=train, world_size=gpus)
-
-
-def _expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
-    """Sizes of expert and expert tensor parallelism over so many ranks of a stage: split as an MLP, or whole."""
-    if not config.model.has_experts:
-        return [(1, tp)]
-    whole = [(ep, 1) for ep in _divisors(config.model.experts) if ranks % ep == 0]
-    return list(dict.fromkeys([(1, tp), *whole]))
-
-
-def _refused(cell: Config, vocab: int) -> bool:
-    return any(vocabulary_problems(cell, vocab)) or bool(flag_problems(_short(cell, 1)))
-
-
-def _schedules(cell: Config) -> list[Config]:
-    if cell.parallel.pipeline_model_parallel_size == 1:
-        return [cell]
-    names = [(name, e.chunks) for name, e in SCHEDULES.items() if not (e.searched or e.dominated)]
-    pairs = [(name, None if chunks else n) for name, chunks in names for n in ((1,) if chunks else _CHUNKS)]
-    return [_under(cell, name, chunks) for name, chunks in pairs]
-
-
-def _under(cell: Config, name: str, chunks: int | None) -> Config:
-    par = replace(cell.parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks)
-    return replace(cell, parallel=par)
-
-
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
     """A table of the catalogue, which needs no proof here."""
@@ -205,19 +178,8 @@ def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sched
 def _searched(config: Config, memory: float) -> Config:
     """The layout under a table that is searched, as a run with these flags searches it."""
     name = next(name for name, entry in SCHEDULES.items() if entry.searched)
-    cell = _under(config, name, None)
+    cell = cells.under(config, name, None)
     return replace(cell, parallel=replace(cell.parallel, memory_limit_gib=memory / GIB))
-
-
-def _short(config: Config, turns: int) -> Config:
-    """A configuration with a batch of 2 `turns` p microbatches or a little more, if schedules need it as its own."""
-    share, twice = (
-        config.train.micro_batch * config.data_parallel_size,
-        2 * config.parallel.pipeline_model_parallel_size,
-    )
-    count = config.num_microbatches
-    fewer = count if count <= twice * turns else twice * turns + count % twice
-    return config.with_batch(fewer * share)
 
 
 def screen(found: Search, plan: Plan, config: Config, device: Device, memory: float, bound: float) -> None:
@@ -225,17 +187,21 @@ def screen(found: Search, plan: Plan, config: Config, device: Device, memory: fl
 
     bound: the least step of the layout. Raises: ConfigError, ScheduleError if there is no such plan.
     """
-    m, near, far = config.num_microbatches, _short(config, 1), _short(config, 2)
+    m, near, far = config.num_microbatches, short(config, 1), short(config, 2)
     one = under(plan, config, near, device)
     left = m - near.num_microbatches
     if one.peak > memory or left == 0:
         return found.take(one, memory)
-    if one.step + bound * left / m > found.limit(one.layout):
+    if one.passes + bound * left / m > found.limit(one.layout):
         found.lost[SLOWER] += 1
         return None
     other, turns = under(plan, config, far, device), left / (far.num_microbatches - near.num_microbatches)
-    parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
-    return found.take(replace(one, step=one.step + turns * (other.step - one.step), parts=parts), memory)
+    parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items() if name != SUMS}
+    parts[SUMS] = other.parts[SUMS]  # what shows of gathers is no more under a longer batch
+    step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
+    # A chunk's microbatches are all held where it has its weights for all of them.
+    peak = one.peak + turns * (other.peak - one.peak) if plan.sharding else one.peak
+    return found.take(replace(one, step=step, peak=peak, parts=parts), memory)
 
 
 def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
@@ -252,19 +218,22 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
     schedule, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
     clock = run_clock(schedule, costs)
+    ranks, makespan, shows = len(schedule.ranks), max(ends[-1] for ends in clock.end), sums(plan, config, device)
+    if plan.sharding:
+        table = with_sharded_weights(schedule, costs, AHEAD)
+        clock, schedule = run_clock(table, costs), table
+        shows += max(map(max, clock.end)) - makespan
     held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
-    ranks, makespan = len(schedule.ranks), max(ends[-1] for ends in clock.end)
     share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
-    passes = sum(map(len, schedule.ranks)) / ranks * costs.overhead
+    passes = sum(map(len, plan.schedule.ranks)) / ranks * costs.overhead
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
         "tp and cp messages": share * (work_of(costs) - work_of(alone)),
         "small passes": passes,
         "bubble": makespan - share * work_of(costs) - passes,
-        "gradient sums": sums(plan, config, device),
+        SUMS: shows,
     }
-    step = makespan + parts["gradient sums"]
-    return Timed(config, plan, schedule.name, step, max(map(add, held, plan.state_bytes)), parts)
+    return Timed(config, plan, schedule.name, makespan + shows, max(map(add, held, plan.state_bytes)), parts)
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
@@ -287,14 +256,3 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 def work_of(costs: Costs) -> float:
     """The work of a microbatch through the whole model."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
-
-
-def layout_of(config: Config) -> Layout:
-    """tp, cp, pp, micro batch, ep and etp."""
-    par = config.parallel
-    sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.pipeline_model_parallel_size
-    return (*sizes, config.train.micro_batch, par.expert_model_parallel_size, par.etp)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -27,6 +27,7 @@ class Sharding(NamedTuple):
         weights: they too, not gradients alone.
         replicas: ranks that have the same dense weights; same: the same experts.
         element, gradient: bytes of a weight, and of its gradient.
+        tp: ranks that share FLOPs and not what is gathered.
     """
 
     weights: bool
@@ -34,6 +35,7 @@ class Sharding(NamedTuple):
     same: int
     element: int
     gradient: int
+    tp: int = 1
 
     @classmethod
     def asked(cls, config: Config, gradient: int) -> Self | None:
@@ -43,7 +45,8 @@ class Sharding(NamedTuple):
             return None
         ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
         same = max(config.world_size // ranks, 1)
-        return cls(par.shards_weights, config.weight_replicas, same, 2 if config.train.half else 4, gradient)
+        element = 2 if config.train.half else 4
+        return cls(par.shards_weights, config.weight_replicas, same, element, gradient, par.tensor_model_parallel_size)
 
     def kept(self, *, experts: bool = False) -> tuple[float, float]:
         """Bytes of a weight and of its gradient that a rank has between steps."""
@@ -64,7 +67,7 @@ class Sharding(NamedTuple):
         sent = [sum(both) for both in zip(*([x / n * (n - 1) for x in own] for own, n in shared), strict=True)]
         whole = [sum(both) for both in zip(dense, experts, strict=True)]
         gathered = [[x + own[0] * (0 < lends == i) for i, x in enumerate(own)] for own in (sent, whole)]
-        unit = FLOPS_PER_BYTE * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
+        unit = FLOPS_PER_BYTE * self.tp * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
         if not (costs.a or costs.g):
             a = tuple(unit * self.element * x for x in gathered[0])
             costs = replace(costs, a=a, g=tuple(unit * self.gradient * x for x in sent))
