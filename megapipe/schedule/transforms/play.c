@@ -92,7 +92,7 @@ static int choose(Play *p, Row *row, int rank, double now, Item *a, Item *b) {
     const Table *t = p->t;
     const Manner *m = p->m;
     double late = now * (1 + SMALL) + SMALL * t->forward, wait = m->wait * t->forward;
-    int f, back, other, micro = t->microbatches, alone = t->split ? B : BW;
+    int f, back, other, micro = t->microbatches, kind;
     double f_comes = first(p, row, F, late, -1, &f), b_comes = first(p, row, B, late, -1, &back);
     int full = f >= 0 && t->held[f / micro] > row->room, owes = row->owed_stop > row->owed_at;
     if (full) f = -1, f_comes = INFINITY;
@@ -110,8 +110,11 @@ static int choose(Play *p, Row *row, int rank, double now, Item *a, Item *b) {
     }
     Item oldest = {W, owes ? row->owed[row->owed_at] : -1};
     if (back >= 0 && b_comes <= late) {
-        *a = (Item){alone, back}, *b = oldest;
-        if (m->backwards && first(p, row, B, late, back, &other) <= late && other >= 0) *b = (Item){alone, other};
+        double owed = t->owes[back / micro] - t->held[back / micro]; /* what it takes if its W waits */
+        int both = m->backwards && first(p, row, B, late, back, &other) <= late && other >= 0;
+        if (both) owed += t->owes[other / micro] - t->held[other / micro];
+        kind = t->split && owed <= row->room ? B : BW;
+        *a = (Item){kind, back}, *b = both ? (Item){kind, other} : oldest;
         return 1;
     }
     if (f >= 0 && f_comes <= late) {

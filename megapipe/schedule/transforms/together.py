@@ -132,12 +132,20 @@ class Play:
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
-        alone = b if self.split else b._replace(kind=Kind.BW)
         if self.manner.backwards:
             comes, other = self._first(row.backwards, late, b)
             if other is not None and comes <= late:
-                return alone, other._replace(kind=alone.kind)
+                kind = self._kind(row, self._owed(b) + self._owed(other))
+                return b._replace(kind=kind), other._replace(kind=kind)
+        alone = b._replace(kind=self._kind(row, self._owed(b)))
         return (alone, row.owed[0]) if row.owed else (alone,)
+
+    def _owed(self, b: Pass) -> float:
+        """The memory that a backward takes if its W waits: above 0 where it computes activations again."""
+        return self.owes[b.stage] - self.held[b.stage]
+
+    def _kind(self, row: _Row, owed: float) -> Kind:
+        return Kind.B if self.split and owed <= row.room else Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
         if f.microbatch >= self.manner.forwards:
