@@ -94,6 +94,15 @@ def test_experts_without_a_token_on_a_rank_alone_get_no_rows():
     assert alone.start_all_to_all(nothing[:0], [[0, 5], [0, 0]]).wait().shape == (5, 2), "and theirs come back"
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_as_many_rows_come_to_the_experts_of_a_rank_alone_as_leave_it(rank):
+    """All other ranks had what it has, so that 4 times the rows came that its own tokens sent to its own experts."""
+    counts = torch.tensor([[7, 0, 1, 0, 0, 2, 3, 3]])
+    arriving = Alone(rank, 4).all_gather(counts)[:, 2 * rank : 2 * rank + 2]
+    assert arriving.sum() == counts.sum()
+    assert torch.equal(arriving[rank], counts[0, 2 * rank : 2 * rank + 2])
+
+
 def test_a_rehearsal_of_no_steps_or_ranks_is_refused():
     with pytest.raises(ConfigError) as refused:
         rehearse.main(["--world-size", "0", "--steps", "-1", "--"])
