@@ -17,7 +17,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 export VOCAB_SIZE="${VOCAB_SIZE:-129279}"
 export MODEL="
-  --pipeline-model-parallel-size 16 --pipeline-schedule dualpipe-v --pipeline-model-parallel-layout ${LAYOUT:-Et|(tt|)*29tm|tL}
+  --pipeline-model-parallel-size 16 --pipeline-schedule dualpipe-v --pipeline-model-parallel-layout ${LAYOUT:-Et|(tt|)*30mL}
   --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --overlap-moe-expert-parallel-comm
   --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128
   --seq-length 4096 --max-position-embeddings 4096

@@ -91,7 +91,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
     limit = None if par.memory_limit_gib is None else par.memory_limit_gib * GIB
     if is_searched(schedule_name(config)):
         plan = _searched(config, plan, limit)
-    plan = _paired(plan, config)
+    plan = plan if depths else _paired(plan, config)
     if (some := model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
         whole = pieces_of(config, replace(model, recompute_granularity=None, recompute_activations=False))
         whole = replace(whole, shares=work.shares)
@@ -105,7 +105,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         ways.append(further)
     if len(ways) > 1:
         ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
-    return _checked(ways[0], config)
+    return _checked(_paired(ways[0], config) if depths else ways[0], config)
 
 
 def _step_time(plan: Plan) -> float:
@@ -206,11 +206,12 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     place, depths = plan.schedule.placement, plan.pieces.depths
     own = replace(plan, pieces=replace(plan.pieces, depths=()))
     own = replace(own, schedule=replace(plan.schedule, placement=replace(own_chain(place), vocabulary=False)))
-    made = with_further(_of_batch(own, config), depths, place.rank_of[place.main :][: place.depths])
-    return _checked(made, config)
+    made = _of_batch(own, config, paired=not depths)
+    made = with_further(made, depths, place.rank_of[place.main :][: place.depths])
+    return _checked(_paired(made, config) if depths else made, config)
 
 
-def _of_batch(plan: Plan, config: Config) -> Plan:
+def _of_batch(plan: Plan, config: Config, *, paired: bool) -> Plan:
     """The plan of the model's own chain, whose ends have the vocabulary, for another number of microbatches."""
     place, count = plan.schedule.placement, config.num_microbatches
     if is_searched(schedule_name(config)):
@@ -224,7 +225,7 @@ def _of_batch(plan: Plan, config: Config) -> Plan:
             f"--pipeline-schedule {schedule.name} has other stages for {count} microbatches than for "
             f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
         )
-    made = _paired(made, config)
+    made = _paired(made, config) if paired else made
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], kept_shares(made.schedule, some))))
     return made

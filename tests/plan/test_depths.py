@@ -1,0 +1,58 @@
+"""The plan of a model with depths of multi-token prediction: their pairs, their shares of a vocabulary, their costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.config import Config
+from megapipe.flags.parse import parse
+from megapipe.plan import Plan, make_plan
+from megapipe.schedule import simulate
+from megapipe.schedule.costs_file import dump_costs
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 2047 --micro-batch-size 1 --train-iters 1 --lr 1e-3 "
+    "--untie-embeddings-and-output-weights --global-batch-size 16 --pipeline-model-parallel-size 4 --mtp-num-layers 2 "
+)
+EXPERTS = "--expert-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm "
+
+
+def planned(flags: str) -> Plan:
+    parsed = parse(Config, (FLAGS + flags).split())
+    return make_plan(replace(parsed, model=replace(parsed.model, padded_vocab_size=2048), world_size=8))
+
+
+@pytest.mark.parametrize("layout", ["Et|t|t|t|t|t|tm|tmL", "Et|tt|tt||t|t||tmmL"])
+def test_pairs_are_made_of_depths_too(layout):
+    """They were made before depths came in, and a depth that was not beside the loss took all pairs apart again."""
+    plan = planned(f"{EXPERTS}--pipeline-schedule dualpipe-v --pipeline-model-parallel-layout {layout}")
+    paired = {x.stage for row in plan.schedule.ranks for step in row for x in step if len(step) > 1}
+    assert paired == set(range(10))
+    links = replace(plan.costs, link_f=0.2, link_b=0.2)
+    alone = planned(
+        f"{EXPERTS.replace('--overlap-moe-expert-parallel-comm', '')}--pipeline-schedule dualpipe-v "
+        f"--pipeline-model-parallel-layout {layout}"
+    )
+    assert simulate(plan.schedule, links).makespan < 0.95 * simulate(alone.schedule, links).makespan
+
+
+def test_a_shared_head_is_taken_from_the_depths_and_dealt_to_all_ranks():
+    apart, shared = planned(""), planned("--vocab-parallel-pipeline")
+    whole = [sum(getattr(work, name) for work in plan.works) for plan in (apart, shared) for name in ("f", "b", "w")]
+    assert whole[:3] == pytest.approx(whole[3:])
+    head, p = apart.pieces.head, 4
+    assert (shared.costs.s, shared.costs.t) == pytest.approx((3 * (head.f + head.b) / p, 3 * head.w / p))
+    hidden = 4 * 64 * 256  # a share sees all hidden states, of each head, and keeps a p-th of the logits
+    assert shared.costs.mem_s == pytest.approx(3 * (hidden + (head.held - 2 * hidden) / p))
+    assert [depth.f for depth in shared.works[4:]] == pytest.approx([apart.works[4].f - head.f] * 2)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-auto"])
+def test_saved_costs_of_a_plan_with_depths_are_those_of_a_run(tmp_path, schedule):
+    counted = planned(f"--pipeline-schedule {schedule}")
+    slow = replace(counted.costs, f=(*counted.costs.f[:-1], 9 * counted.costs.f[-1]))
+    (tmp_path / "costs.json").write_text(dump_costs(slow))
+    timed = planned(f"--pipeline-schedule {schedule} --pipeline-costs {tmp_path / 'costs.json'}")
+    assert timed.costs == slow
+    assert timed.timeline.makespan > counted.timeline.makespan
