@@ -139,7 +139,6 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
     if others:
         yield f"--pipeline-schedule {name} has {', '.join(others)}, and {flag} is put into tables of F, B, W, BW alone."
     without = {
-        f"--pipeline-costs {par.pipeline_costs}": par.pipeline_costs is not None,
         f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
         "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
         f"--pipeline-slices {par.pipeline_slices}": par.pipeline_slices is not None,

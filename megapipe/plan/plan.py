@@ -62,12 +62,10 @@ class Plan:
     @property
     def costs(self) -> Costs:
         """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
-        counted = self.pieces.costs(self.counts)
-        timed = (
-            counted
-            if self.given is None
-            else replace(self.given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
-        )
+        timed = counted = self.pieces.costs(self.counts)
+        if self.given is not None:
+            given = self.given.of_positions(len(self.counts) + len(self.pieces.depths))
+            timed = replace(given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
         timed = self.copies.priced(timed) if self.copies else timed
         if self.sharding:
             own, lends = self._own_works

@@ -33,6 +33,7 @@ from megapipe.schedule import (
 from megapipe.schedule.catalogue import usual
 from megapipe.schedule.costs_file import load_costs
 from megapipe.schedule.patterns import GROUP_SIZE
+from megapipe.schedule.transforms.depths import behind
 
 COSTS = "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
@@ -67,7 +68,11 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own)), microbatches)
     if (costs := given_costs(config)) is not None and not searched:
         _check_costs(config, costs, schedule.placement)
-        schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own), costs), microbatches)
+        schedule = in_slices(
+            config,
+            lambda m: _build(name, ranks, m, chunks, tuple(own), costs.of_positions(schedule.placement.chain)),
+            microbatches,
+        )
     if not config.parallel.hides:  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
@@ -234,7 +239,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
     if costs is None:
         return tuple(places)
     timed = [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
-    fitting = [place for place in places if all(len(x) == place.chain for x in timed)]
+    fitting = [place for place in places if all(len(x) == place.chain + config.model.depths for x in timed)]
     _check_costs(config, costs, (fitting or places)[0])
     return tuple(fitting)
 
@@ -253,7 +258,7 @@ def given_costs(config: Config) -> Costs | None:
 
 def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
     try:
-        costs.durations(place)
+        costs.durations(behind(place, (0,) * config.model.depths))  # lists name depths behind the stages, if any
         costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)
     except ScheduleError as error:
         raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
@@ -113,6 +113,11 @@ class Costs:
             ]
             for kind in Kind
         }
+
+    def of_positions(self, count: int) -> Costs:
+        """The costs of so many positions of the chain, the first: of the model's own where depths stand behind."""
+        lists = {name: x[:count] for name, x in vars(self).items() if name != "comm" and isinstance(x, tuple)}
+        return replace(self, **cast(dict[str, Any], lists))
 
     def lag(self, src: int, dst: int, ranks: int) -> float:
         """Time of a message from one rank to another; between ranks that are no neighbours, of the slowest link."""
