@@ -25,7 +25,7 @@ from megapipe.plan.split import (
 )
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
 from megapipe.plan.transforms.moved import LIMIT, Copies, fitted, within
-from megapipe.plan.transforms.paired import with_pairs
+from megapipe.plan.transforms.paired import linked, with_pairs
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
@@ -98,10 +98,12 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         plan = replace(plan, pieces=replace(work, kept=(whole, kept_shares(plan.schedule, some))))
     ways = []
     for ranks in ranks_of_depths(config, plan.schedule.placement):
-        further = with_further(plan, depths, ranks)
+        further = with_further(config, plan, depths, ranks)
         if par.pipeline_model_parallel_layout == AUTO:
             split = balanced_by_cost(further, limit)
-            further = replace(with_further(replace(plan, counts=split.counts), depths, ranks), before=split.before)
+            further = replace(
+                with_further(config, replace(plan, counts=split.counts), depths, ranks), before=split.before
+            )
         ways.append(further)
     if len(ways) > 1:
         ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
@@ -112,11 +114,11 @@ def _step_time(plan: Plan) -> float:
     return plan.timeline.makespan
 
 
-def with_further(plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> Plan:
+def with_further(config: Config, plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> Plan:
     """The plan with depths of multi-token prediction on these ranks, and with the passes of a shared vocabulary."""
     plan = replace(plan, pieces=plan.pieces.further(depths))
-    vocabulary = plan.pieces.shares > 1
-    return replace(plan, schedule=with_depths(plan.schedule, ranks, plan.costs, vocabulary=vocabulary))
+    costs, vocabulary = linked(config, plan.costs), plan.pieces.shares > 1
+    return replace(plan, schedule=with_depths(plan.schedule, ranks, costs, vocabulary=vocabulary))
 
 
 def _paired(plan: Plan, config: Config) -> Plan:
@@ -207,7 +209,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     own = replace(plan, pieces=replace(plan.pieces, depths=()))
     own = replace(own, schedule=replace(plan.schedule, placement=replace(own_chain(place), vocabulary=False)))
     made = _of_batch(own, config, paired=not depths)
-    made = with_further(made, depths, place.rank_of[place.main :][: place.depths])
+    made = with_further(config, made, depths, place.rank_of[place.main :][: place.depths])
     return _checked(_paired(made, config) if depths else made, config)
 
 

@@ -1,7 +1,6 @@
 """The way from flags to stages: which schedule, in how many stages, with which layers.
 
-Megatron's ways to say it exclude one another; here they are told apart, and what they ask for is compared with what the
-schedule has. The rules of one way are in pipeline_parallel.partition and pipeline_parallel.layout_string.
+Megatron's ways to say it exclude one another; here they are told apart, and compared with what the schedule has.
 """
 
 from __future__ import annotations
@@ -66,13 +65,9 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if not is_file(name) and entry_of(name).grouped:
         own.append((GROUP_SIZE, config.parallel.microbatch_group_size_per_virtual_pipeline_stage))
     schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own)), microbatches)
-    if (costs := given_costs(config)) is not None and not searched:
-        _check_costs(config, costs, schedule.placement)
-        schedule = in_slices(
-            config,
-            lambda m: _build(name, ranks, m, chunks, tuple(own), costs.of_positions(schedule.placement.chain)),
-            microbatches,
-        )
+    if (given := given_costs(config)) is not None and not searched:
+        costs = _of_chain(config, given, schedule.placement)
+        schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own), costs), microbatches)
     if not config.parallel.hides:  # together they would only start later
         schedule = unpaired(schedule)
     if problem := _other_stages(config, schedule):
@@ -240,7 +235,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         return tuple(places)
     timed = [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
     fitting = [place for place in places if all(len(x) == place.chain + config.model.depths for x in timed)]
-    _check_costs(config, costs, (fitting or places)[0])
+    _of_chain(config, costs, (fitting or places)[0])
     return tuple(fitting)
 
 
@@ -256,7 +251,7 @@ def given_costs(config: Config) -> Costs | None:
         raise ConfigError(f"{COSTS} {error}") from None
 
 
-def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
+def _of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     try:
         costs.durations(behind(place, (0,) * config.model.depths))  # lists name depths behind the stages, if any
         costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)
@@ -265,6 +260,7 @@ def _check_costs(config: Config, costs: Costs, place: Placement) -> None:
             f"{COSTS} {config.parallel.pipeline_costs}: {error} Write it again for these flags, with "
             "megapipe plan --measure --save-costs FILE, or give numbers in place of lists."
         ) from None
+    return costs.of_positions(place.chain)
 
 
 _Own = tuple[tuple[str, Any], ...]

@@ -14,6 +14,13 @@ SHARE = 0.2
 """Part of a forward and of an input gradient that is counted as communication where --pipeline-costs does not say."""
 
 
+def linked(config: Config, costs: Costs) -> Costs:
+    """The costs with communication that pairs hide, if flags ask for these."""
+    says = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
+    asked = config.parallel.overlap_moe_expert_parallel_comm and config.parallel.hides
+    return replace(costs, link_f=SHARE, link_b=SHARE) if asked and not says else costs
+
+
 def with_pairs(config: Config, schedule: Schedule, costs: Costs, room: float | None) -> Schedule:
     """The table with passes run together, if flags ask for them; with none if there is nothing to hide.
 
@@ -27,10 +34,8 @@ def with_pairs(config: Config, schedule: Schedule, costs: Costs, room: float | N
         return unpaired(schedule)
     if not par.overlap_moe_expert_parallel_comm:
         return schedule
-    if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
-        costs = replace(costs, link_f=SHARE, link_b=SHARE)
     try:
-        return pairs(schedule, costs, memory=room, split=par.delay_wgrad_compute)
+        return pairs(schedule, linked(config, costs), memory=room, split=par.delay_wgrad_compute)
     except ScheduleError:
         within = "" if room is None else " within --memory-limit-gib, which may be raised"
         raise ConfigError(
