@@ -37,9 +37,9 @@ def number_of(config: Config) -> int | None:
     return int(given)
 
 
-def chosen(config: Config, count: int) -> Config:
-    """The configuration with so many slices in the place of `auto`."""
-    if config.parallel.pipeline_slices != AUTO:
+def chosen(config: Config, count: int, *, always: bool = False) -> Config:
+    """The configuration with so many slices in the place of `auto`, or always."""
+    if config.parallel.pipeline_slices != AUTO and not always:
         return config
     return replace(config, parallel=replace(config.parallel, pipeline_slices=str(count)))
 

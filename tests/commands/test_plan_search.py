@@ -12,6 +12,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.main import flags_of, main, report
 from megapipe.commands.plan.search import search, table, timed
+from megapipe.commands.plan.sliced import try_slices
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
@@ -160,3 +161,19 @@ def test_what_would_act_on_nothing_is_refused(flags: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         main([*flags.split(), "--global-batch-size", "8", "--world-size", "2", *MODEL.split()])
     assert says in str(refused.value)
+
+
+def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
+    flags = [*MODEL.split(), *["--seq-length", "4096", "--max-position-embeddings", "4096", "--global-batch-size", "2"]]
+    far = replace(SLOW, outside=3e6, node=1)  # too far apart for anything but a pipeline
+    found = search(parse(Config, flags), 4, GIB, far, 1000)
+    whole = min(x.step for x in found.best.values())
+    try_slices(found, "auto", GIB, far)
+    first = min(found.best.values(), key=lambda x: x.step)
+    assert first.step < 0.5 * whole
+    chosen = flags_of(first.config)
+    assert "--pipeline-slices" in chosen
+    check(parse(Config, [*flags, *chosen, "--check", "--world-size", "4"]))
+    assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--pipeline-slices x is neither a number from 1 to 64 nor auto"):
+        main(["--search", *flags, "--world-size", "4", "--pipeline-slices", "x"])

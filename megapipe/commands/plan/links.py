@@ -16,6 +16,7 @@ from megapipe.errors import ConfigError
 from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
 from megapipe.schedule import Costs
+from megapipe.schedule.costs import PerStage
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,15 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         whole = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_g))
         a, g = (tuple(device.seconds((n - 1) / n * x, ranks) for x in sizes) for sizes in whole)
         costs = replace(costs, a=a, g=g)
+    longer_f = tuple(x + n * forth for x, n in zip(f_all, layers, strict=True))
+    longer_b = tuple(x + n * back for x, n in zip(b_all, layers, strict=True))
+    hidden /= len(plan.schedule.cuts) or 1  # of a slice, in the mean
     return replace(
         costs,
-        f=tuple(x + n * forth for x, n in zip(f_all, layers, strict=True)),
-        b=tuple(x + n * back for x, n in zip(b_all, layers, strict=True)),
+        f=longer_f,
+        b=longer_b,
+        attention_f=_less(costs.attention_f, f_all, longer_f),
+        attention_b=_less(costs.attention_b, b_all, longer_b),
         comm=device.seconds(hidden, extent) if len(plan.schedule.ranks) > 1 else 0.0,
     )
 
@@ -111,6 +117,13 @@ def _replicas(plan: Plan, config: Config) -> int:
     """Devices from the first to the last rank with the same weights."""
     ranks = plan.schedule.placement.num_ranks
     return config.world_size if config.parallel.use_tp_pp_dp_mapping else config.world_size // ranks
+
+
+def _less(share: PerStage, of: tuple[float, ...], more: tuple[float, ...]) -> PerStage:
+    """A share of times as one of longer ones."""
+    if not isinstance(share, tuple):
+        return share
+    return tuple(part * x / y if y else 0.0 for part, x, y in zip(share, of, more, strict=True))
 
 
 def _sparse(model: ModelConfig) -> float:

@@ -4,7 +4,7 @@ Takes the flags of megapipe pretrain. With --measure costs are timed on this mac
 into the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated devices: real
 processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
 With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
-(megapipe/commands/plan/search.py); flags that name these are not looked at.
+(megapipe/commands/plan/search.py); flags that name these are not looked at, but for --pipeline-slices.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megapipe.checks.inputs import answer
+from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import flag_problems, validate
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search import BEST, Search, Timed, search
+from megapipe.commands.plan.sliced import try_slices
 from megapipe.commands.progress import Progress
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.config.layers import inline
@@ -34,6 +35,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
 from megapipe.plan import GIB, Pieces, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.plan.slices import number_of
 from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
@@ -141,8 +143,10 @@ def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
 
 def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     device = load_device(flags.device) if flags.device else Device()
+    slices = config.parallel.pipeline_slices
+    asked = [] if slices is None else ask(lambda: number_of(config))
     config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
-    problems = flag_problems(config)
+    problems = [*flag_problems(config), *asked]
     if config.train.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
     if (devices := config.check.world_size) is None:
@@ -153,6 +157,8 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     config = config.with_batch(config.global_batch_size)
     memory = flags.memory_gib * GIB
     found = search(replace(config, model=inline(config.model)), devices, memory, device, size, Progress())
+    if slices is not None:
+        try_slices(found, slices, memory, device)
     told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
     best = [
         {

@@ -71,9 +71,10 @@ class Timed:
 
 @dataclass
 class Search:
-    """A search: what was tried. best: of each layout; lost: how many plans, by why."""
+    """A search: what was tried. best: of each layout, first: as it was at first; lost: how many plans, by why."""
 
     best: dict[Layout, Timed] = field(default_factory=dict)
+    first: list[Timed] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
 
     def limit(self, layout: Layout) -> float:
@@ -115,11 +116,10 @@ def search(
         except (ConfigError, ScheduleError):
             found.lost["without such stages or microbatches"] += 1
     progress(1.0, "")
-    best = sorted(found.best.values(), key=lambda x: x.step)[: BEST + 2]
-    found.best = {}
-    for x in best:
+    found.first, found.best = sorted(found.best.values(), key=lambda x: x.step), {}
+    for x in found.first[: BEST + 2]:
         found.take(under(x.plan, x.config, x.config, device), memory)
-    for x in best[:3]:
+    for x in found.first[:3]:
         if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches and not x.plan.sharding:
             one = _searched(x.config, memory)
             found.take(timed(plan_of(one, pieces_of(one, one.model)), one, device), memory)
