@@ -41,9 +41,11 @@ TE = "--transformer-impl transformer_engine"
 EXACT = "--deterministic-mode"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
 SAVED = "{folder}/saved"
+BATCHED = "--no-overlap-p2p-communication"
 PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
 DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
 PP8 = f"{DEEP} --pipeline-model-parallel-size 8 --pipeline-schedule"
+WIDE = f"{GPT3_1_3B} --num-layers 32 --micro-batch-size 1 --pipeline-model-parallel-size 8 --pipeline-schedule zb-v"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 SHARED = "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline --pipeline-schedule zb-h1"
@@ -148,7 +150,7 @@ CASES = (
         devices=GPU,
     ),
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
-    Case("pp 2: batched messages", f"{PP2} --no-overlap-p2p-communication", "deterministic", ranks=2),
+    Case("pp 2: batched messages", f"{PP2} {BATCHED}", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
     Case("tp 2, sequence parallel", "--tensor-model-parallel-size 2 --sequence-parallel", "float32", 1e-4, ranks=2),
@@ -157,6 +159,8 @@ CASES = (
     Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
     Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),
     Case("pp 8: dualpipe", f"{PP8} dualpipe", "16 layers", 1e-4, ranks=8),
+    Case("pp 8: 1.7B, plain messages", WIDE, ranks=8, devices=GPU),
+    Case("pp 8: 1.7B, batched", f"{WIDE} {BATCHED}", "pp 8: 1.7B, plain messages", 1e-2, ranks=8, devices=GPU),
     Case("tp 2, pp 2, dp 2, all overlaps", f"{GRID} --sequence-parallel {OVERLAPS}", "float32", 1e-4, ranks=8),
     Case("cp 2, pp 2, dp 2", "--context-parallel-size 2 --pipeline-model-parallel-size 2", "float32", 1e-4, ranks=8),
     Case("pp 4: shared vocabulary", f"{DEEP} {SHARED}", "16 layers", 1e-4, ranks=4),
