@@ -77,7 +77,8 @@ class Reduction:
         self._begun.add(chunk)
         # One at a time: what the one before read is free when the next begins.
         for sharded in self.sharded:
-            sharded.end_reduce()
+            if sharded not in self.chunks[chunk]:  # whose own may have begun early
+                sharded.end_reduce()
         early = self._early.pop(chunk, [])
         return all_of([*early, *(self._start(buffers) for buffers in self.chunks[chunk][len(early) :])])
 

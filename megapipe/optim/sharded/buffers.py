@@ -117,7 +117,7 @@ class ShardedBuffers(FlatBuffers):
         return [self.total, self.tied]
 
     def zero_grad(self) -> None:
-        self._pending = None
+        self.end_reduce()
         self._grads.go()
         self.total.zero_()
         self.tied.zero_()
