@@ -12,7 +12,7 @@ from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Exchange, Pass, Placement, Program, Schedule
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.weights.runs import REDUCES, runs
+from megapipe.schedule.weights.runs import runs, sums
 
 
 class Call(NamedTuple):
@@ -60,7 +60,7 @@ def looked_up(
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
     last = {p.stage: p for p in passes if p.kind.traits.lane is Lane.COMPUTE and not p.kind.traits.per_stage}
     beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
-    needs, begin = Dependencies(table), _begin_grads(passes)
+    needs, begin = Dependencies(table), {one.begin for one in sums(table, 0)}
     drop = {run.dropped for run in runs(table, 0)}
 
     # A need on another lane whose result is not handed over, such as an update before a gather, is waited for by name.
@@ -75,19 +75,6 @@ def looked_up(
         return Call(p, table.number(p), taken, uses[p], leaves[p], ends, *own, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
-
-
-def _begin_grads(passes: Sequence[Pass]) -> set[Pass]:
-    """The first passes of runs that write gradients which a pass of the table reduces. Of a backward that is split its
-    first part is one: what is no product, as a norm's, is not put off."""
-    begin, whole, reduced = set[Pass](), set[int](), {p.stage for p in passes if p.kind in REDUCES}
-    for p in passes:
-        if p.kind in REDUCES:
-            whole.discard(p.stage)
-        elif p.stage in reduced - whole and (p.kind.is_backward or p.kind.is_gradient_of_weights):
-            whole.add(p.stage)
-            begin.add(p)
-    return begin
 
 
 def _not_for_the_last_time(takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]) -> dict[Pass, frozenset[Pass]]:

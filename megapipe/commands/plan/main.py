@@ -92,7 +92,12 @@ def main(argv: Sequence[str]) -> None:
         return
     config, plan = _plan(config, flags)
     layout = f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'"
-    text = [changes(plan), table(plan, seconds=flags.measure), whole_line(plan.schedule, plan.costs), layout]
+    text = [
+        changes(plan),
+        table(plan, seconds=flags.measure),
+        whole_line(plan.schedule, plan.costs, plan.given),
+        layout,
+    ]
     if flags.parts:
         timed = (lambda model: _cost(config, model, flags)) if flags.measure else None
         text += ["", parts_table(parts(config, timed), seconds=flags.measure)]

@@ -103,8 +103,8 @@ def own_of(works: Sequence[Work], *, tp: int, expert_ranks: int) -> tuple[list[f
     return dense, [work.experts / expert_ranks for work in works]
 
 
-def whole_line(schedule: Schedule, costs: Costs) -> str:
-    """A line on how long weights live; empty for a table whose weights live for ever."""
+def whole_line(schedule: Schedule, costs: Costs, given: Costs | None) -> str:
+    """A line on how long weights live; empty for a table whose weights live for ever. given: of --pipeline-costs."""
     if schedule.kinds.isdisjoint(GATHERS | REDUCES):
         return ""
     rows = [[x.kind for step in row for x in step] for row in schedule.ranks]
@@ -113,8 +113,9 @@ def whole_line(schedule: Schedule, costs: Costs) -> str:
     there = (tuple(step for step in row if step[0].kind not in GATHERS | REDUCES) for row in schedule.ranks)
     plain = simulate(replace(schedule, ranks=tuple(there)), costs).makespan
     longer = simulate(schedule, costs).makespan / plain - 1
+    assumed = "" if given and (given.a or given.g) else f", where a byte takes as long as {FLOPS_PER_BYTE:.0f} FLOPs"
     gathered = f"{gathers} gathers of weights and " if gathers else ""
     return (
         f"sharded: a rank makes up to {gathered}{sums} reductions of gradients a step, and has up to "
-        f"{max(whole.peak) / 2**30:.3g} GiB of them whole at a time; {longer:.1%} of the step shows"
+        f"{max(whole.peak) / 2**30:.3g} GiB of them whole at a time; {longer:.1%} of the step shows{assumed}"
     )
