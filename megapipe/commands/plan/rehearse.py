@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -31,8 +31,9 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
-from megapipe.plan import GIB, Plan, make_plan
-from megapipe.schedule import Costs, Timeline, simulate, unpaired
+from megapipe.plan import GIB, Plan, in_words, make_plan
+from megapipe.plan.slices import chosen
+from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.training.check import as_here, vocabulary
 
@@ -105,16 +106,12 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
     config = replace(config, world_size=max(1, world_size), check=replace(config.check, world_size=world_size))
     if config.parallel.vocab_parallel_pipeline:
         problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
-    if config.parallel.pipeline_slices:
-        problems.append("--pipeline-slices has passes that are not timed one by one. Rehearse without it.")
     if config.parallel.enable_optimizer_post_validation:
         problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
     if (impl := config.model.transformer_impl) != "local":
         problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
     config, plan = planned(config, problems)
-    if plan.schedule.cuts:
-        raise ConfigError(f"--pipeline-schedule {plan.schedule.name} has slices, which a rehearsal does not time.")
-    return config, plan
+    return chosen(config, len(plan.schedule.cuts) or 1), plan
 
 
 def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]:
@@ -152,7 +149,7 @@ def alike(config: Config, plan: Plan) -> list[int]:
 
     def work(rank: int) -> object:
         own = place.stages_on(rank)
-        rows = [[(p.kind, own.index(p.stage), p.microbatch) for p in step] for step in plan.schedule.ranks[rank]]
+        rows = [[p._replace(stage=own.index(p.stage)) for p in step] for step in plan.schedule.ranks[rank]]
         return [stage_like(config, plan, s) for s in own], rows
 
     works = [work(rank) for rank in range(place.num_ranks)]
@@ -203,19 +200,25 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     place, ranks = plan.schedule.placement, range(plan.schedule.placement.num_ranks)
     count = len(next(iter(shown.values())).steps)
     rows = [[shown[r].passes(n, place.stages_on(r)) if r in shown else [] for r in ranks] for n in range(count)]
-    alone = _filled(config, plan, measured_costs(rows, place, plan.costs))
+    alone = _filled(config, plan, measured_costs(rows, place, plan.costs, plan.schedule.cuts))
     costs, table = with_messages(alone, plan, config, device), unpaired(plan.schedule)
-    before, after = alone.durations(place), costs.durations(place)
+    before, after = _lengths(alone, table), _lengths(costs, table)
 
     def replayed(row: list[list[Ran]]) -> Timeline:
         """A step by its own passes: a rank waits for the slower one of two, which medians do not know."""
-        beside = {x.item: after[x.item.kind][x.item.stage] - before[x.item.kind][x.item.stage] for x in chain(*row)}
+        beside = {x: after(x) - before(x) for x in (ran.item for ran in chain(*row))}
         return simulate(table, costs, {x.item: x.end - x.begin + costs.overhead + beside[x.item] for x in chain(*row)})
 
     timeline = sorted(map(replayed, rows), key=lambda x: x.makespan)[count // 2]
     busy = sum(timeline.busy) - costs.overhead * sum(len(row) for row in table.ranks)
     beside = max(x.beside for x in shown.values()) + sums(plan, config, device)
     return Forecast(costs, timeline.makespan, timeline.makespan + beside, 1 - busy / len(ranks) / timeline.makespan)
+
+
+def _lengths(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
+    """The time of a pass."""
+    of = {part: costs.of_slice(table.cuts, part).durations(table.placement) for part in (*table.parts, None)}
+    return lambda x: of[table.part(x)][x.kind][x.stage]
 
 
 def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
@@ -265,6 +268,6 @@ def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib:
         f"pipeline rank {worst} {'runs out of memory first' if over else 'needs most'}: {peaks[worst] / GIB:.4g} GiB"
         + (f" of {memory_gib:g}" if memory_gib else ""),
         f"step {told.step * 1e3:.4g} ms, {told.passes * 1e3:.4g} of it passes; bubble {told.bubble:.1%}; "
-        f"{tokens:,.0f} tokens/s on {config.world_size} processes under {plan.schedule.name}",
+        f"{tokens:,.0f} tokens/s on {config.world_size} processes under {plan.schedule.name}{in_words(plan.schedule)}",
     ]
     return "\n".join(lines)
