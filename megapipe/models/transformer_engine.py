@@ -23,7 +23,7 @@ from megapipe.models.norm import Norm
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.fp8.products import Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, bias_grad
-from megapipe.tensor_parallel.weight_grad import Caught, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 OLDEST = (2, 9)
 _INSTALL = 'Install it with pip install --no-build-isolation "transformer_engine[pytorch]"'
@@ -184,11 +184,11 @@ class _Product:
             y.grad_fn.register_hook(partial(self._after_backward, owner))
         return y
 
-    def _before_backward(self, owner: Caught, grads: Any) -> None:
+    def _before_backward(self, owner: WeightGrads, grads: Any) -> None:
         # In a BW pass te hides the input gradient's collective behind the product, which a queue would prevent.
         self._delay(owner.is_deferring)
 
-    def _after_backward(self, owner: Caught, grad_inputs: Any, grads: Any) -> None:
+    def _after_backward(self, owner: WeightGrads, grad_inputs: Any, grads: Any) -> None:
         if owner.is_deferring:
             owner.submit(self._weight_pass)
 

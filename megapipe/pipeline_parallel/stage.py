@@ -26,7 +26,7 @@ from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.vocabulary import combine, packed_loss
-from megapipe.tensor_parallel.weight_grad import Caught, WeightGrads
+from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
 """Megatron's: (data_iterator, model) -> (output, loss_func); see pipeline_parallel.loss."""
@@ -115,6 +115,7 @@ class PipelineStage:
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
         self._context = copy_context()  # where its layers find what they need beside their input
+        self._context.run(self.weight_grads.capture)
         self._saved: dict[int, _Saved] = {}
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
         self._combined: dict[int, Tensor] = {}
@@ -168,7 +169,6 @@ class PipelineStage:
     def _forward(
         self, microbatch: int, x: Tensor | None, data: Iterator[Any] | None = None, stream: Stream | None = None
     ) -> Tensor | None:
-        self.weight_grads.capture(microbatch)
         if x is not None:
             # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
@@ -204,11 +204,10 @@ class PipelineStage:
         done, module = self.on_layer_done, self.module
         completes = self.last is not None and microbatch == self.last.weights
         if done is not None and completes and torch.is_grad_enabled() and isinstance(module, Layered):
-            return module.between_layers(self._reporting(done, Caught(self.weight_grads, microbatch)))
+            return module.between_layers(self._reporting(done))
         return nullcontext()
 
-    @staticmethod
-    def _reporting(done: Callable[[int, int], None], grads: Caught) -> Callable[[Tensor], Tensor]:
+    def _reporting(self, done: Callable[[int, int], None]) -> Callable[[Tensor], Tensor]:
         """A cut at which the gradient says that all layers behind have had their backward."""
         seen: list[None] = []
 
@@ -218,7 +217,7 @@ class PipelineStage:
         def at(x: Tensor) -> Tensor:
             if x.requires_grad:
                 job = partial(report, len(seen))  # products that wait for their W pass stand before it
-                x.register_hook(lambda _: grads.submit(job))  # type: ignore[no-untyped-call]
+                x.register_hook(lambda _: self.weight_grads.submit(job))  # type: ignore[no-untyped-call]
             seen.append(None)
             return x
 

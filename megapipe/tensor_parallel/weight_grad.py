@@ -6,84 +6,58 @@ hand it their products in backward; it adds them into the main gradient at once,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import at_waits
 from megapipe.tensor_parallel.products import PLAIN, Products
 
-_current: ContextVar[Caught | None] = ContextVar("weight_grads", default=None)
+_current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
 
 
-class Caught(NamedTuple):
-    """The part of a stage's weight gradients that a layer catches at forward, for the backward of the same microbatch.
+class _Backward(threading.local):
+    """The B pass that this thread runs: two of one stage may run together."""
 
-    A backward is found by its microbatch: its thread says nothing, for a GPU's is one of autograd's own, where two of a
-    stage may be under way. microbatch: None where no two are.
-    """
-
-    owner: WeightGrads
-    microbatch: int | None = None
-
-    @property
-    def _owes(self) -> list[Callable[[], None]] | None:
-        under_way = self.owner.under_way
-        if self.microbatch is None:
-            return next(iter(under_way.values()), None)
-        return under_way.get(self.microbatch)
-
-    @property
-    def is_deferring(self) -> bool:
-        """Is the microbatch in a B pass, so that its products are owed?"""
-        return self._owes is not None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Do a product now, or keep it if the microbatch is in a B pass."""
-        owes = self._owes
-        if owes is None:
-            job()
-        else:
-            owes.append(job)
+    owes: list[Callable[[], None]] | None = None
 
 
 class WeightGrads:
-    """The weight-gradient products of one stage, in the order of its backward passes.
-
-    Attributes:
-        under_way: of each microbatch whose B pass runs, what it owes.
-    """
+    """The weight-gradient products of one stage, in the order of its backward passes."""
 
     def __init__(self) -> None:
         self._owed: dict[int, list[Callable[[], None]]] = {}
-        self.under_way: dict[int, list[Callable[[], None]]] = {}
+        self._backward = _Backward()
 
     @contextmanager
-    def capturing(self, microbatch: int | None = None) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Layers that run forward in this context hand their weight gradients here."""
-        token = self.capture(microbatch)
+        token = self.capture()
         try:
             yield
         finally:
             _current.reset(token)
 
-    def capture(self, microbatch: int | None = None) -> Token[Caught | None]:
+    def capture(self) -> Token[WeightGrads | None]:
         """Catch the layers of the rest of the running contextvars context."""
-        return _current.set(Caught(self, microbatch))
+        return _current.set(self)
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
         """The B pass of a microbatch: products are kept until `run(microbatch)`."""
         # One list under two names: jobs go into the B that runs, and are found by their microbatch in W.
-        self._owed[microbatch] = self.under_way[microbatch] = []
+        self._backward.owes = self._owed[microbatch] = []
         try:
-            yield
+            # Autograd has a thread of its own for a GPU's backward, which would not find the list.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         finally:
-            del self.under_way[microbatch]
+            self._backward.owes = None
 
     def run(self, microbatch: int) -> None:
         """The W pass of a microbatch."""
@@ -97,14 +71,27 @@ class WeightGrads:
         """Microbatches whose W pass has not come yet."""
         return tuple(self._owed)
 
+    @property
+    def is_deferring(self) -> bool:
+        """Is the stage in a B pass, so that its products are owed?"""
+        return self._backward.owes is not None
 
-def current_weight_grads() -> Caught | None:
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a product now, or keep it if the stage is in a B pass."""
+        owes = self._backward.owes
+        if owes is None:
+            job()
+        else:
+            owes.append(job)
+
+
+def current_weight_grads() -> WeightGrads | None:
     """The stage whose forward is running, None outside a pipeline. Layers keep it for their backward."""
     return _current.get()
 
 
 def accumulate_weight_grad(
-    weight: Tensor, grad_output: Tensor, x: Tensor, owner: Caught | None, products: Products = PLAIN
+    weight: Tensor, grad_output: Tensor, x: Tensor, owner: WeightGrads | None, products: Products = PLAIN
 ) -> Tensor | None:
     """The weight gradient of a linear layer, dy^T x.
 

@@ -24,7 +24,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.rng import Stream
-from megapipe.tensor_parallel.weight_grad import Caught, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
 class Square(nn.Module):
@@ -125,11 +125,11 @@ def test_layers_find_where_their_weight_gradients_wait() -> None:
             owners.append(current_weight_grads())
             return super().forward()
 
-    owners: list[Caught | None] = []
+    owners: list[WeightGrads | None] = []
     one, other = stage(Asking()), stage(Asking())
-    for microbatch, own in enumerate((one, other, one)):
-        own.forward(microbatch, X)
-    assert owners == [(one.weight_grads, 0), (other.weight_grads, 1), (one.weight_grads, 2)]
+    for own in (one, other, one):
+        own.forward(0, X)
+    assert owners == [one.weight_grads, other.weight_grads, one.weight_grads]
     assert current_weight_grads() is None
 
 

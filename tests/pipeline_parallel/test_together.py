@@ -25,7 +25,7 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import How, Together, how
 from megapipe.schedule import Kind, Pass
 from megapipe.tensor_parallel.rng import Stream, current_stream
-from megapipe.tensor_parallel.weight_grad import Caught, WeightGrads
+from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.report.profile import Profiler, trace_path
 from tools.proofs.equivalence_case import Case
 from tools.proofs.tables.together import differences
@@ -72,7 +72,7 @@ def test_products_of_weights_are_cut_where_a_transfer_may_be_over() -> None:
     grads = WeightGrads()
     with grads.deferring(0):
         for name in "xyz":
-            Caught(grads, 0).submit(lambda name=name: log.append(name))  # type: ignore[misc]
+            grads.submit(lambda name=name: log.append(name))  # type: ignore[misc]
     run(layers(log, "f", 2), lambda: grads.run(0))
     assert [name for name in log if " " not in name] == ["f0", "x", "f1", "y", "z"]
 

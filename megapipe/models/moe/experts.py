@@ -26,7 +26,7 @@ from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
-from megapipe.tensor_parallel.weight_grad import Caught, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
 def _grouped(x: Tensor, width: int, how: Products) -> bool:
@@ -163,7 +163,7 @@ class _Experts(torch.autograd.Function):
 _experts: Callable[..., Tensor] = _Experts.apply
 
 
-def _weight_grad(weight: Tensor, add: Callable[[Tensor], None], owner: Caught | None) -> Tensor | None:
+def _weight_grad(weight: Tensor, add: Callable[[Tensor], None], owner: WeightGrads | None) -> Tensor | None:
     """Into main_grad, now or in the W pass, or for autograd where there is none."""
     into: Tensor | None = getattr(weight, "main_grad", None)
     if into is None:

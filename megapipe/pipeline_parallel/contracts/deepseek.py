@@ -31,7 +31,7 @@ from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import Shape
 from megapipe.schedule import Schedule, build, lower, verify
-from megapipe.tensor_parallel.weight_grad import Caught, WeightGrads
+from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 Criterion = Callable[..., Tensor]
 OfMicrobatches = Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]]
@@ -53,7 +53,7 @@ class DeferredWeightGrads:
     """
 
     def __init__(self) -> None:
-        self._of_thread: dict[int, Caught] = {}
+        self._of_thread: dict[int, WeightGrads] = {}
 
     @property
     def enabled(self) -> bool:
@@ -68,14 +68,14 @@ class DeferredWeightGrads:
         else:
             owner.submit(job)
 
-    def _owner(self) -> Caught | None:
+    def _owner(self) -> WeightGrads | None:
         owner = self._of_thread.get(get_ident())
         return next(iter(self._of_thread.values())) if owner is None and len(self._of_thread) == 1 else owner
 
     @contextmanager
     def backward(self, owner: WeightGrads, microbatch: int, *, weights: bool) -> Iterator[None]:
         """The backward of a microbatch, with its weight gradients or without."""
-        self._of_thread[get_ident()] = Caught(owner, microbatch)
+        self._of_thread[get_ident()] = owner
         try:
             if weights:
                 yield
@@ -121,6 +121,7 @@ class PairedStage:
         self.outputs: dict[int, Sequence[Tensor]] = {}
         self.weight_grads = WeightGrads()
         self._context = copy_context()
+        self._context.run(self.weight_grads.capture)
         self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -173,7 +174,6 @@ class PairedStage:
 
     def _forward(self, microbatch: int, x: Tensor | None, other: tuple[Any, ...] | None = None) -> Tensor | None:
         """The forward of a microbatch, together with a backward: `other` is module1, loss1, outputs1, grads1."""
-        self.weight_grads.capture(microbatch)
         if x is None:
             assert self.inputs is not None, "a stage has inputs, or a stage before it"
             inputs = list(self.inputs[microbatch])
