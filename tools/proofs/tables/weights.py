@@ -3,11 +3,11 @@
     python tools/proofs/tables/weights.py --tables 300 --misorders 300 --seed 1
 
 Tables are the catalogue's at p 1 to 8 and m p to 4p and such that no catalogue has, with drawn costs and ways to live,
-some with R. Every one is verified and holds what a count by hand says; none has more stages whole than it was told to,
-but where one step needs two. A misordered one (a gather behind its first use, none before the first, one again before
-the last use of the run, one under another's name, a sum before its last gradient or behind a later one, a gradient that
-nothing sums, a reduction of the whole step beside) is refused in a line that names the pass. Ends with how many of each
-there were.
+some with R or with O and L. Every one is verified and holds what a count by hand says; none has more stages whole than
+it was told to, but where one step needs two. A misordered one (a gather behind its first use, none before the first,
+one again before the last use of the run, one under another's name, a sum before its last gradient or behind a later
+one, a gradient that nothing sums, a reduction of the whole step beside) is refused in a line that names the pass. Ends
+with how many of each there were.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 from random import Random
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
-from megapipe.schedule.transforms.memory import with_recompute
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.transforms.memory import with_offload, with_recompute
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.proofs.tables.drawn import drawn_table
 
@@ -62,6 +63,8 @@ def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
             table = build(name, p, dice.randint(p, 4 * p), chunks=chunks)
         if dice.random() < 0.3:
             table = with_recompute(table, costs, share=dice.random())
+        elif dice.random() < 0.2:
+            table = with_offload(table, replace(costs, o=dice.random(), l=dice.random()), share=dice.random())
         living = Living(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
         return with_sharded_weights(table, costs, living), costs, living
     except ScheduleError:
@@ -106,7 +109,7 @@ def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tup
 
 def _posted(flat: list[Pass], item: Pass, time: Timeline) -> float:
     """When a pass beside is begun: where it stands in the row, though the link may have to end another first."""
-    before = [time.end[x] for x in flat[: flat.index(item)] if x.kind not in GATHERS | {Kind.RS}]
+    before = [time.end[x] for x in flat[: flat.index(item)] if x.kind.traits.lane is Lane.COMPUTE]
     return max(before, default=0.0)
 
 
