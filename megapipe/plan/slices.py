@@ -66,11 +66,12 @@ def in_slices(config: Config, made_for: Callable[[int], Schedule], microbatches:
     Raises: ConfigError, ScheduleError if sequences or the table cannot be cut so.
     """
     count, name = number_of(config), config.parallel.pipeline_schedule
+    if name and name.lower() in SLICED:
+        table = made_for(microbatches)
+        return replace(table, cuts=lengths(chosen(config, len(table.cuts), always=True)))
     if count in (None, 1):
         return made_for(microbatches)
     cuts = lengths(config)
-    if own_slices(config):
-        return replace(made_for(microbatches), cuts=cuts)
     return in_place(load(name), cuts) if name and is_file(name) else slices(made_for, microbatches, cuts)
 
 

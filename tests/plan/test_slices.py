@@ -52,6 +52,15 @@ def test_auto_takes_as_many_as_a_short_batch_gains_by():
     assert max(four.peak_bytes) < max(whole.peak_bytes) * 1.1
 
 
+def test_a_schedule_of_slices_by_name_has_its_own_number_or_the_one_asked_for():
+    chunks = "--pipeline-schedule", "slimpipe", "--num-virtual-stages-per-pipeline-rank", "1"
+    four, eight = (make_plan(config(*chunks, *more)).schedule for more in ((), ("--pipeline-slices", "8")))
+    assert four.cuts == lengths(config("--pipeline-slices", "4"))  # as many as ranks
+    assert eight.cuts == lengths(config("--pipeline-slices", "8"))
+    problems = flag_problems(config(*chunks, "--pipeline-slices", "6"))
+    assert any("slimpipe takes a multiple of 4 slices, one for each rank, got 6. Use 8." in x for x in problems)
+
+
 def test_recomputed_layers_keep_their_keys_for_later_slices():
     given = ("--pipeline-slices", "2", "--recompute-granularity", "full")
     costs = make_plan(config(*given)).costs
