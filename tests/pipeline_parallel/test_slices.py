@@ -69,7 +69,7 @@ def test_with_the_same_cuts_schedules_and_ranks_have_the_same_bits(case):
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=case.pp, timeout_s=60)) == []
 
 
-@pytest.mark.parametrize(("schedule", "pp", "m"), [("1f1b", 2, 1), ("zb-h1", 2, 3), ("interleaved-zb", 2, 6)])
+@pytest.mark.parametrize(("schedule", "pp", "m"), [("1f1b", 2, 1), ("zb-h1", 2, 3), ("1f1b", 2, 5)])
 def test_any_number_of_microbatches_has_the_bits_of_one_process(schedule, pp, m):
     case = case_of(schedule, pp, microbatches=m, dtype="float32", documents="attention", follows=True, steps=1)
     assert case.same_bits
