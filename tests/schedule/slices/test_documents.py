@@ -1,6 +1,8 @@
 """Tables of packed sequences: a slice that begins a document needs nothing of those before it."""
 
+import random
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -110,3 +112,18 @@ def test_where_documents_begin_csv_cannot_say():
 def test_documents_of_one_length_take_as_many_slices_each():
     with pytest.raises(ScheduleError, match="3 documents of one length are not cut in 4 slices alike: take 6 slices"):
         Cutting(4, "work", 3).begins  # noqa: B018
+
+
+def test_the_clock_keeps_to_the_needs_and_everything_held_is_given_back():
+    draw = random.Random(3)
+    for _ in range(40):
+        p, m, n = draw.randint(1, 4), draw.randint(1, 4), draw.randint(2, 6)
+        documents = tuple(tuple(sorted(draw.sample(range(1, n), draw.randint(0, n - 1)))) for _ in range(m))
+        costs = Costs(1, draw.uniform(1, 3), 2, comm=0.3, attention_f=0.5, attention_b=0.3, mem_k=0.2)
+        made = partial(build, draw.choice(["1f1b", "zb-h1", "gpipe"]), p)
+        table = slices(made, m, tuple(draw.randint(1, 9) for _ in range(n)), costs, documents=documents)
+        time, needs = simulate(table, costs), Dependencies(table)
+        for item, start in time.start.items():
+            assert all(start >= time.end[maker] for maker in needs.of(item))
+        assert all(curve[-1][1] == pytest.approx(0, abs=1e-9) for curve in time.curves)
+        assert from_json(to_json(table)).documents == documents
