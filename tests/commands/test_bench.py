@@ -12,11 +12,14 @@ from programs import ROOT, run
 
 from megapipe.commands.emulate import main, paired
 from megapipe.commands.emulate.device import Device
+from megapipe.commands.emulate.lanes import Lanes
 from megapipe.commands.emulate.runs import Ours
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate, unpaired
+from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.bench.vocabulary import Model
@@ -152,3 +155,58 @@ def test_a_model_has_the_same_work_with_a_head_on_its_last_stage_and_a_shared_on
         model = Model(name, 2, 4, 4, 2.0, (4, 8, 12))
         for job in (model.whole(), model.shared()):
             assert sum(simulate(job.schedule, job.costs).busy) == pytest.approx(4 * 10 * 6e-3)
+
+
+class Noted:
+    """What all ranks see of a lane's copies, and in which order they wrote it."""
+
+    def __init__(self, seen, written) -> None:
+        self.seen, self.written = seen, written
+
+    def __getitem__(self, number: int) -> int:
+        return self.seen[number]
+
+    def __setitem__(self, number: int, step: int) -> None:
+        self.written.append((step, number))
+        self.seen[number] = step
+
+
+def test_lanes_that_ranks_share_run_their_copies_in_the_order_of_the_table():
+    priced, places = Costs(o=0.002, l=0.002), {(stage, i) for stage in (0, 1) for i in range(4)}
+    table = with_offload(build("1f1b", 3, 4), priced, chosen=places, switches=[(0, 1)])
+    written: list[tuple[int, int]] = []
+
+    def rank(mesh: ProcessMesh) -> float:
+        device = Device()
+        lanes, back = Lanes(mesh, table, priced, device), {}
+        lanes._over = Noted(lanes._over, written)
+        for _ in range(2):
+            lanes.begin_step()
+            for (item,) in table.ranks[mesh.pp.rank]:
+                if item.kind is Kind.F:
+                    device.hold(1.0)
+                if item.kind is Kind.O:
+                    lanes.offload(*item[1:3])
+                if item.kind is Kind.L:
+                    back[item[1:3]] = lanes.load(*item[1:3])
+                if item.kind is Kind.BW:
+                    back.get(item[1:3], lambda: None)()
+                    device.hold(-1.0)
+        return device.held
+
+    assert run_threads(rank, pp=3) == [0.0, 0.0, 0.0]
+    assert [len(lane.order) for lane in table.shared] == [8, 8]
+    for step in (1, 2):
+        numbers = [number for at, number in written if at == step]
+        assert [x for x in numbers if x < 8] == list(range(8)), "to the host"
+        assert [x for x in numbers if x >= 8] == list(range(8, 16)), "and back"
+
+
+def test_copies_that_a_table_cannot_hide_show_in_the_step():
+    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "1", "--microbatches", "3", "--copy-ratio", "1"]
+    done = run([*command, "--schedules", "1f1b", "--ms", "10,10,10", "--repeats", "1"])
+    assert done.returncode == 0, done.stderr
+    all_copied = done.stdout.splitlines()[-1].split("|")[1:-1]
+    assert [x.strip() for x in all_copied[:3]] == ["1f1b", "all", "150"], "each backward waits for both copies"
+    assert float(all_copied[3]) >= 150
+    assert float(all_copied[5]) == 60

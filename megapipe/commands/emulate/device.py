@@ -12,9 +12,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Device:
     busy: float = 0.0
     held: float = 0.0
     peak: float = 0.0
+    holding: Any = field(default_factory=Lock, repr=False, compare=False)
 
     def compute(self, seconds: float) -> None:
         """One pass."""
@@ -93,8 +95,9 @@ class Device:
 
     def hold(self, share: float) -> None:
         """Keep or (negative) free activations."""
-        self.held += share
-        self.peak = max(self.peak, self.held)
+        with self.holding:  # copies end on threads of their own
+            self.held += share
+            self.peak = max(self.peak, self.held)
 
 
 @dataclass(frozen=True)
@@ -174,20 +177,30 @@ _NOTHING = torch.empty(0)
 Part = tuple[Mapping[Kind, float], float]
 
 
+class Moves(NamedTuple):
+    """A stage's copies of a microbatch: begun, and what waits for their end."""
+
+    offload: Callable[[int], Callable[[], None]]
+    load: Callable[[int], Callable[[], None]]
+
+
 class Shared:
-    """A stage whose rank has a share of the vocabulary, or whose microbatches are in slices, as the executor calls it:
-    passes that only take their time.
+    """A stage whose rank has a share of the vocabulary, or whose microbatches are in slices or copied, as the
+    executor calls it: passes that only take their time.
 
     Args:
         parts: of each slice, or of whole microbatches, the seconds of each kind of pass and the device shares that it
             holds from F to W.
         message: what every pass makes.
         weights: what is done to it as a whole.
+        moves: its copies to the host and back.
     """
 
-    def __init__(self, device: Device, parts: Sequence[Part], message: Tensor, weights: Weights):
+    def __init__(
+        self, device: Device, parts: Sequence[Part], message: Tensor, weights: Weights, moves: Moves | None = None
+    ):
         self.device, self.parts, self.message, self.weights = device, parts, message, weights
-        self.share = self
+        self.share, self.moves = self, moves
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """F."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megapipe.commands.emulate import late, paired, reduction
+from megapipe.commands.emulate import copies, late, paired, reduction
 from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
@@ -118,6 +118,10 @@ class Flags:
     gather of a device share takes on an emulated link of each rank."""
     scatter_ms: float = 0.0
     """What the reduction of a device share's gradients takes there."""
+    copy_ratio: float | None = None
+    """Each schedule with the copies to the host that are back in time, and with all: what one takes of F, each way."""
+    switch: int | None = None
+    """So many neighbours share the way to the host, of --copy-ratio."""
     no_torch: bool = False
     """Leave torch.distributed.pipelining out."""
     json: str | None = None
@@ -147,6 +151,9 @@ def main(argv: Sequence[str]) -> None:
         alone, known = (paired.with_link(x, flags.comm_share, flags.comm_pieces) for x in (costs, known))
         tables = [x for schedule in own for x in paired.both(schedule, known, flags.memory)]
         print(paired.table(tables, run_pool([Job("megapipe", x) for x in tables], alone, flags.turns), known))
+        return
+    if flags.copy_ratio is not None:
+        print(copies.table(own, costs, known, flags.copy_ratio, flags.switch, flags.turns))
         return
     if flags.post_validation:
         tables = [x for schedule in own for x in late.both(schedule)]
@@ -183,6 +190,12 @@ def _wrong(flags: Flags) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {getattr(flags, name):g} must be a time from 0, such as 10"
     if (flags.gather_ms or flags.scatter_ms) and other:
         yield "--gather-ms and --scatter-ms do not go with --pairs, --post-validation or --reduction"
+    if flags.switch is not None and flags.copy_ratio is None:
+        yield f"--switch {flags.switch} is about copies: add --copy-ratio 0.5, what one takes of F"
+    if (flags.copy_ratio or 0) < 0 or (flags.switch or 1) < 1:
+        yield "--copy-ratio must be at least 0 and --switch at least 1, such as 0.5 and 2"
+    if flags.copy_ratio is not None and (other or flags.slices or flags.gather_ms or flags.scatter_ms):
+        yield "--copy-ratio does not go with --pairs, --post-validation, --reduction, --slices or --gather-ms"
     if flags.reduction_mib and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
     if not 0 < flags.comm_share < 1:

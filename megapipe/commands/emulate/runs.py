@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.pipelining as peers
 from torch import Tensor
 
-from megapipe.commands.emulate.device import Device, Layers, Part, Share, Shared
+from megapipe.commands.emulate.device import Device, Layers, Moves, Part, Share, Shared
+from megapipe.commands.emulate.lanes import Lanes
 from megapipe.distributed.axis import CPU, Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
@@ -135,6 +136,8 @@ class Ours(Runner):
         self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], Together(CPU)
         self.modules = self.layers(split_by_autograd=False)
         self.x = torch.zeros(self.shape)
+        copies = Kind.O in self.schedule.kinds
+        self.lanes = Lanes(self.mesh, self.schedule, self.costs, self.device) if copies else None
         self._pending: Pending | None = None
         self._link_free = 0.0
 
@@ -151,10 +154,12 @@ class Ours(Runner):
 
     def _step(self) -> None:
         place = self.schedule.placement
+        if self.lanes:
+            self.lanes.begin_step()
         weights = {s: self._weights(s) for s in place.stages_on(self.mesh.pp.rank)}
         stages: Any = (
             self._shared(weights)
-            if place.vocabulary or self.schedule.cuts
+            if place.vocabulary or self.schedule.cuts or self.lanes
             else {
                 number: PipelineStage(
                     module,
@@ -206,7 +211,12 @@ class Ours(Runner):
             rows = zip(lengths, sizes, strict=True)
             return [({kind: stages[stage] for kind, stages in length.items()}, size) for length, size in rows]
 
-        return {s: Shared(self.device, parts(s), self.x, weights[s]) for s in place.stages_on(self.mesh.pp.rank)}
+        def moves(stage: int) -> Moves | None:
+            lanes = self.lanes
+            return Moves(partial(lanes.offload, stage), partial(lanes.load, stage)) if lanes else None
+
+        own = place.stages_on(self.mesh.pp.rank)
+        return {s: Shared(self.device, parts(s), self.x, weights[s], moves(s)) for s in own}
 
     def _update(self, stage: int) -> None:
         """The update at the last stage of the rank: its part of the norm; a table with V does not wait for it here."""

@@ -1,6 +1,6 @@
 """The solver of hold, offload and recompute against what one would do by hand, and against every choice there is.
 
-    python tools/proofs/tables/solved.py --draws 200 --exhaustive 40 --seed 1
+    python tools/proofs/tables/solved.py --draws 200 --exhaustive 200 --seed 1
     python tools/proofs/tables/solved.py --table
 
 Draws at p 8, m 16: costs, a copy ratio of 0.5, 1 or 2 and a memory of 50% or 25% of 1F1B's. The solver must never be
@@ -21,7 +21,7 @@ from time import process_time
 from megapipe.schedule import Costs, Schedule, ScheduleError, build, simulate
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.memory.solve import TRIES, searched, solve, tables
-from megapipe.schedule.memory.weigh import Verb, applied
+from megapipe.schedule.memory.weigh import Verb, scales
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
 
 RANKS, MICROBATCHES = 8, 16
@@ -32,7 +32,7 @@ def main() -> None:
     """Draw, and say how often the solver is better."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--exhaustive", type=int, default=40)
+    parser.add_argument("--exhaustive", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tries", type=int, default=TRIES)
     parser.add_argument("--table", action="store_true")
@@ -70,7 +70,8 @@ def exhaustive(dice: Random, draws: int) -> None:
         if best < inf:
             worst, possible = max(worst, solve([table], costs, memory).makespan / best - 1), possible + 1
             assert worst <= 0.02
-    print(f"{possible} of {draws} exhaustive: at most {worst:.2%} above the best of every choice")
+    if draws:
+        print(f"{possible} of {draws} exhaustive: at most {worst:.2%} above the best of every choice")
 
 
 def print_table(tries: int) -> None:
@@ -135,10 +136,10 @@ def fitting(made: Sequence[Schedule], costs: Costs, memory: float) -> float:
 
 def every(table: Schedule, costs: Costs, memory: float) -> Iterator[float]:
     """The makespan of every choice that fits. The last rank holds one microbatch at a time, whatever is chosen."""
-    places = [(stage, microbatch) for stage in range(2) for microbatch in range(4)]
+    places, weigh = [(stage, microbatch) for stage in range(2) for microbatch in range(4)], scales(table, costs, memory)
     for verbs in product(Verb, repeat=len(places)):
-        choices = {place: verb for place, verb in zip(places, verbs, strict=True) if verb is not Verb.HOLD}
-        yield fitting([applied(table, choices, costs)], costs, memory)
+        weight = weigh({place: verb for place, verb in zip(places, verbs, strict=True) if verb is not Verb.HOLD})
+        yield weight.makespan if weight.fits else inf
 
 
 if __name__ == "__main__":
