@@ -139,11 +139,12 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
     if others:
         yield f"--pipeline-schedule {name} has {', '.join(others)}, and {flag} is put into tables of F, B, W, BW alone."
     without = {
-        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
-        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
-        f"--pipeline-slices {par.pipeline_slices}": par.pipeline_slices is not None,
+        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation
+        and "a depth's embedding and head come from their owners when an update is valid",
+        f"--pipeline-slices {par.pipeline_slices}": par.pipeline_slices is not None
+        and "a depth is a pass of a whole microbatch",
     }
-    yield from (f"{flag} does not go with {other}. Leave one of them out." for other, given in without.items() if given)
+    yield from (f"{flag} does not go with {other}: {why}. Leave one out." for other, why in without.items() if why)
     ends = {0, place.num_ranks - 1}
     if place.num_chains > 1 and not ask(lambda: ranks_of_depths(config, place)):
         for ranks in ranks_of_depths(config, place):

@@ -11,7 +11,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, balanced, search
-from megapipe.plan.plan import Plan, own_chain
+from megapipe.plan.plan import Plan
 from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import (
     counts_of,
@@ -29,7 +29,7 @@ from megapipe.plan.transforms.paired import linked, with_pairs
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
-from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.transforms.depths import own_chain, with_depths
 from megapipe.schedule.views.moved import MOVES
 
 

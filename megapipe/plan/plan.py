@@ -163,13 +163,6 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
     return tuple(max(s for s, r in enumerate(own) if r == rank) for rank in place.rank_of[place.main : place.chain])
 
 
-def own_chain(place: Placement) -> Placement:
-    """The placement without depths."""
-    chains = range(0, place.num_stages, place.chain)
-    rank_of = sum((place.rank_of[first : first + place.main] for first in chains), ())
-    return replace(place, rank_of=rank_of, chain=place.main, depths=0)
-
-
 def lent(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
     """The numbers of gradients of embedding and head that the depths among a chain's stages on a rank need, and of
     weights, which other stages there may have anyway."""

@@ -18,11 +18,13 @@ LAYOUT = "--pipeline-model-parallel-layout"
         ("--mtp-num-layers 101", "--mtp-num-layers 101 must be at least 0 and at most 100"),
         (
             "--mtp-num-layers 1 --enable-optimizer-post-validation",
-            "--mtp-num-layers 1 does not go with --enable-optimizer-post-validation. Leave one of them out.",
+            "--mtp-num-layers 1 does not go with --enable-optimizer-post-validation: a depth's embedding and head come "
+            "from their owners when an update is valid. Leave one out.",
         ),
         (
             "--mtp-num-layers 1 --pipeline-slices 2",
-            "--mtp-num-layers 1 does not go with --pipeline-slices 2. Leave one of them out.",
+            "--mtp-num-layers 1 does not go with --pipeline-slices 2: a depth is a pass of a whole microbatch. "
+            "Leave one out.",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import Candidate, search_among
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_json, to_json
+from megapipe.schedule.transforms.depths import own_chain, with_depths
 
 
 class Better(NamedTuple):
@@ -66,18 +67,37 @@ class Beside:
 
 
 def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0) -> Better:
-    """The best table for this placement; the same one if none is shorter. caller: ends when this process has."""
+    """The best table for this placement; the same one if none is shorter. caller: ends when this process has.
+
+    Depths of multi-token prediction come into what is found for the model's own chain.
+    """
 
     def stop_alone(share: float) -> None:
         # A caller that was killed could not end it.
         if caller and os.getppid() != caller:
             sys.exit(1)
 
-    before = simulate(schedule, costs).makespan
-    candidate = Candidate(schedule.placement, costs, memory)
-    found = search_among([candidate], schedule.num_microbatches, effort=effort, progress=stop_alone)
-    made = found.schedule if found.makespan < before else schedule
-    return Better(to_json(made), before, min(found.makespan, before))
+    place, before = schedule.placement, simulate(schedule, costs).makespan
+    best, held = Better(to_json(schedule), before, before), costs.memory(place)[0]
+    tries = range(2 + place.depths if place.depths else 1)
+    for spared in tries:  # microbatches that may come to a rank with its depths
+        limits = [
+            most - spared * sum(held[s] for s in place.stages_on(rank)) * (place.depths > 0)
+            for rank, most in enumerate(memory)
+        ]
+        candidate = Candidate(own_chain(place), costs.of_positions(place.main), tuple(limits))
+        try:
+            found = search_among(
+                [candidate], schedule.num_microbatches, effort=effort / len(tries), progress=stop_alone
+            )
+        except ScheduleError:  # no room for a microbatch
+            break
+        made = with_depths(found.schedule, place.rank_of[place.main : place.chain], costs)
+        time = simulate(made, costs)
+        fits = all(now <= most * (1 + 1e-9) for now, most in zip(time.peak, memory, strict=True))
+        if time.makespan < best.after and (fits or not place.depths):
+            best = Better(to_json(made), before, time.makespan)
+    return best
 
 
 if __name__ == "__main__":

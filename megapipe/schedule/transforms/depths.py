@@ -63,6 +63,13 @@ def behind(place: Placement, ranks: Sequence[int]) -> Placement:
     return replace(place, rank_of=sum(rows, ()), chain=place.chain + len(ranks), depths=len(ranks))
 
 
+def own_chain(place: Placement) -> Placement:
+    """The placement without depths."""
+    chains = range(0, place.num_stages, place.chain)
+    rank_of = sum((place.rank_of[first : first + place.main] for first in chains), ())
+    return replace(place, rank_of=rank_of, chain=place.main, depths=0)
+
+
 def _by_stage(value: object, place: Placement) -> bool:
     return isinstance(value, tuple) and len(value) == place.chain
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule import Costs, Kind, Pass, build, forward_only, simulate, verify
+from megapipe.schedule import Costs, Kind, Pass, Schedule, build, forward_only, from_json, simulate, verify
+from megapipe.schedule.search.beside import better
 from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.reduction import with_reduction
 from tools.proofs.tables.depths import apart, makespan, perfect
@@ -65,3 +66,17 @@ def test_depths_apart_are_within_3_percent_of_perfect_balance_where_those_on_one
     whole = perfect(p, 96, each)
     assert makespan(p, 96, each, apart(p, depths)) < 1.03 * whole
     assert min(makespan(p, 96, each, [rank] * depths) for rank in (p - 2, p - 1)) > 1.15 * whole
+
+
+def test_a_search_beside_a_run_keeps_its_depths():
+    """A slow table of two ranks: a better one of the model's own chain, and the depth comes into it again."""
+    costs = Costs(*[(1.0, 1.0, 0.5)] * 3)
+    place = with_depths(build("naive", 2, 4), (0,), costs).placement
+    orders = "0F 2F 2BW 0BW", "1F 1BW"
+    rows = [tuple((Pass(Kind(x[1:]), int(x[0]), n),) for n in range(4) for x in order.split()) for order in orders]
+    slow, memory = Schedule("mine", place, 4, tuple(rows)), (6.0, 6.0)
+    found = better(slow, costs, memory, 0.5)
+    made = from_json(found.table)
+    assert all(held <= most for held, most in zip(simulate(made, costs).peak, memory, strict=True))
+    assert made.placement == slow.placement
+    assert simulate(made, costs).makespan == found.after < found.before
