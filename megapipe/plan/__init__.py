@@ -5,5 +5,5 @@ from megapipe.plan.plan import Plan, sharing
 from megapipe.plan.slices import in_words
 from megapipe.plan.split import check_flags, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of
 from megapipe.plan.state import GIB
-from megapipe.plan.table import changes, summary, table
+from megapipe.plan.table import changes, layout_of_plan, summary, table
 from megapipe.plan.work import Pieces, Work, pieces

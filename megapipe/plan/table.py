@@ -65,6 +65,11 @@ def _active(plan: Plan) -> str:
     return f"experts: each token uses {whole - unused:,} of {whole:,} parameters; FLOPs and MFU count those alone"
 
 
+def layout_of_plan(plan: Plan) -> str:
+    """The layout string of a plan's split, with its depths of multi-token prediction."""
+    return layout_string(plan.counts, stages_with_depths(plan.schedule.placement))
+
+
 def changes(plan: Plan) -> str:
     """An automatic split beside the one that it replaced, and what the table moves; empty for any other plan."""
     return "\n".join([*_split_lines(plan), *moved_lines(plan)])
@@ -82,7 +87,7 @@ def _split_lines(plan: Plan) -> list[str]:
             f"  {when:<6}  step {timeline.makespan / before.timeline.makespan:.3f}  "
             f"idle {sum(timeline.idle) / (len(timeline.idle) * timeline.makespan):.1%}  "
             f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  "
-            f"{layout_string(one.counts, stages_with_depths(one.schedule.placement))}"
+            f"{layout_of_plan(one)}"
             f"{', shared vocabulary' * one.schedule.placement.vocabulary}"
         )
     return lines

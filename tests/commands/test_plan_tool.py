@@ -31,6 +31,11 @@ def test_the_split_that_it_prints_gives_the_same_plan_and_runs_on_emulated_devic
     assert chosen < even
 
 
+def test_the_split_that_it_prints_has_the_depths_where_they_stand(capsys):
+    command("plan")([*MODEL.split(), "--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Ettm|ttttL"])
+    assert capsys.readouterr().out.strip().splitlines()[-1] == "--pipeline-model-parallel-layout 'Ettm|t*4L'"
+
+
 def test_costs_that_it_measures_are_those_of_another_plan(tmp_path):
     file = tmp_path / "costs.json"
     measured = plan(f"--measure --save-costs {file}")

@@ -34,7 +34,7 @@ from megapipe.flags.stop import say
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
-from megapipe.plan import GIB, Pieces, Plan, changes, make_plan, pieces_of, plan_of, table
+from megapipe.plan import GIB, Pieces, Plan, changes, layout_of_plan, make_plan, pieces_of, plan_of, table
 from megapipe.plan.slices import number_of
 from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         tell(*_search(config, flags), flags.json)
         return
     config, plan = _plan(config, flags)
-    layout = f"--pipeline-model-parallel-layout '{layout_string(plan.counts)}'"
+    layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     text = [
         changes(plan),
         table(plan, seconds=flags.measure),
@@ -141,7 +141,7 @@ def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
         for rank, span, work in zip(place.rank_of, plan.spans, plan.works, strict=True)
     ]
     step = {"time": timeline.makespan, "bubble": timeline.bubble / timeline.makespan if timeline.makespan else 0.0}
-    layout = layout_string(plan.counts)
+    layout = layout_of_plan(plan)
     told = {"schedule": plan.schedule.name, "layout": layout, "unit": "s" if seconds else "FLOP", "step": step}
     return told | {"peak_bytes": list(plan.peak_bytes), "stages": stages}
 
