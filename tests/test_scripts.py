@@ -16,7 +16,7 @@ from programs import ROOT, forked_python, run_ranks
 
 from megapipe.commands.plan import main as plan
 from megapipe.commands.plan.parts import parts
-from megapipe.commands.start import ended, quickstart
+from megapipe.commands.start import ended, quickstart, shares
 from megapipe.flags.parse import parse_among
 from megapipe.schedule.measured.traces import read
 
@@ -196,7 +196,8 @@ def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, 
         "--num-layers 4 --hidden-size 16 --ffn-hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
         "--moe-layer-freq [0,1,1,1] --num-experts 8 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 8 "
         "--global-batch-size 16 --train-iters 3 --lr-warmup-iters 1 --log-interval 1 --split 90,10,0 --eval-iters 1 "
-        "--eval-interval 3 --save-interval 3 --profile-step-start 1 --profile-step-end 2"
+        "--eval-interval 3 --save-interval 3 --profile-step-start 1 --profile-step-end 2 "
+        "--pipeline-model-parallel-layout Et|tm|t|tL"
     )
     found = commands_of("pretrain_deepseek_v3_local.sh", tmp_path, *small.split(), VOCAB_SIZE="400")
     texts = [path.read_text("utf-8") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:12]]
@@ -207,13 +208,22 @@ def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, 
         print(said := run_ranks(4, ["-m", "megapipe", "pretrain", *flags[2:]]))
         log.write_text(said)
 
+    def alone(argv):
+        assert "--overlap-moe-expert-parallel-comm" not in argv
+        row = {"exposed_communication": 0.2, "passes_ms": 10.0, "ranks_ms": [{"busy": 8.0}, {"busy": 8.0}]}
+        Path(argv[argv.index("--metrics-file") + 1]).write_text(json.dumps(row) + "\n")
+
     monkeypatch.setattr(quickstart, "train", train)
-    doors = {"megapipe": lambda argv: quickstart.main(argv[1:]), "megapipe.commands.start.ended": ended.main}
+    starts = {"pretrain": alone, "quickstart": lambda argv: quickstart.main(argv[1:])}
+    doors = {"megapipe": lambda argv: starts[argv[0]](argv), "megapipe.commands.start.ended": ended.main}
+    doors["megapipe.commands.start.shares"] = shares.main
     for words in found:
         (doors[words[1]](words[2:]) if words[0] == "-m" else plan.main(words[1:]))
     output = capsys.readouterr().out
     assert "iteration        3/       3 |" in output
+    assert "communication is 25.0% of what passes take" in output
     assert "bubble: predicted" in output.split("== 5/5")[1]
+    assert re.search(r"nothing ran beside: \d+\.\d% of the passes, predicted \d+\.\d% of the passes", output)
     loads = [[int(n) for n in line.split()[2:-1]] for line in output.splitlines() if line.startswith("  layer")]
     assert [sum(load) for load in loads] == [16 * 16 * 4] * 4, "256 tokens have four experts in 3 layers and a depth"
     assert "mtp_1 loss: " in output.split("== 5/5")[1]

@@ -19,11 +19,15 @@ Row = Mapping[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
-    path = Path(argv[0])
+    say("\n".join(report(rows_of(Path(argv[0])))))
+
+
+def rows_of(path: Path) -> list[Row]:
+    """All steps of a --metrics-file. Raises: DataError if there are none."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     if not rows:
         raise DataError(f"{path} has no steps: megapipe pretrain --metrics-file writes them")
-    say("\n".join(report(rows)))
+    return rows
 
 
 def report(rows: Sequence[Row]) -> Iterator[str]:
@@ -41,9 +45,9 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
             f"bubble: predicted {_median(rows, 'predicted_bubble'):.1%}, measured {_median(rows, 'bubble'):.1%} "
             f"({said}); medians"
         )
-    if exposed := [row["exposed_communication"] for row in rows if row.get("exposed_communication") is not None]:
-        both = zip(*(x if isinstance(x, list) else [x] for x in exposed), strict=True)
-        said = ", predicted ".join(f"{median(shares):.1%} of the passes" for shares in both)
+    exposed = "exposed_communication", "predicted_exposed_communication"
+    if shares := [_median(rows, key) for key in exposed if any(row.get(key) is not None for row in rows)]:
+        said = ", predicted ".join(f"{share:.1%} of the passes" for share in shares)
         yield f"communication that nothing ran beside: {said}; medians"
     tokens = last.get("tokens_per_expert") or {}
     if tokens:
