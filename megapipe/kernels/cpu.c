@@ -227,12 +227,13 @@ void add_transposed(float *into, const uint16_t *x, size rows, size columns) {
 }
 /* AdamW as torch's fused one rounds it; the gradient is scaled and shrunk where it lies, and the updated value also
    rounded to `model`, if any. */
-typedef struct { float scale, shrink, decay, step, root, towards, beta2, rest2, epsilon; } rates; /* see sweep */
-void adamw(float *value, float *grad, float *first, float *second, void *model, size n, const rates *of) {
+typedef struct { float shrink, decay, step, root, towards, beta2, rest2, epsilon; } rates; /* see sweep */
+void adamw(float *value, float *grad, float *first, float *second, void *model, size n, const float *scale,
+           const rates *of) {
     rates r = *of;
     PARALLEL for (size p = 0; p < n; p += PART)
         for (size i = p, e = least(p + PART, n); i < e; i += LANES) {
-            vf g = load(grad, i, e, 0) * r.scale * r.shrink, m = load(first, i, e, 0), v = load(second, i, e, 0);
+            vf g = load(grad, i, e, 0) * *scale * r.shrink, m = load(first, i, e, 0), v = load(second, i, e, 0);
             m = fma_(FILL(r.towards), g - m, m);
             v = fma_(r.rest2 * g, g, v * r.beta2);
             vf x = load(value, i, e, 0) * r.decay + r.step * m / ((vf)_mm512_sqrt_ps((__m512)v) / r.root + r.epsilon);

@@ -117,7 +117,14 @@ def softmax_backward_(p: Tensor, dp: Tensor, scale: float) -> None:
 
 
 def adamw_(
-    value: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, model: Tensor | None, rates: Sequence[float]
+    value: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    model: Tensor | None,
+    scale: Tensor,
+    rates: Sequence[float],
 ) -> None:
     """One update of float32, see optim/adamw.py."""
-    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, len(value), (ctypes.c_float * len(rates))(*rates))
+    array = (ctypes.c_float * len(rates))(*rates)
+    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, len(value), scale, array)

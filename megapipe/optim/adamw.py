@@ -26,13 +26,11 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
     betas = 1 - train.adam_beta1, train.adam_beta2, 1 - train.adam_beta2, train.adam_eps
     wide = {x.dtype for x in tensors}
     if wide == {torch.float32} and cpu.has_loops(*tensors, *([] if part.model is None else [part.model])):
-        rates = (float(scale), shrink, decay, step, root, *betas)
-        cpu.adamw_(*tensors, part.model, rates)
+        cpu.adamw_(*tensors, part.model, _there(scale, part.value), (shrink, decay, step, root, *betas))
     elif part.value.is_cuda:
         # On the device, for a kernel that is compiled for a number would be compiled again for the next.
         numbers = (scale, shrink, decay, step, root)
-        there = [x if isinstance(x, Tensor) else _there(x, part.value) for x in numbers]
-        _adamw(*tensors, part.model, *there, *betas)
+        _adamw(*tensors, part.model, *(_there(x, part.value) for x in numbers), *betas)
     else:
         multiply(part.grad, part.factors)
         adamw(
@@ -54,8 +52,9 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
         part.round_value()
 
 
-def _there(x: float, like: Tensor) -> Tensor:
-    return torch.full((), x, dtype=like.dtype, device=like.device)
+def _there(x: float | Tensor, like: Tensor) -> Tensor:
+    """A number where the weights are; one that is there already is not read by the host."""
+    return x.to(like) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
 
 
 @region(

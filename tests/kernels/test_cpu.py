@@ -137,7 +137,7 @@ def test_the_region_of_a_gpu_makes_the_same_update() -> None:
         if in_region:
             adamw._adamw(*tensors, None, *map(torch.tensor, numbers), 0.1, 0.95, 0.05, 1e-8)
         else:
-            cpu.adamw_(*tensors, None, (*numbers, 0.1, 0.95, 0.05, 1e-8))
+            cpu.adamw_(*tensors, None, torch.tensor(numbers[0]), (*numbers[1:], 0.1, 0.95, 0.05, 1e-8))
         made.append(tensors)
     for a, b in zip(*made, strict=True):
         assert_close(a, b, rtol=1e-6, atol=1e-7)
