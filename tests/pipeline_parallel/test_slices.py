@@ -58,7 +58,8 @@ def test_slices_train_what_whole_sequences_train(settings):
         case_of("1f1b", 2, dtype="float32", recompute="full"),
         case_of("zb-h1", 2, dtype="float32", style="llama", file="json", documents="attention", follows=True),
         case_of("interleaved", 2, chunks=2, documents="both"),
-        case_of("zb-v", 2, dtype="bfloat16", p2p="batched", experts="softmax"),
+        # One rank has nothing to gather: gradients of keys are added up before they are rounded, whatever the way.
+        case_of("zb-v", 2, dtype="bfloat16", p2p="batched", experts="softmax", way="all_gather"),
         case_of("interleaved-zb", 4, chunks=2, window=3),
         case_of("dualpipe", 2, style="latent"),
     ],

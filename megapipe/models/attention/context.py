@@ -121,6 +121,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, way: str = 
         Memory: some tensors of one block's scores, output and logarithms in float32, and the keys of two ranks (p2p)
         or of all.
     """
+    way = way if sight.stream.cp.size > 1 else "p2p"
     return _attention(sight, way, torch.is_grad_enabled(), q, k, v)
 
 
