@@ -5,10 +5,12 @@ Nothing in megapipe is global, so a rank is just a ProcessMesh; a schedule is tr
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from megapipe.distributed.groups import Sets
 from megapipe.distributed.mesh import SHARES, ProcessMesh, build_mesh
 
 T = TypeVar("T")
+GRACE_S = 3.0
+"""How long the end of the process waits for ranks that go on behind the error of another one."""
 
 
 def run_threads(
@@ -72,7 +76,15 @@ def run_threads(
         thread.start()
     for _ in range(world):
         if (error := done.get()) is not None:
+            # A thread that still lets go of a tensor while Python ends aborts the process.
+            atexit.register(_wait, threads)
             raise error
     for thread in threads:
         thread.join()  # a program that ended while one leaves its groups would abort
     return results  # type: ignore[return-value]
+
+
+def _wait(threads: Sequence[threading.Thread]) -> None:
+    until = monotonic() + GRACE_S
+    for thread in threads:
+        thread.join(max(until - monotonic(), 0))
