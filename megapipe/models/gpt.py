@@ -35,8 +35,8 @@ WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embe
 HEAD = "output_layer.weight"
 _between: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("between", default=None)
 _hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
-"""What is called between layers, and the hidden states that the head was given: of the pass that runs and not of a
-module, as two passes of one may run together."""
+"""The function that is called between layers, and the hidden states that the head was given: of the pass that runs and
+not of a module, as two passes of one may run together."""
 
 
 class Embedding(nn.Module):

@@ -117,7 +117,7 @@ class Flags:
     """Each schedule with weights gathered for runs of passes too, for one stage of a rank at a time and for two: what a
     gather of a device share takes on an emulated link of each rank."""
     scatter_ms: float = 0.0
-    """What the reduction of a device share's gradients takes there."""
+    """Milliseconds that the reduction of a device share's gradients takes on that link, with --gather-ms."""
     copy_ratio: float | None = None
     """Each schedule with the copies to the host that are back in time, and with all: what one takes of F, each way."""
     switch: int | None = None

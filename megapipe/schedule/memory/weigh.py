@@ -35,7 +35,7 @@ class Verb(StrEnum):
 
 
 Choices = Mapping[Place, Verb]
-"""Of what is not held."""
+"""The verb of each stage and microbatch that is not held."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ a play never wait in a circle, so every table can be run.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, Step, verify
 
@@ -32,6 +35,33 @@ def drawn_table(seed: int, ranks: int, microbatches: int) -> Schedule:
     except ScheduleError:  # what the backward of a pair needs may follow from what its forward sends
         return plain
     return paired
+
+
+def prove(
+    description: str | None,
+    draw: Callable[[random.Random], tuple[Any, ...] | None],
+    check: Callable[..., None],
+    misorder: Callable[[random.Random, Schedule], list[str]],
+) -> None:
+    """Draw as many tables and misorders as the command line asks for, and print how many of each there were.
+
+    draw: a table and what `check` is given behind it; None for no table.
+    """
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--tables", type=int, default=300)
+    parser.add_argument("--misorders", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    dice, held, refused = random.Random(args.seed), 0, Counter[str]()
+    while held < args.tables:
+        if (drawn := draw(dice)) is not None:
+            check(*drawn)
+            held += 1
+    while refused.total() < args.misorders:
+        if (drawn := draw(dice)) is not None:
+            refused.update(misorder(dice, drawn[0]))
+    print(f"{held} tables verified, held as counted by hand")
+    print(f"{refused.total()} misorders, all refused by the line: " + ", ".join(f"{n} {x}" for x, n in refused.items()))
 
 
 def _placement(dice: random.Random, ranks: int) -> Placement:

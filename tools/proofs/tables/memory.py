@@ -11,36 +11,15 @@ pass. Ends with how many of each there were.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from tools.proofs.tables.drawn import drawn_table
+from tools.proofs.tables.drawn import drawn_table, prove
 
 Rows = list[list[tuple[Pass, ...]]]
-
-
-def main() -> None:
-    """Draw as many of both as are asked for."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=int, default=300)
-    parser.add_argument("--misorders", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    dice, held, refused = Random(args.seed), 0, Counter[str]()
-    while held < args.tables:
-        if (drawn := draw(dice)) is not None:
-            check(*drawn)
-            held += 1
-    while refused.total() < args.misorders:
-        if (drawn := draw(dice)) is not None:
-            refused.update(misorder(dice, drawn[0]))
-    print(f"{held} tables verified, held as counted by hand")
-    print(f"{refused.total()} misorders, all refused by the line: " + ", ".join(f"{n} {x}" for x, n in refused.items()))
 
 
 def draw(dice: Random) -> tuple[Schedule, Costs] | None:
@@ -209,4 +188,4 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 if __name__ == "__main__":
-    main()
+    prove(__doc__, draw, check, misorder)
