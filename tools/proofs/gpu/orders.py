@@ -141,6 +141,8 @@ def judge(cases: Iterator[Case], say: Callable[[str], None]) -> tuple[int, int]:
         failed += bool(wrong)
         for line in wrong[:8]:
             say(f"{name}: {line}")
+        if tried % 50 == 0:
+            say(f"{tried} cases, {failed} fail; {process_time() / 60:.1f} minutes of CPU; the last {name}")
     return tried, failed
 
 
