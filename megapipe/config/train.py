@@ -113,6 +113,12 @@ class TrainConfig:
     """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
     deterministic_mode: Annotated[bool, FREE] = False
     """Refuse kernels whose results differ from run to run."""
+    manual_gc: Annotated[bool, FREE] = False
+    """Collect Python's garbage on all ranks at once, around evaluations, and not whenever each wants to."""
+    manual_gc_interval: Annotated[int, at_least(0), FREE, needs("manual_gc", "Python collects when it wants to")] = 0
+    """Collect it every so many steps too; 0 for never."""
+    no_manual_gc_eval: Annotated[bool, FREE, needs("manual_gc", "Python collects when it wants to")] = False
+    """Do not collect it around evaluations."""
     freeze_all_layers: Annotated[bool, FREE] = False
     """Train nothing: run the forwards, report the losses, keep the weights. A provider freezes a part of a model."""
     optimizer: Annotated[str, NAMED] = "adam"

@@ -91,8 +91,6 @@ hierarchical-context-parallel-sizes=#|...: keys travel in one ring; --cp-comm-ty
 disable-gloo-process-groups use-sharp create-all-gather-group: one process group per mesh axis
 distribute-saved-activations: --sequence-parallel splits activations over tensor-parallel ranks
 empty-unused-memory-level=0|1|2: torch's allocator keeps freed memory for the next step
-manual-gc no-manual-gc-eval disable-manual-gc-eval manual-gc-interval=#: Python
-    collects garbage when it wants to, and leaves out what a run starts with
 cuda-graph-impl=none|local|transformer_engine|full_iteration cuda-graph-warmup-steps=# cuda-graph-scope=*|...
     cuda-graph-modules=*|... enable-cuda-graph external-cuda-graph optimizer-cuda-graph: kernels are launched one by
     one, without CUDA graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from megapipe.data.build import Datasets
@@ -44,6 +45,9 @@ class Evaluation:
         if batches_at is None or not iters:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
+        by_hand = run.config.train.manual_gc and not run.config.train.no_manual_gc_eval
+        if by_hand:
+            gc.collect()
         # Weights whose gathering the next step would begin are needed now.
         run.optimizer.gathers.settle()
         losses = evaluate(self._stages, batches_at, begin, iters, weights_of(run.optimizer))
@@ -52,3 +56,5 @@ class Evaluation:
             progress.consumed_valid_samples = end
         run.report.validation(losses, where, range(begin, end), progress)
         self._seams.tell("on_evaluation", run, where, losses)
+        if by_hand:
+            gc.collect(0)  # what the evaluation left

@@ -116,12 +116,11 @@ def pretrain(
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
             with room(mesh, plan):
                 run = Training(config, mesh, provider, forward_step, data, tokenizer.eod, started, layers, plan, seams)
-            gc.collect()
-            gc.freeze()  # modules, model and tables stay: a full collection within a step need not walk them
             exit_code = run.train()
     finally:
         del run
         mesh.close()
+        gc.enable()
         gc.unfreeze()
         gc.collect()  # the parts of a run know each other; with them end the threads and files of its data
     if exit_code:
@@ -203,6 +202,8 @@ class Training:
         seconds = config.parallel.distributed_timeout_seconds_after_init
         run.report.pause()
         last = progress.iteration if config.data.skip_train else progress.last_iteration(config)
+        if config.train.manual_gc:
+            gc.disable()
         with closing(self.saving):
             while progress.iteration + driver.open < last:
                 self.profiler.before(progress.iteration + driver.open)
@@ -211,6 +212,7 @@ class Training:
                 run.report.measure(run.stages.stopwatch, over=result is not None)
                 if result is not None:
                     driver.ended(result)
+                self._collect(progress.iteration + driver.open, began)
                 self.profiler.after(progress.iteration + driver.open)
                 if seconds and progress.iteration == began + 1:
                     run.mesh.set_timeout(seconds)
@@ -237,6 +239,14 @@ class Training:
         run.report.close()
         stopping.signal.close()
         return stopping.exit_code if progress.iteration < last else 0
+
+    def _collect(self, iteration: int, began: int) -> None:
+        """Garbage, where it is not left to Python: after the first step and every --manual-gc-interval."""
+        every = self.run.config.train.manual_gc_interval
+        if iteration == began + 1 or (every and iteration % every == 0):
+            gc.collect()
+        if iteration == began + 1:
+            gc.freeze()  # modules, model and tables stay: a full collection within a step need not walk them
 
 
 def _built(

@@ -92,7 +92,7 @@ def test_a_flag_that_holds_takes_the_values_that_it_takes_there():
         ),
         ("--dump-param-to-param-group-map", "--dump-param-to-param-group-map takes one value, got none"),
         ("--dump-param-to-param-group-map map.json", None),
-        ("--manual-gc-interval -1", None),
+        ("--train-sync-interval -1", None),
     ],
 )
 def test_a_value_that_megatron_would_not_take_is_one_line(flag, line):

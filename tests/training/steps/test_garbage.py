@@ -1,0 +1,53 @@
+"""Python's collector: left alone, or run on all ranks at once (--manual-gc)."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import short_run
+from tiny import STYLES
+
+from megapipe.distributed.mesh import ProcessMesh
+
+
+@pytest.mark.parametrize(
+    ("flags", "collections"),
+    [
+        ({}, [(1, 2)]),
+        ({"manual_gc": True}, [(1, 2), (2, 2), (2, 0)]),
+        (
+            {"manual_gc": True, "manual_gc_interval": 2, "no_manual_gc_eval": True},
+            [(1, 2), (2, 2), (4, 2)],
+        ),
+    ],
+)
+def test_garbage_is_collected_after_the_first_step_and_with_manual_gc_where_the_flags_say(flags, collections):
+    base = short_run.config(STYLES["gpt2"])
+    config = replace(
+        base,
+        train=replace(base.train, train_iters=4, **flags),
+        data=replace(base.data, eval_iters=1, eval_interval=2, start_eval_at_iter=2),
+    )
+    training, seen = short_run.run_of(ProcessMesh.single(), config), []
+    look, training.evaluation.finish = training.evaluation.look, lambda: None
+
+    def look_once() -> None:
+        if training.run.progress.iteration == 2:
+            look()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append((training.run.progress.iteration, info["generation"]))
+
+    training.evaluation.look, training.evaluation._valid = look_once, training.driver._batches_at
+    if not flags:
+        gc.disable()  # else it may collect in between
+    gc.callbacks.append(note)
+    try:
+        training.train()
+        assert not gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.unfreeze()
+    assert seen == collections
