@@ -10,9 +10,11 @@ import pytest
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.links import Device, load_device
-from megapipe.commands.plan.main import flags_of, main, report
-from megapipe.commands.plan.search import search, table, timed
-from megapipe.commands.plan.sliced import try_slices
+from megapipe.commands.plan.main import main
+from megapipe.commands.plan.search.report import flags_of, report
+from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.search.sliced import try_slices
+from megapipe.commands.plan.search.timed import table, timed
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse

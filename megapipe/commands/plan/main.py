@@ -4,7 +4,7 @@ Takes the flags of megapipe pretrain. With --measure costs are timed on this mac
 into the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated devices: real
 processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
 With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
-(megapipe/commands/plan/search.py); flags that name these are not looked at, but for --pipeline-slices.
+(megapipe/commands/plan/search/); flags that name these are not looked at, but for --pipeline-slices.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.measure import measure
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search import BEST, Search, Timed, search
-from megapipe.commands.plan.sliced import try_slices
+from megapipe.commands.plan.search.report import best_of, flags_of, report
+from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.progress import Progress
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.device import has_cuda, pick_device
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse_among, to_flags
+from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.layout import layout_string
@@ -173,13 +174,9 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
             "parts_s": x.parts,
             "flags": flags_of(x.config),
         }
-        for x in _best(found)
+        for x in best_of(found)
     ]
     return "\n".join([told, *said, report(found, memory)]), best
-
-
-def _best(found: Search) -> list[Timed]:
-    return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
 
 
 def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
@@ -206,50 +203,6 @@ def _cost(config: Config, model: ModelConfig, flags: Flags) -> Pieces:
     if not flags.measure:
         return counted
     return measure(replace(config, model=model), counted, gpt_provider, pick_device(config.parallel))
-
-
-def report(found: Search, memory: float) -> str:
-    """The best plans, each with the flags to paste, and what became of the rest."""
-    best = _best(found)
-    if not best:
-        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
-    first = best[0]
-    lines = []
-    for n, x in enumerate(best, 1):
-        tp, cp, pp, micro, ep, etp = x.layout
-        experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
-        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
-        shares = ", sharded," * bool(x.plan.sharding)
-        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
-        more = (x.parts[worst] - first.parts[worst]) / first.step
-        lines += [
-            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
-            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data{shares} x {pp} pipeline "
-            f"x {cp} context x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
-            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
-            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
-            f"      {' '.join(flags_of(x.config))}",
-        ]
-    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
-
-
-def _lost(found: Search) -> str:
-    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
-
-
-def flags_of(config: Config) -> list[str]:
-    """The choice of the search, as flags."""
-    model = config.model
-    chosen = Config(
-        ModelConfig(
-            recompute_granularity=model.recompute_granularity,
-            sequence_parallel=model.sequence_parallel,
-            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
-        ),
-        config.parallel,
-        TrainConfig(micro_batch_size=config.train.micro_batch_size),
-    )
-    return to_flags(chosen)
 
 
 def _save(costs: Costs, path: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from megapipe.commands.plan.cells import under
 from megapipe.commands.plan.links import Device
-from megapipe.commands.plan.search import Search, Timed, timed
+from megapipe.commands.plan.search.cells import under
+from megapipe.commands.plan.search.search import Search
+from megapipe.commands.plan.search.timed import Timed, timed
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import pieces_of, plan_of

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import product
 from math import inf
-from operator import add, itemgetter
-from typing import Any
+from operator import itemgetter
 
-from megapipe.commands.plan import cells
-from megapipe.commands.plan.cells import (
+from megapipe.commands.plan.links import Device, sums, with_messages
+from megapipe.commands.plan.search import cells
+from megapipe.commands.plan.search.cells import (
     RECOMPUTE,
     Layout,
     cell_of,
@@ -28,45 +27,19 @@ from megapipe.commands.plan.cells import (
     schedules_of,
     short,
 )
-from megapipe.commands.plan.links import Device, sums, with_messages
+from megapipe.commands.plan.search.timed import SUMS, Timed, in_seconds, timed, under, work_of
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan import GIB, Plan, counts_of, pieces_of, plan_of
-from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
+from megapipe.plan import GIB, Plan, pieces_of, plan_of
+from megapipe.schedule import SCHEDULES, Costs
 from megapipe.schedule.catalogue import PLAIN
-from megapipe.schedule.simulate import memory_steps, run_clock
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
 BEST = 10
 SEARCHED = 512
 """Microbatches times ranks of a table that is searched at most."""
 MICRO = 16
 """Sequences of a micro batch at most."""
-SUMS = "gradient sums"
-AHEAD = Living(2, 1, ahead=True)
-"""How long weights live in a search: the stage at work and the next one's; a run chooses by its own table."""
 SLOWER = "slower than another of the same layout or ten others"
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A plan and its step. parts: seconds of it by what for; the rest is computed once on every plan."""
-
-    config: Config
-    plan: Plan
-    schedule: str
-    step: float
-    peak: float
-    parts: dict[str, float]
-
-    @property
-    def layout(self) -> Layout:
-        return layout_of(self.config)
-
-    @property
-    def passes(self) -> float:
-        """The step without what shows of gradients and weights on their way over data parallel."""
-        return self.step - self.parts[SUMS]
 
 
 @dataclass
@@ -169,12 +142,6 @@ def _fill(config: Config, costs: Costs) -> float:
     return before / pp * (forth if entry.split else forth + back + weights)
 
 
-@lru_cache(maxsize=512)
-def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A table of the catalogue, which needs no proof here."""
-    return SCHEDULES[name].generate(ranks, microbatches, **({} if chunks is None else {"chunks": chunks}))
-
-
 def _searched(config: Config, memory: float) -> Config:
     """The layout under a table that is searched, as a run with these flags searches it."""
     name = next(name for name, entry in SCHEDULES.items() if entry.searched)
@@ -202,57 +169,3 @@ def screen(found: Search, plan: Plan, config: Config, device: Device, memory: fl
     # A chunk's microbatches are all held where it has its weights for all of them.
     peak = one.peak + turns * (other.peak - one.peak) if plan.sharding else one.peak
     return found.take(replace(one, step=step, peak=peak, parts=parts), memory)
-
-
-def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
-    """A layout's plan under the schedule of a configuration and the batch of another; errors as above."""
-    par = config.parallel
-    name, chunks = par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank
-    schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
-    there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
-    return replace(timed(there, batch, device), config=config)
-
-
-def timed(plan: Plan, config: Config, device: Device) -> Timed:
-    """A plan's step under its own batch."""
-    schedule, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
-    costs = with_messages(alone, plan, config, device)
-    clock = run_clock(schedule, costs)
-    ranks, makespan, shows = len(schedule.ranks), max(ends[-1] for ends in clock.end), sums(plan, config, device)
-    if plan.sharding:
-        table = with_sharded_weights(schedule, costs, AHEAD)
-        clock, schedule = run_clock(table, costs), table
-        shows += max(map(max, clock.end)) - makespan
-    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
-    share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
-    passes = sum(map(len, plan.schedule.ranks)) / ranks * costs.overhead
-    parts = {
-        "recomputation": share * (work_of(alone) - _least(config, plan, device)),
-        "tp and cp messages": share * (work_of(costs) - work_of(alone)),
-        "small passes": passes,
-        "bubble": makespan - share * work_of(costs) - passes,
-        SUMS: shows,
-    }
-    return Timed(config, plan, schedule.name, makespan + shows, max(map(add, held, plan.state_bytes)), parts)
-
-
-def _least(config: Config, plan: Plan, device: Device) -> float:
-    """The work of a microbatch without recomputation."""
-    model = replace(config.model, recompute_granularity=None)
-    pieces = plan.pieces if model == config.model else pieces_of(config, model)
-    return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
-
-
-def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
-    """The seconds that the stages compute."""
-    costs, rate = plan.costs, 1 / (config.parallel.tensor_model_parallel_size * device.flops)
-    named = {name: getattr(costs, name) for name in "fbwol"}
-    scaled: dict[str, Any] = {
-        name: tuple(x * rate for x in column) for name, column in named.items() if isinstance(column, tuple)
-    }
-    return replace(costs, **scaled, overhead=device.overhead)
-
-
-def work_of(costs: Costs) -> float:
-    """The work of a microbatch through the whole model."""
-    return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))

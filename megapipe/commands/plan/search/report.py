@@ -1,0 +1,58 @@
+"""The report of a search of layouts: its best plans, each with the flags to paste, and what became of the rest."""
+
+from __future__ import annotations
+
+from megapipe.commands.plan.search.search import BEST, Search
+from megapipe.commands.plan.search.timed import Timed
+from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.flags.parse import to_flags
+from megapipe.plan import GIB
+
+
+def best_of(found: Search) -> list[Timed]:
+    """The ten best plans that were found."""
+    return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
+
+
+def report(found: Search, memory: float) -> str:
+    """The best plans, each with the flags to paste, and what became of the rest."""
+    best = best_of(found)
+    if not best:
+        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
+    first = best[0]
+    lines = []
+    for n, x in enumerate(best, 1):
+        tp, cp, pp, micro, ep, etp = x.layout
+        experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
+        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
+        shares = ", sharded," * bool(x.plan.sharding)
+        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
+        more = (x.parts[worst] - first.parts[worst]) / first.step
+        lines += [
+            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
+            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data{shares} x {pp} pipeline "
+            f"x {cp} context x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
+            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
+            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
+            f"      {' '.join(flags_of(x.config))}",
+        ]
+    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
+
+
+def _lost(found: Search) -> str:
+    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
+
+
+def flags_of(config: Config) -> list[str]:
+    """The choice of the search, as flags."""
+    model = config.model
+    chosen = Config(
+        ModelConfig(
+            recompute_granularity=model.recompute_granularity,
+            sequence_parallel=model.sequence_parallel,
+            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        ),
+        config.parallel,
+        TrainConfig(micro_batch_size=config.train.micro_batch_size),
+    )
+    return to_flags(chosen)
