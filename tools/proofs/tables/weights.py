@@ -142,8 +142,11 @@ def _moved(row: Row, i: int, to: int) -> Row:
     return [*rest[:to], row[i], *rest[to:]]
 
 
-def _behind_its_use(row: Row, i: int, gather: Pass) -> tuple[Row, Pass]:
-    return _moved(row, i, _uses(row, i, gather.stage, READS)[0]), gather
+def _behind_its_use(row: Row, i: int, gather: Pass) -> tuple[Row, Pass] | None:
+    first = _uses(row, i, gather.stage, READS)[0]
+    if gather._replace(kind=Kind.R) in row[first] and _uses(row[:i], -1, gather.stage, GATHERS):
+        return None  # the run before goes on, and one of this name begins with the backward
+    return _moved(row, i, first), gather
 
 
 def _never_gathered(row: Row, i: int, gather: Pass) -> tuple[Row, Pass] | None:
