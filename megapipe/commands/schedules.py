@@ -149,7 +149,7 @@ def run_show(args: argparse.Namespace) -> int:
     figure.check()
     args.costs = _attending(_priced(args.costs, args.comm_share), args)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    schedule, found = _sliced(args) if args.slices else _moved(args) if args.copy_ratio else _schedule(args)
+    schedule, found = _moved(args) if args.copy_ratio else _sliced(args) if args.slices else _schedule(args)
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
     if args.pairs:
@@ -239,18 +239,21 @@ def _moved(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """The schedule that the arguments name with copies; what these take is in the costs then."""
     args.costs = with_copies(args.costs, args.copy_ratio)
     any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
-    if args.solve and any_order and args.pp and args.microbatches:
+    if args.solve and any_order and not args.slices and args.pp and args.microbatches:
         size = args.pp, args.microbatches, args.costs
         return told_choices([*tables(*size), *searched(*size, args.memory)], args.costs, args.memory)
-    plain, _ = _schedule(argparse.Namespace(**vars(args) | {"memory": None}))
+    without = argparse.Namespace(**vars(args) | {"memory": None})
+    plain, said = _sliced(without) if args.slices else _schedule(without)
     if args.solve:
-        return told_choices([plain], args.costs, args.memory)
-    return told_copies(plain, args.costs, args.memory, args.switch)
+        made, more = told_choices([plain], args.costs, args.memory)
+    else:
+        made, more = told_copies(plain, args.costs, args.memory, args.switch)
+    return made, said + more
 
 
 def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """The schedule that the arguments name, in slices; attention's share is in the costs then."""
-    others = ("pairs", "vocabulary", "step", "post_validation", "copy_ratio", "placement", "objective", "effort")
+    others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
     if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
     cutting = Cutting(args.slices, args.cuts or "work", args.documents or 1)

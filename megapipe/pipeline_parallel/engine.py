@@ -22,7 +22,8 @@ from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
-from megapipe.pipeline_parallel.passes.memory import Host, moves_of
+from megapipe.pipeline_parallel.passes.host import Host
+from megapipe.pipeline_parallel.passes.memory import Activations, moves_of
 from megapipe.pipeline_parallel.passes.vocabulary import check_shares, ends_of, shape_of, shares_of
 from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks_of_tokens, shape_of_slice
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
@@ -256,7 +257,7 @@ def _stages(
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
             collect_non_loss_data=step.collect_non_loss_data,
-            stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths)),
+            stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths), moves.get(number)),
             slices=slices,
             share=shares.get(number),
             **ends_of(place, number, evaluates=step.forward_only),
@@ -270,7 +271,9 @@ def _stages(
     }
 
 
-def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slices, number: int) -> Stream:
+def _drawn(
+    step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slices, moves: Activations | None, number: int
+) -> Stream:
     """The stream that layers draw from for a microbatch or a slice; those of `kept` are not computed again."""
     scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
     share = slices.share(number)
@@ -279,7 +282,8 @@ def _drawn(step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slice
         return scale * tokens if per_token else scale * part / step.num_microbatches
 
     stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
-    return replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
+    stream = replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
+    return replace(stream, keep=partial(moves.keep, number)) if moves and slices.cuts else stream
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

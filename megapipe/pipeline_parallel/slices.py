@@ -17,7 +17,6 @@ from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.schedule import Pass, Schedule
-from megapipe.schedule.kinds import COPIES
 from megapipe.schedule.transforms.cuts import at_borders, in_tokens
 from megapipe.tensor_parallel.rng import Stream
 
@@ -171,12 +170,10 @@ def lengths_of(
     """
     if not table.cuts:
         return Lengths()
-    moves = any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds)
-    if length is None or table.placement.vocabulary or moves or table.documents:
+    if length is None or table.placement.vocabulary or table.documents:
         why = "needs sequences of one length, seq_length"
         if length is not None:
-            what = "O, L or R" if moves else "shares of the vocabulary" if not table.documents else "order of documents"
-            why = f"has no {what} in them"
+            why = f"has no {'shares of the vocabulary' if not table.documents else 'order of documents'} in them"
         raise ConfigError(f"the schedule {table.name} cuts sequences in slices and {why}. Take one of whole sequences.")
     # Each context-parallel rank has two runs of a slice, and of these each tensor-parallel one a part.
     multiple = ranks_of_tokens(mesh, config) * (2 if mesh.cp.size > 1 else 1)

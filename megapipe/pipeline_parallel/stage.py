@@ -131,9 +131,9 @@ class PipelineStage:
         """The forward without a graph, which `again` makes."""
         assert self.moves is not None
         data = None if self.data_iterator is None else Noting(self.data_iterator)
-        stream = self.stream(microbatch)
+        stream = self.slices.begun(microbatch, self.stream)
         self._first[microbatch] = x, [] if data is None else data.given, stream
-        self.moves.hold(x)
+        self.moves.hold(microbatch, x)
         with torch.no_grad():
             return self._forward(microbatch, x, data, stream)
 
@@ -141,7 +141,7 @@ class PipelineStage:
         """The forward of a microbatch a second time, on the same data with the same randomness."""
         assert self.moves is not None
         x, data, stream = self._first.pop(microbatch)
-        self.moves.hold(x, -1)
+        self.moves.hold(microbatch, x, -1)
         self._context.copy().run(self._forward, microbatch, x, iter(data) if data else None, stream)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:

@@ -170,7 +170,7 @@ def _within(plan: Plan, config: Config, room: tuple[float, ...]) -> Plan:
     """The plan with what has to leave for it to fit; if its order is searched, also what makes it faster."""
     any_order = is_searched(schedule_name(config))
     tight = any(held > most for held, most in zip(plan.timeline.peak, room, strict=True))
-    if min(room) <= 0 or plan.schedule.cuts or not (any_order or tight):
+    if min(room) <= 0 or not (any_order or tight):
         return plan
     moved = replace(plan, copies=Copies.of(config, LIMIT))
     if (found := within(plan.schedule, moved.costs, room, any_order=any_order)) is None:

@@ -66,12 +66,13 @@ class Plan:
         if self.given is not None:
             given = self.given.of_positions(len(self.counts) + len(self.pieces.depths))
             timed = replace(given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
+        timed = self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
         timed = self.copies.priced(timed) if self.copies else timed
         if self.sharding:
             own, lends = self._own_works
             stages = own_of(own, tp=self.tp, expert_ranks=self.expert_ranks)
             timed = self.sharding.priced(timed, *stages, sum(_tuple(counted.f)), lends=lends)
-        return self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
+        return timed
 
     @property
     def _own_works(self) -> tuple[list[Work], int]:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, cast
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.parts import Moved
+from megapipe.schedule.memory.parts import PerStage as PerStage
 from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
-PerStage = float | tuple[float, ...]
 MOST = 1e100
 _OF_LAYERS = {"f", "b", "w"}
 SHARES = ("link_f", "link_b", "link_w")
@@ -57,8 +58,10 @@ class Costs:
         mem_w: the part of it held on from the end of B to the end of W.
         g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
         o, l: copying what a microbatch left to the host, and back.
-        mem_o: the part of mem_b that is copied; None: all of it.
-        mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input.
+        mem_o: the part of mem_b that is copied, mem_k first; None: all of it. Of a slice the part without keys; the
+            last of a document takes the keys of all of them with it.
+        mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input; of a slice also
+            the keys, for those behind it.
         mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
             first to the end of their reduction; what a rank has for ever, its shares of both, is not counted.
     Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
@@ -139,6 +142,9 @@ class Costs:
         if of is None:
             return self
         first, begin, end = (sum(cuts[:n]) / sum(cuts) for n in (of[1], of[0], of[0] + 1))
+        document = end - first if of[0] + 1 == of[2] else 0.0
+        copied = self.mem_b if self.mem_o is None else self.mem_o
+        moved = Moved(self.o, self.l, copied, self.mem_r, self.mem_k).of_slice(end - begin, document)
 
         def part(time: PerStage, share: PerStage) -> PerStage:
             if isinstance(time, tuple):
@@ -152,7 +158,7 @@ class Costs:
         parts |= {name: part(getattr(self, name), getattr(self, f"attention_{name}")) for name in _OF_LAYERS}
         # A pair of a forward and a backward is as much shorter as the forward is.
         fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end, first)
-        return replace(self, **parts, fb=fb)
+        return replace(self, **parts, **moved, fb=fb)
 
     def memory(self, placement: Placement) -> list[list[float]]:
         """mem_b, mem_w, mem_s, mem_o, mem_r, mem_a and mem_g by stage."""

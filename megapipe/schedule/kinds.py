@@ -44,6 +44,7 @@ class Made(StrEnum):
     ROWS_GRADIENT = "gradient of the embedding's share"
     ON_HOST = "activations on the host"
     BACK = "activations in place again"
+    KEYS_BACK = "keys and values in place again"
     WEIGHTS = "weights of the stage, whole for a run"
     SCATTERED = "share of the gradient of a run"
 
@@ -64,10 +65,11 @@ class Where(StrEnum):
     SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
     EARLIER = "the stage's own, of the slice before; nothing at the first"
     LATER = "the stage's own, of the slice behind; nothing at the last"
+    ENDS = "the stage's own, of the last slice of its document"
     RUN = "the stage's own, of the run of passes that it is in"
 
 
-OF_SLICES = {Where.EARLIER, Where.LATER}
+OF_SLICES = {Where.EARLIER, Where.LATER, Where.ENDS}
 """Needs of tables alone that cut microbatches in slices."""
 HANDED = {Where.PREV, Where.NEXT, Where.EMBEDS, Where.LOSSES, Where.SHARES}
 """Needs that are met by a tensor which another stage hands over."""
@@ -128,6 +130,9 @@ _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
 # A slice attends to the keys and values of those before it: F makes them, F and B of later slices read them, the B of
 # their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
 _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
+# Between the last F of a document and its first B nobody reads them: the O of its last slice copies those of all, and
+# its L brings them back, before that B and so before all others, and before any R, which reads them too.
+_KEYS_BACK = Need(Made.KEYS_BACK, Where.ENDS, optional=True)
 # As long as weights are sharded a pass that reads them waits for the gather before its run, and one that begins a
 # gradient for the reduction of the one before.
 _WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)
@@ -155,7 +160,7 @@ _VALIDATE = (
 _SHARE = Need(Made.OUTPUT, Where.LOSSES, optional=True), _GATHERED  # an evaluation runs no depths
 _COMBINE = (Need(Made.SHARE, Where.SHARES),)
 _OWN = (Need(Made.OUTPUT, Where.OWN),)
-_AGAIN = Need(Made.OUTPUT, Where.OWN), _WHOLE
+_AGAIN = Need(Made.OUTPUT, Where.OWN), _WHOLE, _KEYS_BACK
 _GATHER_RUN = (Need(Made.UPDATED, Where.STEP, back=1, optional=True),)
 _REDUCE_RUN = (Need(Made.WEIGHT_GRADIENT, Where.RUN),)
 _ON_HOST = (Need(Made.ON_HOST, Where.OWN),)
@@ -208,7 +213,7 @@ class Kind(StrEnum):
     EW = "EW", Traits("gradient of rows", "#1824a8", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 
     O = "O", Traits("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), (0, 0, 0, -1), lane=Lane.D2H)
-    L = "L", Traits("load again", "#a8a860", "l", _ON_HOST, (Made.BACK,), (0, 0, 0, 1), lane=Lane.H2D)
+    L = "L", Traits("load again", "#a8a860", "l", _ON_HOST, (Made.BACK, Made.KEYS_BACK), (0, 0, 0, 1), lane=Lane.H2D)
     R = "R", Traits("forward again", "#606084", "f", _AGAIN, (Made.BACK,), (1, 0, 0, 0, -1), again=True)
 
     # The collectives of A and G, more than once a step: never in one table with them, and drawn in their colours.

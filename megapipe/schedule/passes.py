@@ -156,8 +156,8 @@ class Link(NamedTuple):
     sends: tuple[int, ...]
 
 
-Part = tuple[int, int]
-"""A slice of a microbatch, and the one with which its document begins."""
+Part = tuple[int, int, int]
+"""A slice of a microbatch, the one with which its document begins, and the one behind its document."""
 
 
 class Last(NamedTuple):
@@ -214,12 +214,12 @@ class Schedule:
 
     def part(self, item: Pass) -> Part | None:
         """The part of its microbatch that a pass is of; None of whole ones."""
-        return None if item.slice is None else (item.slice, self.document(item).start)
+        return None if item.slice is None else (item.slice, (own := self.document(item)).start, own.stop)
 
     @property
     def parts(self) -> set[Part]:
         """All parts of its microbatches."""
-        return {(n, document.start) for row in self._documents for n, document in enumerate(row)}
+        return {(n, document.start, document.stop) for row in self._documents for n, document in enumerate(row)}
 
     @cached_property
     def _documents(self) -> list[list[range]]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megapipe.distributed.axis import CPU
-from megapipe.pipeline_parallel.passes.memory import Activations, Host, Sizes
+from megapipe.pipeline_parallel.passes.host import Host, Sizes
+from megapipe.pipeline_parallel.passes.memory import Activations
 from tools.proofs.equivalence_case import Case
 from tools.proofs.fuzz_equivalence import run
 from tools.proofs.tables import counted
@@ -30,7 +31,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def moves() -> Activations:
-    return Activations(Layer(), Host(CPU), Sizes(), 1.0, out=OUT, again=AGAIN)
+    return Activations(Layer(), Host(CPU), [Sizes()], 1.0, out=OUT, again=AGAIN)
 
 
 def given() -> torch.Tensor:
@@ -48,9 +49,9 @@ def test_each_storage_goes_once_and_neither_weights_nor_what_others_hold(moves: 
     x = given()
     want = torch.autograd.grad(moves.module(x), [x, moves.module.weight])
     y = forward(moves, x)
-    assert moves.sizes.saved == 3 * BYTES  # input, table, result
+    assert moves.sizes[0].saved == 3 * BYTES  # input, table, result
     moves.offload(0)
-    assert (moves.sizes.copied, moves.held.bytes) == (2 * BYTES, BYTES)
+    assert (moves.sizes[0].copied, moves.held.bytes) == (2 * BYTES, BYTES)
     assert x.untyped_storage().nbytes() == 8, "of the input only the shape is left"
     moves.load(0)()
     assert moves.held.bytes == 3 * BYTES
@@ -74,7 +75,7 @@ def test_a_share_takes_the_first_of_a_forward(moves: Activations) -> None:
     x = given()
     y = forward(moves, x)
     moves.offload(0)
-    assert moves.sizes.copied == BYTES
+    assert moves.sizes[0].copied == BYTES
     assert x.untyped_storage().nbytes() == 8
     moves.load(0)()
     y.backward()
@@ -95,6 +96,8 @@ CASES = [
     Case("dualpipe-v", 2, 4, (1, 0, 1, 0), memory="some", recompute="modules"),
     Case("interleaved", 2, 2, (1, 0, 1, 0), chunks=2, memory="out", recompute="full", vocabulary=True),
     Case("1f1b", 2, 2, (1, 1), memory="again", experts="dropping", dp=2, distributed=True, overlap=True),
+    Case("zb-h1", 2, 2, (1, 1), memory="some", style="llama", slices=(3, 3, 2), documents="attention", follows=True),
+    Case("1f1b", 2, 2, (1, 1), memory="again", experts="bias", slices=(5, 3), dtype="float32", steps=2),
 ]
 
 
@@ -103,6 +106,27 @@ def test_losses_norms_and_weights_are_those_of_one_process(case: Case) -> None:
     assert run(case) == []
 
 
-def test_the_peak_of_saved_bytes_is_the_predicted_one() -> None:
-    most, predicted = counted.both(Case("zb-h1", 2, 4, (1, 1), memory="some", style="llama"))
+@pytest.mark.parametrize("slices", [(), (4, 3, 1)])
+def test_the_peak_of_saved_bytes_is_the_predicted_one(slices: tuple[int, ...]) -> None:
+    case = Case("zb-h1", 2, 4 if not slices else 2, (1, 1), memory="some", style="llama", slices=slices, steps=1)
+    most, predicted = counted.both(case)
     assert most == predicted
+
+
+def test_keys_of_all_slices_leave_with_the_last_and_come_back_with_it() -> None:
+    moves = Activations(Layer(), Host(CPU), [Sizes(), Sizes()], 1.0, out={1}, again=())
+    want = [torch.randn(64, 64, dtype=torch.float64) for _ in range(2)]
+    kept = [moves.keep(number, keys.clone()) for number, keys in enumerate(want)]
+    for number in range(2):
+        with moves.saving(number):
+            pass
+        moves.saved(number, None, None)
+    assert (moves.held.bytes, moves.sizes[0].keys) == (2 * BYTES, BYTES)
+    moves.offload(1)
+    assert (moves.held.bytes, moves.sizes[1].copied) == (0, 2 * BYTES)
+    with pytest.raises(AssertionError, match="used while it is on the host"):
+        kept[0]()
+    moves.load(1)()
+    assert all(torch.equal(keys(), wanted) for keys, wanted in zip(kept, want, strict=True))
+    kept.clear()
+    assert moves.held.bytes == 0

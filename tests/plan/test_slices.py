@@ -7,8 +7,9 @@ import pytest
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
-from megapipe.plan import make_plan
+from megapipe.plan import changes, make_plan
 from megapipe.plan.slices import lengths
+from megapipe.schedule import Kind
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
@@ -67,6 +68,31 @@ def test_recomputed_layers_keep_their_keys_for_later_slices():
     # An input of [s, b, h] in float32, and keys and values as wide each.
     assert costs.mem_b[1] == 3 * 1024 * 64 * 4
     assert costs.mem_k[1] == 2 * 1024 * 64 * 4
+
+
+COPIED = "--fine-grained-activation-offloading", "--offload-time", "0.1"
+
+
+def test_copies_of_slices_leave_less_than_half_and_take_no_longer():
+    given = "--pipeline-slices", "4"
+    plain, made, half = (
+        make_plan(config(*given, *more)) for more in ((), COPIED, (*COPIED, "--activation-offload-fraction", "0.5"))
+    )
+    assert changes(made).startswith(f"{COPIED[0]}: of 32 activations of a stage and slice 30 copied")
+    assert made.timeline.makespan == plain.timeline.makespan
+    assert max(made.peak_bytes) - max(made.state_bytes) < 0.5 * plain.timeline.peak[0]
+    # Of what graphs save half goes, of keys and values all.
+    whole = zip(half.costs.mem_b, half.costs.mem_k, strict=True)
+    assert half.costs.mem_o == pytest.approx([0.5 * (x - k) + k for x, k in whole])
+
+
+def test_a_memory_limit_is_met_by_slices_that_are_moved():
+    given = "--pipeline-slices", "4", "--offload-time", "0.5"
+    plain = make_plan(config(*given[:2]))
+    limit = (max(plain.state_bytes) + 0.4 * plain.timeline.peak[0]) / 2**30
+    made = make_plan(config(*given, "--memory-limit-gib", str(limit)))
+    assert max(made.peak_bytes) <= limit * 2**30
+    assert {Kind.O, Kind.R} & made.schedule.kinds
 
 
 @pytest.mark.parametrize(

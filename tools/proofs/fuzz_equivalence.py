@@ -151,7 +151,7 @@ def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
     metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
     follows = case.documents in ("attention", "both") and rng.random() < 0.5
-    return replace(case, slices=lengths, follows=follows, paired=False, joined=None, memory="none", metrics=metrics)
+    return replace(case, slices=lengths, follows=follows, paired=False, joined=None, metrics=metrics)
 
 
 def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:

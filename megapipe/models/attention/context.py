@@ -31,8 +31,12 @@ class _Part:
     """Keys and values of one slice of a microbatch, and what later slices have added to their gradient."""
 
     cut: Cut
-    kv: Tensor
+    kept: Callable[[], Tensor]
     grad: Tensor | None = None
+
+    @property
+    def kv(self) -> Tensor:
+        return self.kept()
 
     @property
     def end(self) -> int:
@@ -68,10 +72,11 @@ class _Attention(torch.autograd.Function):
         def use(kv: Tensor, held: Tokens) -> None:
             attend(sight, q, mine, kv, held, sums)
 
-        # A forward without graph, which is computed again, keeps what others need alone.
-        if stream.piece is not None and (has_graph or _is_seen_later(sight, stream.piece)):
-            # Computed again in backward it is there already, with the gradients of the slices behind it.
-            _parts(sight).setdefault(stream.piece.start, _Part(stream.cut, kv))
+        # A forward without graph, which is computed again, keeps what others need alone; then it is there already, with
+        # the gradients of the slices behind it.
+        if (piece := stream.piece) is not None and (has_graph or _is_seen_later(sight, piece)):
+            kept = _parts(sight)
+            kept[piece.start] = kept.get(piece.start) or _Part(stream.cut, stream.keep(kv))
         meet = _ring if "p2p" in way else _all_at_once
         for part in _before(sight):
             meet(sight, part.cut, part.kv, use)
@@ -87,7 +92,7 @@ class _Attention(torch.autograd.Function):
         q, *own, out, lse = ctx.saved_tensors
         sight, piece = ctx.sight, ctx.sight.stream.piece
         mine = sight.stream.cut.spans(sight.length)
-        part = _Part(sight.stream.cut, torch.stack(own)) if piece is None else _parts(sight)[piece.start]
+        part = None if piece is None else _parts(sight)[piece.start]
         dq = torch.zeros(*lse.shape[:3], q.shape[-1], dtype=lse.dtype, device=q.device)
         delta = (grad.to(lse.dtype) * out).sum(-1).reshape(lse.shape)
 
@@ -98,8 +103,8 @@ class _Attention(torch.autograd.Function):
         for before in _before(sight):
             of_part = back(sight, before.cut, before.kv, use)
             before.grad = of_part if before.grad is None else before.grad.add_(of_part)
-        dkv = back(sight, part.cut, part.kv, use)
-        if part.grad is not None:
+        dkv = back(sight, sight.stream.cut, part.kv if part else torch.stack(own), use)
+        if part and part.grad is not None:
             dkv = dkv.add_(part.grad)
         if piece is not None:
             del _parts(sight)[piece.start]

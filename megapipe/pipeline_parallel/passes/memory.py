@@ -1,86 +1,25 @@
 """Activations that leave the device and come back: passes O and L of a stage, on the storages that its graphs saved.
 
 Autograd's hooks show what a forward saves, and each storage goes once, whatever views of it are saved. Weights stay,
-and so does what anyone else holds too: tables that layers share, and the output, which may still be on its way.
+and so does what anyone else holds too: tables that layers share, and the output, which may still be on its way. Keys
+and values of slices are no graph's own: layers say that they keep them, and they go with the last slice of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapipe.distributed.device import CopyLane
+from megapipe.pipeline_parallel.passes.host import Buffer, Held, Host, Sizes
 from megapipe.schedule import Schedule
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.held import computed_again
-
-_ALIGNED = 512
-"""Buffers on the host have sizes of so many bytes: few different ones, each used by every microbatch in turn."""
-
-
-@dataclass(eq=False)
-class Held:
-    """Bytes of activations on the device, of all stages of a rank."""
-
-    bytes: int = 0
-    peak: int = 0
-
-    def add(self, size: int) -> None:
-        """Count so many more."""
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-
-@dataclass(eq=False)
-class Sizes:
-    """Bytes of one microbatch of a stage: what its graph saves, what of it goes to the host, and what stays of its
-    input where the forward runs twice. Of the last that did so in a step."""
-
-    saved: int = 0
-    copied: int = 0
-    input: int = 0
-
-
-class Buffer(NamedTuple):
-    """Bytes on the host; `read` is what was begun last of those that read them."""
-
-    bytes: Tensor
-    read: Any = None
-
-
-class Host:
-    """A rank's buffers on the host, kept from step to step, and its lanes there and back.
-
-    Attributes:
-        held, sizes: what the stages of the last step had on the device, and by stage what a microbatch of it is, where
-            the table has O, L or R.
-        bytes: of all buffers together.
-        share: of each microbatch's bytes that goes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.out, self.back = CopyLane(device), CopyLane(device)
-        self._free: dict[int, list[Buffer]] = {}
-        self.bytes, self.held, self.share = 0, Held(), 1.0
-        self.sizes: dict[int, Sizes] = {}
-
-    def take(self, size: int) -> Buffer:
-        """Take a buffer of at least so many bytes."""
-        size = -(-size // _ALIGNED) * _ALIGNED
-        if free := self._free.get(size):
-            return free.pop()
-        self.bytes += size
-        return Buffer(self.out.buffer(size))
-
-    def give(self, buffer: Buffer) -> None:
-        """The buffer may be written again, behind what reads it."""
-        self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
 
 
 @dataclass(eq=False)
@@ -111,7 +50,14 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, slot: _Slot) -> Self:
+        """The tensor, whose storage is the slot's."""
+        where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return cls(slot, tensor.dtype, tensor.device, *where)
+
     def tensor(self) -> Tensor:
+        """It, while it is on the device."""
         assert self.slot.storage is not None, "used while it is on the host"
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(self.slot.storage, self.offset, self.size, self.stride)
@@ -132,13 +78,14 @@ class Activations:
 
     Args:
         module: its parameters stay.
+        sizes: of a microbatch, or of each of its slices, which each count as one by their number among all.
         out, again: microbatches that go to the host, and those whose forward runs twice.
         share: of each microbatch's bytes, the first in the order of its forward, that go.
     """
 
     module: nn.Module
     host: Host
-    sizes: Sizes
+    sizes: Sequence[Sizes]
     share: float
     out: Collection[int]
     again: Collection[int]
@@ -147,6 +94,16 @@ class Activations:
         self._weights = {p.untyped_storage()._cdata for p in self.module.parameters()}
         self.held = self.host.held
         self._kept: dict[int, _Kept] = {}
+        self._keys: dict[int, list[_Slot]] = {}  # of whole microbatches, by the slice that they go with
+        self._of_keys: dict[int, int] = {}
+
+    def keep(self, number: int, keys: Tensor) -> Callable[[], Tensor]:
+        """Hold keys and values of a slice for those behind it; what is returned gives them while they are here."""
+        slot, count = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held), len(self.sizes)
+        self._size(number).keys = self._of_keys[number] = self._of_keys.get(number, 0) + slot.size
+        if (last := number // count * count + count - 1) in self.out:
+            self._keys.setdefault(last, []).append(slot)
+        return _View.of(keys, slot).tensor
 
     def saving(self, microbatch: int) -> AbstractContextManager[None]:
         """A context for a forward, which notes what its graph saves."""
@@ -161,9 +118,7 @@ class Activations:
             slot = slots.get(at)
             if slot is None:
                 slot = slots[at] = _Slot(storage, storage.nbytes(), self.held)
-            return _View(
-                slot, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
+            return _View.of(tensor, slot)
 
         def unpack(saved: Tensor | _View) -> Tensor:
             return saved.tensor() if isinstance(saved, _View) else saved
@@ -174,32 +129,39 @@ class Activations:
         """The forward is over. leaf: where its graph begins, held for its gradient alone."""
         kept = self._kept[microbatch]
         kept.leaf = leaf
-        self.sizes.saved = sum(slot.size for slot in kept.slots.values())
+        self._size(microbatch).saved = sum(slot.size for slot in kept.slots.values())
         if output is not None and (slot := kept.slots.get(output.untyped_storage().data_ptr())):
             slot.stays = True
         if microbatch not in self.out:
             self._drop(microbatch)
 
-    def hold(self, x: Tensor | None, count: int = 1) -> None:
+    def _size(self, number: int) -> Sizes:
+        return self.sizes[number % len(self.sizes)]
+
+    def hold(self, microbatch: int, x: Tensor | None, count: int = 1) -> None:
         """Count an input that stays until its forward runs again."""
-        self.sizes.input = 0 if x is None else x.nbytes
-        self.held.add(count * self.sizes.input)
+        size = self._size(microbatch)
+        size.input = 0 if x is None else x.nbytes
+        self.held.add(count * size.input)
 
     def offload(self, microbatch: int) -> Callable[[], None]:
         """Begin O: what is returned waits for its end."""
         kept, host = self._kept[microbatch], self.host
         if (leaf := kept.leaf) is not None:  # its values live in the slot alone; its shape is what its gradient needs
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
-        going, left = [], self.share * self.sizes.saved
+        size = self._size(microbatch)
+        going, left = [], self.share * size.saved
         for slot in kept.slots.values():
             left -= slot.size
             if left >= -slot.size / 2 and not slot.stays and slot.storage is not None and _alone(slot.storage):
-                slot.buffer = host.take(slot.size)
                 going.append(slot)
+        going += self._keys.get(microbatch, ())
+        for slot in going:
+            slot.buffer = host.take(slot.size)
         pairs = [(_of(slot.buffer, slot.size), _bytes(slot.storage)) for slot in going]
         kept.begun = host.out.begin(pairs, [slot.buffer.read for slot in going if slot.buffer])
         del pairs
-        self.sizes.copied = sum(slot.size for slot in going)
+        size.copied = sum(slot.size for slot in going)
         for slot in going:  # a GPU's allocator gives the memory to others behind the copy
             slot.storage = None
             self.held.add(-slot.size)
@@ -208,7 +170,8 @@ class Activations:
     def load(self, microbatch: int) -> Callable[[], None]:
         """Begin L: what is returned waits for its end."""
         kept, host = self._kept[microbatch], self.host
-        coming = [slot for slot in kept.slots.values() if slot.buffer is not None]
+        held = *kept.slots.values(), *self._keys.pop(microbatch, ())
+        coming = [slot for slot in held if slot.buffer is not None]
         pairs = []
         for slot in coming:
             device = host.back.device
@@ -230,10 +193,12 @@ class Activations:
     def forget(self) -> None:
         """All microbatches so far."""
         for microbatch, kept in list(self._kept.items()):
-            for slot in kept.slots.values():
+            for slot in (*kept.slots.values(), *self._keys.get(microbatch, ())):
                 if slot.buffer is not None:
                     self.host.give(slot.buffer)
             self._drop(microbatch)
+        self._keys.clear()
+        self._of_keys.clear()
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:
@@ -255,8 +220,9 @@ def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host:
     """The activations of each stage under a table that moves them; none under another. Arguments as of Activations."""
     if not any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
         return {}
-    host.held, host.sizes = Held(), {stage: Sizes() for stage in chunks}
-    out = {x[1:3] for row in table.ranks for step in row for x in step if x.kind.traits.lane is Lane.D2H}
+    host.held, host.sizes = Held(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
+    every = (x for row in table.ranks for step in row for x in step)
+    out = {(x.stage, table.number(x)) for x in every if x.kind.traits.lane is Lane.D2H}
     again = computed_again(table)
     return {
         stage: Activations(

@@ -25,8 +25,9 @@ class Copies(NamedTuple):
 
     Attributes:
         flag: the one that asks, or leaves no room.
-        share: of the bytes of each microbatch. time: of a copy each way over a forward and an input gradient with its
-            weights'; None: by bytes. chunks: only the first so many stages of a rank.
+        share: of the bytes of each microbatch, and of keys and values of slices all. time: of a copy each way over a
+            forward and an input gradient with its weights'; None: by bytes. chunks: only the first so many stages of a
+            rank.
         input: bytes that a forward begins from, which stay where it runs twice. tp: ranks that share FLOPs and not a
             copy.
     """
@@ -61,7 +62,8 @@ class Copies(NamedTuple):
     def priced(self, costs: Costs) -> Costs:
         """The costs of stages, by stage as the plan counts them, with those of copies."""
         held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
-        copied = tuple(self.share * x for x in held)
+        keys = costs.mem_k if isinstance(costs.mem_k, tuple) else (costs.mem_k,) * len(held)  # which go whole
+        copied = tuple(self.share * (x - k) + k for x, k in zip(held, keys, strict=True))
         took = tuple(FLOPS_PER_BYTE * self.tp * x for x in copied)
         if self.time is not None:
             parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))

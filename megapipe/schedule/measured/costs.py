@@ -78,7 +78,8 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
     between, pairs = list[float](), list[float]()
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     alone = replace(counted, overhead=0.0)
-    work = {n: alone.of_slice(cuts, None if n is None else (n, 0)).durations(place) for n in (None, *range(len(cuts)))}
+    parts = {n: None if n is None else (n, 0, len(cuts)) for n in (None, *range(len(cuts)))}
+    work = {n: alone.of_slice(cuts, part).durations(place) for n, part in parts.items()}
 
     def whole(x: Ran) -> float:
         kind, stage, _, piece = x.item

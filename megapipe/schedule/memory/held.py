@@ -27,19 +27,20 @@ def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[t
     takes, gives = _changes(schedule, costs)
     sharded = not schedule.kinds.isdisjoint(GATHERS | REDUCES)
     beside = sharded or any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
-    again, inputs = computed_again(schedule), costs.memory(schedule.placement)[4]
-    part, gradients = schedule.part, _gradients_of_keys(schedule, costs)
+    again, part = computed_again(schedule), schedule.part
+    inputs = {of: costs.of_slice(schedule.cuts, of).memory(schedule.placement)[4] for of in (*schedule.parts, None)}
+    gradients = gradients_of_keys(schedule, costs)
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         moments: list[tuple[float, float, int]] = []
         for i, (step, start, end) in enumerate(zip(steps, clock.start[rank], clock.end[rank], strict=True)):
             for moment, change in ((start, takes), (end, gives)):
                 for item in step:
-                    kind, stage, microbatch, piece = item
+                    kind, stage, _, piece = item
                     key = kind, None if piece is None else part(item)
                     if key in change:
-                        less = again and kind.is_forward and (stage, microbatch) in again
-                        moments.append((moment, inputs[stage] if less else change[key][stage], i))
+                        less = again and kind.is_forward and (stage, schedule.number(item)) in again
+                        moments.append((moment, inputs[key[1]][stage] if less else change[key][stage], i))
                     if gradients and kind.is_backward:
                         moments.append((moment, gradients(item, change is takes), i))
         if sharded:
@@ -70,11 +71,12 @@ def _whole(schedule: Schedule, costs: Costs, clock: _Clock, rank: int) -> Iterat
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Stages and microbatches whose forward runs twice."""
+    """Stages and microbatches, or slices among all, whose forward runs twice."""
     again = {kind for kind in schedule.kinds if kind.traits.again}
     if not again:
         return frozenset()
-    return frozenset((x.stage, x.microbatch) for row in schedule.ranks for step in row for x in step if x.kind in again)
+    every = (x for row in schedule.ranks for step in row for x in step)
+    return frozenset((x.stage, schedule.number(x)) for x in every if x.kind in again)
 
 
 def _changes(schedule: Schedule, costs: Costs) -> tuple[Held, Held]:
@@ -91,7 +93,7 @@ def _changes(schedule: Schedule, costs: Costs) -> tuple[Held, Held]:
     return takes, gives
 
 
-def _gradients_of_keys(schedule: Schedule, costs: Costs) -> Callable[[Pass, bool], float] | None:
+def gradients_of_keys(schedule: Schedule, costs: Costs) -> Callable[[Pass, bool], float] | None:
     """Gradients of the keys of a document's slices: the backward of the last takes them for all before it, which each
     of theirs gives back. None where they count nothing."""
     place = schedule.placement

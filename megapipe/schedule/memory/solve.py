@@ -16,7 +16,20 @@ from random import Random
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.weigh import HAIR, Choices, Memory, Place, Verb, Weigh, Weight, applied, by_rank, scales
+from megapipe.schedule.memory.weigh import (
+    HAIR,
+    Choices,
+    Memory,
+    Place,
+    Verb,
+    Weigh,
+    Weight,
+    applied,
+    by_rank,
+    forward_of,
+    places,
+    scales,
+)
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import PATTERNS, make
 from megapipe.schedule.search.auto import Candidate, search, search_among
@@ -117,12 +130,12 @@ class _Table:
         self.plain, self.costs = plain, costs
         self._weigh: Weigh = scales(plain, costs, memory)
         self.held = self.answer({})
-        place, duration = plain.placement, costs.durations(plain.placement)
-        self.copy = [sum(duration[kind][stage] for kind in (Kind.O, Kind.L)) for stage in range(place.num_stages)]
-        self.on = [
-            [(s, i) for s in place.stages_on(r) for i in range(plain.all_microbatches)] for r in range(place.num_ranks)
-        ]
-        self.every = sorted(x for own in self.on for x in own)
+        place, self.every = plain.placement, places(plain)
+        self.number = {one: x for x, one in enumerate(self.every)}
+        took = {part: costs.of_slice(plain.cuts, part).durations(place) for part in (*plain.parts, None)}
+        parts = [(plain.part(forward_of(plain, one)), one[0]) for one in self.every]
+        self.copy = [sum(took[part][kind][stage] for kind in (Kind.O, Kind.L)) for part, stage in parts]
+        self.on = [[one for one in self.every if place.rank_of[one[0]] == rank] for rank in range(place.num_ranks)]
 
     def answer(self, choices: Choices) -> _Answer:
         """The answer of these choices."""
@@ -130,8 +143,8 @@ class _Table:
 
     def pays(self, weight: Weight, place: Place) -> bool:
         """Is there time to copy it out and back between its forward and its backward?"""
-        x = place[0] * self.plain.all_microbatches + place[1]
-        return weight.used[x] - weight.done[x] >= self.copy[place[0]]
+        x = self.number[place]
+        return weight.used[x] - weight.done[x] >= self.copy[x]
 
 
 @uncollected()
@@ -206,7 +219,7 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
         return []
     candidates: list[tuple[bool, float, Place, Verb]] = []
     for place in table.on[rank]:
-        x = place[0] * table.plain.all_microbatches + place[1]
+        x = table.number[place]
         choice = now.choices.get(place, Verb.HOLD)
         if weight.made[x] > at or weight.used[x] <= at or choice is Verb.RECOMPUTE:
             continue

@@ -8,11 +8,14 @@ enum { F, B, W, BW, R, O, L };
 enum { HOLD, OFFLOAD, RECOMPUTE };
 
 typedef struct {
-    int ranks, stages, microbatches;
-    const int *rank_of, *next, *prev, *row; /* row[r]: where rank r begins in an order; row[ranks]: its end */
-    const double *time;                     /* by kind and stage */
+    int ranks, places; /* a place is a stage and a microbatch, or slice of one */
+    const int *row;    /* row[r]: where rank r begins in an order; row[ranks]: its end */
+    const int *next, *prev, *earlier, *later, *last; /* places whose results a place needs, -1 for none; the last slice
+                                                        of its document */
+    const double *time;                     /* by kind and place */
     const double *lag_next, *lag_prev;
     const double *mem_b, *mem_w, *mem_o, *mem_r;
+    const double *before, *own; /* gradients of keys: those of its document that a backward takes, its own that it frees */
     const double *limits; /* of each rank, with the hair that rounding needs */
 } Moved;
 
@@ -23,27 +26,30 @@ typedef struct { /* a table: row r is of size[r] passes from 5 * row[r] on, each
     double *start, *end, *output, *gradient, *host, *back;
 } Rows;
 
-static void run(const Moved *t, Rows *rows, int *at, double *lanes) {
-    int m = t->microbatches, n = t->stages * m, moved = 1;
+static void run(const Moved *t, const int *verb, Rows *rows, int *at, double *lanes) {
+    int n = t->places, moved = 1;
     for (int x = 0; x < n; x++) rows->output[x] = rows->gradient[x] = rows->host[x] = INFINITY;
     for (int r = 0; r < t->ranks; r++) at[r] = 0, lanes[3 * r] = lanes[3 * r + 1] = lanes[3 * r + 2] = 0.0;
     while (moved) {
         moved = 0;
         for (int r = 0; r < t->ranks; r++)
             for (int first = 5 * t->row[r]; at[r] < rows->size[r]; at[r]++, moved = 1) {
-                int i = first + at[r], kind = rows->pass[i] / n, x = rows->pass[i] % n, s = x / m, to;
+                int i = first + at[r], kind = rows->pass[i] / n, x = rows->pass[i] % n, to;
                 double *lane = lanes + 3 * r + (kind == O ? 1 : kind == L ? 2 : 0), now = *lane, comes = 0.0;
                 if (kind >= O && lanes[3 * r] > now) now = lanes[3 * r];
-                if (kind == F && (to = t->prev[s]) >= 0) comes = rows->output[to * m + x % m] + t->lag_prev[s];
-                if ((kind == B || kind == BW) && (to = t->next[s]) >= 0)
-                    comes = rows->gradient[to * m + x % m] + t->lag_next[s];
+                if (kind == F && (to = t->prev[x]) >= 0) comes = rows->output[to] + t->lag_prev[x];
+                if (kind == F && (to = t->earlier[x]) >= 0 && rows->output[to] > comes) comes = rows->output[to];
+                if ((kind == B || kind == BW) && (to = t->next[x]) >= 0) comes = rows->gradient[to] + t->lag_next[x];
+                if ((kind == B || kind == BW) && (to = t->later[x]) >= 0 && rows->gradient[to] > comes)
+                    comes = rows->gradient[to];
+                if (kind == R && verb[t->last[x]] == OFFLOAD) comes = rows->back[t->last[x]];
                 if (comes > now) now = comes;
                 if ((kind == B || kind == BW) && rows->back[x] > now) now = rows->back[x];
                 if (kind == L && rows->host[x] > now) now = rows->host[x];
                 if ((kind == R || kind == O) && rows->output[x] > now) now = rows->output[x];
                 if (isinf(now)) break;
                 rows->start[i] = now;
-                *lane = now = now + t->time[kind * t->stages + s];
+                *lane = now = now + t->time[rows->pass[i]];
                 rows->end[i] = now;
                 if (kind == F) rows->output[x] = now;
                 if (kind == B || kind == BW) rows->gradient[x] = now;
@@ -55,7 +61,7 @@ static void run(const Moved *t, Rows *rows, int *at, double *lanes) {
 
 /* Rank r's copies, where with_offload puts them: an O behind its forward, an L where it is just in time. */
 static int put_copies(const Moved *t, const Rows *rows, const int *verb, int r, int *out, int *work) {
-    int m = t->microbatches, n = t->stages * m, first = 5 * t->row[r], size = rows->size[r], count = 0, made = 0;
+    int n = t->places, first = 5 * t->row[r], size = rows->size[r], count = 0, made = 0;
     int *forward = work, *used = work + n, *next = work + 2 * n, *behind = work + 3 * n; /* behind[i]: the L there */
     double back = INFINITY;
     for (int i = 0; i < size; i++) behind[i] = -1;
@@ -71,7 +77,7 @@ static int put_copies(const Moved *t, const Rows *rows, const int *verb, int r, 
     for (int j = 0; j < count; j++) {
         int x = rows->pass[first + used[j]] % n, at = forward[x];
         double due = rows->start[first + used[j]];
-        back = (back < due ? back : due) - t->time[L * t->stages + x / m];
+        back = (back < due ? back : due) - t->time[L * n + x];
         int low = 0, high = size;
         while (low < high) {
             int middle = (low + high) / 2;
@@ -91,17 +97,23 @@ static int put_copies(const Moved *t, const Rows *rows, const int *verb, int r, 
     return made;
 }
 
+static int put(Moment *moments, int count, int copies, double time, double change) {
+    int j = count; /* copies end while passes run */
+    for (; copies && j && moments[j - 1].time > time; j--) moments[j] = moments[j - 1];
+    moments[j] = (Moment){time, change};
+    return count + 1;
+}
+
 static double most_held(const Moved *t, const Rows *rows, const int *verb, int r, int copies, Moment *moments, double *over) {
-    int m = t->microbatches, n = t->stages * m, first = 5 * t->row[r], count = 0;
+    int n = t->places, first = 5 * t->row[r], count = 0;
     double held = 0.0, most = 0.0;
     for (int i = first; i < first + rows->size[r]; i++) {
-        int kind = rows->pass[i] / n, x = rows->pass[i] % n, s = x / m;
-        double b = t->mem_b[s], w = t->mem_w[s], o = t->mem_o[s], input = t->mem_r[s];
+        int kind = rows->pass[i] / n, x = rows->pass[i] % n, back = kind == B || kind == BW;
+        double b = t->mem_b[x], w = t->mem_w[x], o = t->mem_o[x], input = t->mem_r[x];
         double change[] = {verb[x] == RECOMPUTE ? input : b, w - b, -w, -b, b - input, -o, o};
-        Moment moment = {kind == F || kind == R || kind == L ? rows->start[i] : rows->end[i], change[kind]};
-        int j = count++; /* copies end while passes run */
-        for (; copies && j && moments[j - 1].time > moment.time; j--) moments[j] = moments[j - 1];
-        moments[j] = moment;
+        if (back) count = put(moments, count, copies, rows->start[i], t->before[x]);
+        count = put(moments, count, copies, kind == F || kind == R || kind == L ? rows->start[i] : rows->end[i], change[kind]);
+        if (back) count = put(moments, count, copies, rows->end[i], -t->own[x]);
     }
     *over = INFINITY;
     for (int i = 0; i < count; i++) {
@@ -112,11 +124,10 @@ static double most_held(const Moved *t, const Rows *rows, const int *verb, int r
     return most;
 }
 
-/* The makespan of an order of F, B, W and BW with these choices by stage * microbatches + microbatch, below 0 if ranks
-   wait for each other for ever. seen: when each place's forward begins and ends and its backward begins; by rank the
+/* The makespan of an order of F, B, W and BW with these choices by place, below 0 if ranks wait for each other for ever. seen: when each place's forward begins and ends and its backward begins; by rank the
    most it holds, and when it first holds more than its limit. */
 double weigh(const Moved *t, const int *order, const int *verb, double *seen) {
-    int m = t->microbatches, n = t->stages * m, all = t->row[t->ranks], copies = 0;
+    int n = t->places, all = t->row[t->ranks], copies = 0;
     int *whole = malloc(sizeof(int) * (10 * (size_t)all + 3 * (size_t)n + 5 * (size_t)all + 2 * t->ranks));
     double *real = malloc(sizeof(double) * (20 * (size_t)all + 4 * (size_t)n + 3 * t->ranks)), makespan = 0.0;
     if (!whole || !real) {
@@ -143,7 +154,7 @@ double weigh(const Moved *t, const int *order, const int *verb, double *seen) {
     if (copies) {
         for (int x = 0; x < n; x++)
             if (verb[x] == OFFLOAD) rows.back[x] = 0.0;
-        run(t, &rows, at, lanes);
+        run(t, verb, &rows, at, lanes);
         int blocked = 0;
         for (int r = 0; r < t->ranks; r++) blocked |= at[r] < size[r];
         if (!blocked)
@@ -151,7 +162,7 @@ double weigh(const Moved *t, const int *order, const int *verb, double *seen) {
         rows.pass = blocked ? plain : moved;
         for (int x = 0; x < n; x++) rows.back[x] = verb[x] == HOLD ? 0.0 : INFINITY;
     }
-    run(t, &rows, at, lanes);
+    run(t, verb, &rows, at, lanes);
     for (int r = 0; r < t->ranks && makespan >= 0; r++) {
         int first = 5 * t->row[r];
         if (at[r] < size[r]) {

@@ -13,13 +13,14 @@ from math import inf
 
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.held import gradients_of_keys
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.search.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
 
 Place = tuple[int, int]
-"""A stage and a microbatch."""
+"""A stage and a microbatch, or where these are cut a slice by its number among all."""
 Memory = float | tuple[float, ...]
 """Most activation that a rank may hold, the same for all or of each."""
 HAIR = 1 + 1e-9
@@ -43,8 +44,8 @@ class Weight:
     """Times and memory of a table.
 
     Attributes:
-        made, done, used: when the forward of each place begins and ends, and when its backward begins; a place is its
-            stage times the microbatches, and its microbatch.
+        made, done, used: when the forward of each place begins and ends, and when its backward begins, in the order of
+            `places`.
         peak: most that each rank holds; over: when it first holds more than its limit.
     """
 
@@ -69,6 +70,18 @@ def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
     return memory if isinstance(memory, tuple) else (memory,) * ranks
 
 
+def places(plain: Schedule) -> list[Place]:
+    """All places, in order."""
+    count = plain.all_microbatches * len(plain.slices)
+    return [(stage, number) for stage in range(plain.placement.num_stages) for number in range(count)]
+
+
+def forward_of(plain: Schedule, place: Place) -> Pass:
+    """Its forward."""
+    stage, number = place
+    return Pass(Kind.F, stage, *(divmod(number, len(plain.cuts)) if plain.cuts else (number,)))
+
+
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
     """A table with these choices."""
     table = plain
@@ -88,12 +101,12 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
 
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
     time = simulate(applied(plain, choices, costs), costs)
-    places = [(s, i) for s in range(plain.placement.num_stages) for i in range(plain.all_microbatches)]
+    forwards = [forward_of(plain, place) for place in places(plain)]
     return Weight(
         time.makespan,
-        [time.start[Pass(Kind.F, *place)] for place in places],
-        [time.end[Pass(Kind.F, *place)] for place in places],
-        [time.start[_user(time, place)] for place in places],
+        [time.start[f] for f in forwards],
+        [time.end[f] for f in forwards],
+        [time.start[_user(time, f)] for f in forwards],
         time.peak,
         [
             next((at for at, held in curve if held > limit * HAIR), inf)
@@ -102,48 +115,69 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
     )
 
 
-def _user(time: Timeline, place: Place) -> Pass:
-    b = Pass(Kind.B, *place)
-    return b if b in time.start else Pass(Kind.BW, *place)
+def _user(time: Timeline, f: Pass) -> Pass:
+    b = f._replace(kind=Kind.B)
+    return b if b in time.start else f._replace(kind=Kind.BW)
 
 
 class _Moved(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches")),
-        *((name, Ints) for name in ("rank_of", "next", "prev", "row")),
+        *((name, ctypes.c_int) for name in ("ranks", "places")),
+        *((name, Ints) for name in ("row", "next", "prev", "earlier", "later", "last")),
         *((name, Doubles) for name in ("time", "lag_next", "lag_prev", "mem_b", "mem_w", "mem_o", "mem_r")),
-        ("limits", Doubles),
+        *((name, Doubles) for name in ("before", "own", "limits")),
     )
 
 
 def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence[float]) -> Weigh:
-    place, m = plain.placement, plain.all_microbatches
-    stages, ranks = range(place.num_stages), place.num_ranks
-    n = place.num_stages * m
-    after, before = [place.next(s) for s in stages], [place.prev(s) for s in stages]
+    place, ranks, every = plain.placement, len(plain.ranks), places(plain)
+    number, forwards = {one: x for x, one in enumerate(every)}, [forward_of(plain, one) for one in every]
+    parts = [plain.part(f) for f in forwards]
+    by_part = {part: costs.of_slice(plain.cuts, part) for part in (*plain.parts, None)}
+    duration = {part: one.durations(place) for part, one in by_part.items()}
+    memory = {part: one.memory(place) for part, one in by_part.items()}
+    gradients = gradients_of_keys(plain, costs)
 
-    def lags(to: Sequence[int | None]) -> list[float]:
+    def near(step: Callable[[int], int | None]) -> list[int]:
+        return [-1 if (to := step(f.stage)) is None else number[to, plain.number(f)] for f in forwards]
+
+    def lags(to: Sequence[int]) -> list[float]:
         rank_of = place.rank_of
-        return [0.0 if t is None else costs.lag(rank_of[s], rank_of[t], ranks) for s, t in zip(stages, to, strict=True)]
+        there = [-1 if x < 0 else every[x][0] for x in to]
+        return [
+            0.0 if s < 0 else costs.lag(rank_of[f.stage], rank_of[s], ranks)
+            for f, s in zip(forwards, there, strict=True)
+        ]
 
-    duration, (mem_b, mem_w, _, mem_o, mem_r, *_) = costs.durations(place), costs.memory(place)
+    def beside(by: int) -> list[int]:
+        there = (plain.document(f) if plain.cuts else () for f in forwards)
+        return [
+            x + by if (f.slice or 0) + by in of else -1 for x, (f, of) in enumerate(zip(forwards, there, strict=True))
+        ]
+
+    after, before = near(place.next), near(place.prev)
     table = _Moved(
-        *(ranks, place.num_stages, m, ints(place.rank_of)),
-        *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
-        ints([0, *accumulate(map(len, plain.ranks))]),
-        doubles([time for kind in _KINDS for time in duration[kind]]),
-        *map(doubles, (lags(after), lags(before), mem_b, mem_w, mem_o, mem_r)),
+        *(ranks, len(every), ints([0, *accumulate(map(len, plain.ranks))])),
+        *(ints(to) for to in (after, before, beside(-1), beside(1))),
+        ints([x + (plain.document(f)[-1] - (f.slice or 0) if plain.cuts else 0) for x, f in enumerate(forwards)]),
+        doubles([duration[part][kind][f.stage] for kind in _KINDS for part, f in zip(parts, forwards, strict=True)]),
+        *map(doubles, (lags(after), lags(before))),
+        *(doubles([memory[part][i][f.stage] for part, f in zip(parts, forwards, strict=True)]) for i in (0, 1, 3, 4)),
+        *(doubles([abs(gradients(f, way)) if gradients else 0.0 for f in forwards]) for way in (True, False)),
         doubles([limit * HAIR for limit in limits]),
     )
-    order = ints([_KINDS.index(x.kind) * n + x.stage * m + x.microbatch for row in plain.ranks for (x,) in row])
+    order = ints(
+        [_KINDS.index(x.kind) * len(every) + number[x.stage, plain.number(x)] for row in plain.ranks for (x,) in row]
+    )
+    n = len(every)
     seen = doubles([0.0] * (3 * n + 2 * ranks))
     code.weigh.restype = ctypes.c_double
     numbers = {verb: number for number, verb in enumerate(Verb)}
 
     def weigh(choices: Choices) -> Weight:
         verbs = (ctypes.c_int * n)()
-        for (stage, microbatch), verb in choices.items():
-            verbs[stage * m + microbatch] = numbers[verb]
+        for one, verb in choices.items():
+            verbs[number[one]] = numbers[verb]
         makespan = code.weigh(ctypes.byref(table), order, verbs, seen)
         assert makespan >= 0, f"{plain.name} cannot proceed"
         return Weight(makespan, seen[:n], seen[n : 2 * n], seen[2 * n : 3 * n], *_halves(seen[3 * n :]))

@@ -2,6 +2,8 @@
 
 An O stands right behind its forward. An L stands where its copy can be back when the backward asks for it, and no
 sooner; an R right before the backward, in the wait for its gradient if there is one. (PipeOffload, arXiv 2503.01328.)
+Of microbatches in slices each slice is moved by itself; keys and values, which others read, go with the last one of
+their document, whose forward is the last to read them before a backward does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from megapipe.schedule.passes import Pass, Schedule, Shared, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
 Chosen = Collection[tuple[int, int]]
-"""Stages and microbatches."""
+"""Stages and microbatches, or where these are cut slices by their number among all."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -61,7 +63,8 @@ def with_recompute(
     wanted = longest(schedule, run_clock(schedule, costs), share) if chosen is None else frozenset(chosen)
 
     def again(step: Step) -> list[Step]:
-        return [(Pass(Kind.R, *x[1:3]),) for x in step if x.kind.is_backward and x[1:3] in wanted]
+        back = (x for x in step if x.kind.is_backward and (x.stage, schedule.number(x)) in wanted)
+        return [(x._replace(kind=Kind.R),) for x in back]
 
     rows = tuple(tuple(part for step in row for part in (*again(step), step)) for row in schedule.ranks)
     return replace(schedule, ranks=rows)
@@ -91,62 +94,68 @@ def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]])
 
 
 def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[int, int]]:
-    """A share of the microbatches of each stage, those that it holds longest between forward and backward."""
+    """A share of the microbatches, or slices, of each stage: those that it holds longest between forward and
+    backward."""
     held: dict[int, list[tuple[float, float, int]]] = {}
     begun: dict[tuple[int, int], float] = {}
     for rank, i in clock.order:
-        for kind, stage, microbatch, _ in schedule.ranks[rank][i]:
-            if kind.is_forward:
-                begun[stage, microbatch] = clock.end[rank][i]
-            elif kind.is_backward:
-                life = clock.start[rank][i] - begun[stage, microbatch]
+        for item in schedule.ranks[rank][i]:
+            stage, number = item.stage, schedule.number(item)
+            if item.kind.is_forward:
+                begun[stage, number] = clock.end[rank][i]
+            elif item.kind.is_backward:
+                life = clock.start[rank][i] - begun[stage, number]
                 own = held.setdefault(stage, [])
-                own.append((-round(life, 9), len(own) * _GOLDEN % 1.0, microbatch))
+                own.append((-round(life, 9), len(own) * _GOLDEN % 1.0, number))
     return frozenset(
-        (stage, microbatch) for stage, own in held.items() for *_, microbatch in sorted(own)[: round(share * len(own))]
+        (stage, number) for stage, own in held.items() for *_, number in sorted(own)[: round(share * len(own))]
     )
 
 
 def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None:
     if twice := sorted(added & schedule.kinds):
         raise ScheduleError(f"{schedule.name} has {' and '.join(twice)} already. Put them into the table without.")
-    if schedule.cuts:
-        raise ScheduleError(
-            f"{schedule.name} cuts microbatches in slices, which are neither copied nor computed again."
-        )
-    there = {x[1:3] for row in schedule.ranks for step in row for x in step if x.kind.is_forward}
-    if unknown := sorted(set(chosen or ()) - there):
-        stage, microbatch = unknown[0]
-        raise ScheduleError(f"{schedule.name} has no microbatch {microbatch} on stage {stage}.")
+    every = (x for row in schedule.ranks for step in row for x in step)
+    if unknown := sorted(set(chosen or ()) - {(x.stage, schedule.number(x)) for x in every if x.kind.is_forward}):
+        stage, number = unknown[0]
+        what = "microbatch" if not schedule.cuts else "slice"
+        raise ScheduleError(f"{schedule.name} has no {what} {number} on stage {stage}.")
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A microbatch's way to the host and back, on ranks that may share it.
+    """The way of a microbatch, or slice, to the host and back, on ranks that may share it.
 
     Attributes:
+        of: its backward.
         rank, out, used: its rank, and the steps of its forward and of its backward there.
         ready, due: when the forward ends and the backward starts by the clock without copies.
     """
 
-    of: tuple[int, int]
+    of: Pass
     rank: int
     out: int
     used: int
     ready: float
     due: float
 
+    def step(self, kind: Kind) -> Step:
+        """Its pass of this kind."""
+        return (self.of._replace(kind=kind),)
+
 
 def _copies(ranks: Sequence[int], schedule: Schedule, clock: Clock, wanted: Chosen) -> list[_Copy]:
     copies = []
     for rank in ranks:
-        made: dict[tuple[int, int], int] = {}
-        for i, x in ((i, x) for i, step in enumerate(schedule.ranks[rank]) for x in step if x[1:3] in wanted):
+        made: dict[Pass, int] = {}
+        for i, x in ((i, x) for i, step in enumerate(schedule.ranks[rank]) for x in step):
+            if (x.stage, schedule.number(x)) not in wanted:
+                continue
             if x.kind.is_forward:
-                made[x[1:3]] = i
+                made[x] = i
             elif x.kind.is_backward:
-                out = made[x[1:3]]
-                copies.append(_Copy(x[1:3], rank, out, i, clock.end[rank][out], clock.start[rank][i]))
+                out = made[x._replace(kind=Kind.F)]
+                copies.append(_Copy(x, rank, out, i, clock.end[rank][out], clock.start[rank][i]))
     return copies
 
 
@@ -154,25 +163,29 @@ def _put_copies(
     ranks: Sequence[int], schedule: Schedule, clock: Clock, costs: Costs, wanted: Chosen, *, fixed: bool
 ) -> dict[int, tuple[Step, ...]]:
     """The rows, with O and L, of ranks with one way to the host. fixed: of all that are wanted, in time or not."""
-    duration = costs.durations(schedule.placement)
+    of_part = {of: costs.of_slice(schedule.cuts, of).durations(schedule.placement) for of in (*schedule.parts, None)}
+
+    def duration(kind: Kind, copy: _Copy) -> float:
+        return of_part[schedule.part(copy.of)][kind][copy.of.stage]
+
     copies = _copies(ranks, schedule, clock, wanted)
     free, there = 0.0, dict[_Copy, float]()  # when a copy is on the host
     for copy in sorted(copies, key=lambda copy: copy.ready):
-        there[copy] = free = max(free, copy.ready) + duration[Kind.O][copy.of[0]]
+        there[copy] = free = max(free, copy.ready) + duration(Kind.O, copy)
     behind: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     places = {rank: _Places(schedule.ranks[rank], clock.end[rank]) for rank in ranks}
     back = inf  # when the next copy on the way back must begin
     for copy in sorted(copies, key=lambda copy: -copy.due):
-        begin = min(back, copy.due) - duration[Kind.L][copy.of[0]]
+        begin = min(back, copy.due) - duration(Kind.L, copy)
         if begin < there[copy] * (1 - 1e-9) and not fixed:
             del there[copy]
             continue
         back = begin
         at = max(places[copy.rank].before(begin), copy.out)
-        behind[copy.rank].setdefault(at, []).insert(0, (Pass(Kind.L, *copy.of),))
+        behind[copy.rank].setdefault(at, []).insert(0, copy.step(Kind.L))
     out: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     for copy in there:
-        out[copy.rank].setdefault(copy.out, []).append((Pass(Kind.O, *copy.of),))
+        out[copy.rank].setdefault(copy.out, []).append(copy.step(Kind.O))
     return {
         rank: tuple(
             x

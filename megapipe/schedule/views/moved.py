@@ -101,14 +101,14 @@ def told_moves(
     """
     plain = without_moves(made)
     before, now, place = simulate(plain, costs), simulate(made, costs), plain.placement
-    duration = costs.durations(place)
+    duration = {part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)}
     rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}
     total: Counter[Kind] = Counter()
     for rank, row in enumerate(made.ranks):
         count = Counter(x.kind for step in row for x in step)
         total += count
         took = [
-            sum(duration[x.kind][x.stage] for step in row for x in step if x.kind in kinds)
+            sum(duration[made.part(x)][x.kind][x.stage] for step in row for x in step if x.kind in kinds)
             for kinds in ({Kind.O, Kind.L}, {Kind.R})
         ]
         numbers = (count[Kind.F] - count[Kind.O] - count[Kind.R], count[Kind.O], count[Kind.R])
@@ -119,7 +119,7 @@ def told_moves(
     chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
     end = also(before, now) if also else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
     return [
-        f"of {total[Kind.F]} activations of a stage and microbatch {chosen}{end}",
+        f"of {total[Kind.F]} activations of a stage and {'slice' if made.cuts else 'microbatch'} {chosen}{end}",
         *_aligned(rows),
     ]
 

@@ -21,7 +21,7 @@ from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
-from megapipe.pipeline_parallel.passes.memory import Host
+from megapipe.pipeline_parallel.passes.host import Host
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch

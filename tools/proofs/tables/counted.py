@@ -2,28 +2,32 @@
 
     python tools/proofs/tables/counted.py --cases 40 --seed 1
 
-Each case trains a tiny GPT for a step under a drawn table with O, L and R. The prediction is the simulator's peak for
-what one microbatch of each stage saves; the count is of storages, each once, as autograd's hooks see them come and go.
-They are the same to the byte.
+Each case trains a tiny GPT for a step under a drawn table with O, L and R; half of them in slices. The prediction is
+the simulator's peak for what one microbatch of each stage saves, or each of its slices, keys and values in it; the
+count is of storages, each once, as autograd's hooks see them come and go. They are the same to the byte. The gradients
+of keys, which no graph saves, are in neither.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 import torch
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.passes.memory import Sizes
+from megapipe.pipeline_parallel.passes.host import Sizes
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
+from megapipe.schedule.passes import Part
 from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import STYLES, Case, table
 from tools.proofs.tables.moved import MOVED
 
-Counted = tuple[int, dict[int, Sizes], int]
+Counted = tuple[int, dict[int, list[Sizes]], int]
 """A rank's peak, the sizes of its stages, and bytes of its buffers on the host."""
 
 
@@ -58,6 +62,7 @@ def draw(dice: Random) -> Case:
             batch=dice.choice((1, 2)),
             dtype=dice.choice(("float32", "float64")),
             steps=1,
+            slices=dice.choice(((), (), (4, 4), (3, 3, 2), (5, 1, 1, 1))),
         )
         try:
             made = table(case)
@@ -74,14 +79,34 @@ def both(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ranks = run_threads(partial(_counted, case=case), pp=case.pp, timeout_s=60)
     sizes = {stage: one for _, own, _ in ranks for stage, one in own.items()}
     made = table(case)
-    by_position = [sizes[stage] for stage in range(made.placement.chain)]
-    costs = Costs(
-        mem_b=tuple(float(x.saved) for x in by_position),
-        mem_w=0.0,
-        mem_o=tuple(float(x.copied) for x in by_position),
-        mem_r=tuple(float(x.input) for x in by_position),
-    )
+    of_slices = [[sizes[stage][n] for stage in range(made.placement.chain)] for n in range(len(made.slices))]
+    whole, *_ = measured = [_costs(own, last=own is of_slices[-1]) for own in of_slices]
+    costs = Sliced(**vars(whole), measured=tuple(measured))
     return tuple(peak for peak, *_ in ranks), tuple(round(peak) for peak in simulate(made, costs).peak)
+
+
+@dataclass(frozen=True)
+class Sliced(Costs):
+    """Costs of slices as they were measured, each for itself."""
+
+    measured: tuple[Costs, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Nothing: each has been checked."""
+
+    def of_slice(self, cuts: Sequence[float], of: Part | None) -> Costs:
+        """Those of this slice."""
+        return self if of is None else self.measured[of[0]]
+
+
+def _costs(stages: Sequence[Sizes], *, last: bool) -> Costs:
+    """Costs of a microbatch or slice; of the last one nobody is to read the keys."""
+    return Costs(
+        mem_b=tuple(float(x.saved + x.keys) for x in stages),
+        mem_w=0.0,
+        mem_o=tuple(float(x.copied) for x in stages),
+        mem_r=tuple(float(x.input + (0 if last else x.keys)) for x in stages),
+    )
 
 
 def _counted(mesh: ProcessMesh, case: Case) -> Counted:

@@ -3,10 +3,10 @@
     python tools/proofs/tables/memory.py --tables 300 --misorders 300 --seed 1
 
 Tables are the catalogue's at p 2 to 8 and m p to 4p and such that no catalogue has, with drawn costs, shares of
-microbatches and switches. Every one is verified and holds what a count by hand says. A misordered one (a copy back
-before its copy out, a use before it is back, a free after the use, a copy without its other end, a second forward
-before the first or behind its use, two ranks that disagree on a lane they share) is refused in a line that names the
-pass. Ends with how many of each there were.
+microbatches and switches; two in five are cut in slices, with documents. Every one is verified and holds what a count
+by hand says. A misordered one (a copy back before its copy out, a use before it is back, a free after the use, a copy
+without its other end, a second forward before the first, behind its use or before the keys that it reads are back, two
+ranks that disagree on a lane they share) is refused in a line that names the pass. Ends with how many there were.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from random import Random
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
+from megapipe.schedule.transforms.slices import in_place
 from tools.proofs.tables.drawn import drawn_table, prove
 
 Rows = list[list[tuple[Pass, ...]]]
@@ -35,6 +36,7 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
         l=dice.uniform(0, 2),
         mem_o=dice.choice((None, 0.75)),
         mem_r=dice.choice((0.0, 0.125)),
+        mem_k=dice.choice((0.0, 0.25)),
     )
     try:
         if dice.random() < 0.2:
@@ -42,13 +44,17 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
         else:
             name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
             table = build(name, p, dice.randint(p, 4 * p), chunks=2 if SCHEDULES[name].chunks is None else None)
+        if dice.random() < 0.4:
+            n = dice.randint(1, 4)
+            documents = tuple(sorted(dice.sample(range(1, n), dice.randint(0, n - 1))))
+            table = in_place(table, tuple(dice.uniform(0.5, 2) for _ in range(n)), (documents,))
     except ScheduleError:
         return None
     ranks = len(table.ranks)
     switches = [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)] if dice.random() < 0.5 else []
     if dice.random() < 0.5:
         return with_offload(table, costs, share=dice.random(), switches=switches), costs
-    every = sorted({x[1:3] for row in table.ranks for step in row for x in step})
+    every = sorted({(x.stage, table.number(x)) for row in table.ranks for step in row for x in step})
     again = set(dice.sample(every, dice.randint(0, len(every))))
     out = {x for x in every if x not in again and dice.random() < 0.7}
     return with_offload(with_recompute(table, costs, chosen=again), costs, chosen=out, switches=switches), costs
@@ -64,16 +70,33 @@ def check(table: Schedule, costs: Costs) -> None:
 
 
 def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> float:
-    """The most that a rank holds: intervals of each microbatch, summed where one begins."""
+    """The most that a rank holds: intervals of each microbatch or slice, summed where one begins."""
     place = table.placement
     share = place.num_ranks / place.chain
-    sizes = [costs.mem_b, costs.mem_w, costs.mem_b if costs.mem_o is None else costs.mem_o, costs.mem_r]
-    b_size, w_size, o_size, r_size = (float(x) * share for x in sizes)  # type: ignore[arg-type]
+    keys = costs.mem_k if table.cuts else 0.0
+    sizes = [costs.mem_b, costs.mem_w, costs.mem_b if costs.mem_o is None else costs.mem_o, costs.mem_r, keys]
+    whole = [float(x) * share for x in sizes]  # type: ignore[arg-type]
     intervals: list[tuple[float, float, float]] = []
+
+    def user(f: Pass) -> Pass:
+        return b if (b := f._replace(kind=Kind.B)) in time.start else f._replace(kind=Kind.BW)
+
     for f in (x for step in table.ranks[rank] for x in step if x.kind is Kind.F):
-        out, back, again, b, w = (f._replace(kind=k) for k in (Kind.O, Kind.L, Kind.R, Kind.B, Kind.W))
-        used = b if b in time.start else f._replace(kind=Kind.BW)
-        begin = time.start[f]
+        length = 1.0 if f.slice is None else table.cuts[f.slice] / sum(table.cuts)
+        b_size, w_size, o_size, r_size, k_size = (x * length for x in whole)
+        out, back, again, w = (f._replace(kind=k) for k in (Kind.O, Kind.L, Kind.R, Kind.W))
+        used, begin = user(f), time.start[f]
+        if table.cuts:
+            # Keys stay from their forward to their backward, but while the last slice of the document has them away;
+            # their gradients from that slice's backward on.
+            b_size, o_size = b_size - k_size, o_size - k_size
+            last = f._replace(slice=table.document(f)[-1])
+            kept = time.start[again] if f == last and again in time.start else begin
+            intervals.append((kept, time.end[used], k_size))
+            if (gone := last._replace(kind=Kind.O)) in time.start:
+                intervals.append((time.end[gone], time.start[gone._replace(kind=Kind.L)], -k_size))
+            if f != last:
+                intervals.append((time.start[user(last)], time.end[used], k_size))
         if again in time.start:
             intervals.append((begin, time.start[again], r_size))
             begin = time.start[again]
@@ -175,7 +198,17 @@ def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] |
     return replace(table, shared=tuple(x._replace(order=order) if x is lane else x for x in table.shared)), a
 
 
+def _before_keys(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+    """A forward again before the keys of its document are back."""
+    back = item._replace(kind=Kind.L, slice=table.document(item)[-1]) if table.cuts else item
+    if item.kind is not Kind.R or back.kind is not Kind.L or _at(rows, back) is None:
+        return None
+    wrong = _moved(item, back, behind=False)(rows, table)
+    return None if wrong is None else (wrong, item)
+
+
 MISTAKES: dict[str, Mistake] = {
+    "repeats before keys are back": _before_keys,
     "copies back before out": _mistake(Kind.L, Kind.O, behind=False),
     "uses before back": _mistake(Kind.L, None, behind=True),
     "copies out after the use": _mistake(Kind.O, None, behind=True),

@@ -11,7 +11,8 @@ from megapipe.schedule.transforms.memory import with_offload, with_recompute
 from megapipe.schedule.weights.runs import GATHERS
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 
-# Stages and microbatches, by what is left of their sum when it is divided by 3: on the host meanwhile, computed again.
+# Stages and microbatches, or slices, by what is left of their sum when it is divided by 3: on the host meanwhile,
+# computed again.
 MOVED: dict[str, tuple[set[int], set[int]]] = {
     "none": (set(), set()),
     "out": ({0, 1, 2}, set()),
@@ -29,7 +30,8 @@ SHARDING: dict[str, dict[str, Any]] = {
 def moved(schedule: Schedule, memory: str) -> Schedule:
     """The table with O, L and R as MOVED says."""
     out, again = MOVED[memory]
-    every = sorted({x[1:3] for row in schedule.ranks for step in row for x in step if x.kind.is_forward})
+    forwards = (x for row in schedule.ranks for step in row for x in step if x.kind.is_forward)
+    every = sorted({(x.stage, schedule.number(x)) for x in forwards})
     if again:
         schedule = with_recompute(schedule, chosen={x for x in every if sum(x) % 3 in again})
     return with_offload(schedule, chosen={x for x in every if sum(x) % 3 in out}) if out else schedule

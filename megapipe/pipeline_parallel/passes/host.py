@@ -1,0 +1,75 @@
+"""A rank's buffers on the host for activations that are out of the way, and what it counts of those that are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.device import CopyLane
+
+_ALIGNED = 512
+"""Buffers on the host have sizes of so many bytes: few different ones, each used by every microbatch in turn."""
+
+
+@dataclass(eq=False)
+class Held:
+    """Bytes of activations on the device, of all stages of a rank."""
+
+    bytes: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        """Count so many more."""
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+
+@dataclass(eq=False)
+class Sizes:
+    """Bytes of one microbatch of a stage, or of a slice by its place in one: what its graph saves, what goes to the
+    host, what stays of its input where the forward runs twice, and the keys and values that it keeps for slices. Of the
+    last that did so in a step."""
+
+    saved: int = 0
+    copied: int = 0
+    input: int = 0
+    keys: int = 0
+
+
+class Buffer(NamedTuple):
+    """Bytes on the host; `read` is what was begun last of those that read them."""
+
+    bytes: Tensor
+    read: Any = None
+
+
+class Host:
+    """A rank's buffers on the host, kept from step to step, and its lanes there and back.
+
+    Attributes:
+        held, sizes: what the stages of the last step had on the device, and by stage what a microbatch of it is, or
+            each of its slices, where the table has O, L or R.
+        bytes: of all buffers together.
+        share: of each microbatch's bytes that goes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = CopyLane(device), CopyLane(device)
+        self._free: dict[int, list[Buffer]] = {}
+        self.bytes, self.held, self.share = 0, Held(), 1.0
+        self.sizes: dict[int, list[Sizes]] = {}
+
+    def take(self, size: int) -> Buffer:
+        """Take a buffer of at least so many bytes."""
+        size = -(-size // _ALIGNED) * _ALIGNED
+        if free := self._free.get(size):
+            return free.pop()
+        self.bytes += size
+        return Buffer(self.out.buffer(size))
+
+    def give(self, buffer: Buffer) -> None:
+        """The buffer may be written again, behind what reads it."""
+        self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
