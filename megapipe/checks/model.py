@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megapipe.config import ModelConfig
 from megapipe.config.notes import flag
@@ -36,6 +36,24 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
     if turned % 2 or not turned:
         part = f" x --rotary-percent {share:g}" if share != 1 else ""
         yield f"{latent} turns pairs, and --qk-pos-emb-head-dim {dim}{part} is {turned}. Use an even number above 0."
+
+
+def offload_problems(model: ModelConfig, modules: Sequence[str], *, compiled: bool) -> Iterator[str]:
+    """Parts of a layer that are to be copied to the host, and are not there or keep nothing. compiled: by --compile."""
+    given = f"--offload-modules {' '.join(modules)}"
+    if modules and compiled:
+        yield f"{given} names parts of a layer, and --compile makes one of several. Leave one of the two flags out."
+    of_experts = [name for name in ("expert_fc1", "moe_act") if name in modules]
+    if of_experts and not model.num_experts:
+        yield f"{given}: {' and '.join(of_experts)} are of experts, and there are none. Leave them out."
+    elif of_experts and model.recompute_moe:
+        yield (
+            f"{given}: --recompute-modules moe computes experts again, which keep nothing. Leave moe out there, or "
+            f"{' and '.join(of_experts)} here."
+        )
+    # What attn_proj keeps is what attention has made, and attention keeps it too, unless it is computed again.
+    if "attn_proj" in modules and "core_attn" not in modules and not model.recompute_mla_up_proj:
+        yield f"{given}: the input of attn_proj is kept by core_attn too, and stays for it. Add core_attn."
 
 
 def recompute_problems(model: ModelConfig) -> Iterator[str]:

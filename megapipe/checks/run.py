@@ -23,7 +23,7 @@ from megapipe.checks.inputs import (
     path_problems,
     profile_problems,
 )
-from megapipe.checks.model import latent_problems, recompute_problems, variant_problems
+from megapipe.checks.model import latent_problems, offload_problems, recompute_problems, variant_problems
 from megapipe.checks.numbers import check_numbers, division, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.training import training_problems
@@ -65,6 +65,7 @@ def flag_problems(config: Config) -> list[str]:
     problems += variant_problems(sound.model)
     problems += _overrides(sound)
     problems += recompute_problems(sound.model)
+    problems += offload_problems(sound.model, sound.parallel.offload_modules, compiled=sound.train.compile)
     problems += _length(sound)
     problems += expert_problems(sound)
     problems += context_problems(sound)

@@ -20,6 +20,8 @@ REPLICAS = Idle(
     "there is one copy of the weights, without several data- or context-parallel ranks",
 )
 BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
+Module = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+"""Part of a layer, by Megatron-LM's name."""
 COPIES = needs("fine_grained_activation_offloading cpu_offload memory_limit_gib", "nothing is copied")
 
 
@@ -142,6 +144,8 @@ class ParallelConfig:
     flag where the run does not fit."""
     activation_offload_fraction: Annotated[float, UP_TO_1, COPIES] = 1.0
     """Part of each microbatch's bytes that is copied to the host, the first of its forward."""
+    offload_modules: Annotated[tuple[Module, ...], COPIES] = ()
+    """Of what these parts of a layer saved, their inputs; all that a forward saved where none is named."""
     cpu_offload: bool = False
     """The same, under the name of sail-sg's zero-bubble fork."""
     offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None

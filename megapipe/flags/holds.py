@@ -158,7 +158,6 @@ enable-zb-runtime no-pre-communication-optimization: one executor runs every sch
 zero-bubble-pipeline-timers-start-iter=* zero-bubble-pipeline-timers-end-iter=* schedule-timer-start=*
     schedule-timer-end=*: passes' costs are counted from the model, not timed
 offload-continuous-buffers auto-offload-time offload-overlap-sr: acts beside --cpu-offload, whose buffers have few sizes
-offload-modules=*|...: what a graph saved goes in the order of its forward, up to --activation-offload-fraction
 enable-exactly-numeric-match: every schedule gives the same numbers
 num-seq-splits=1: a microbatch is one piece
 """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megapipe.config import Config, ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.models.layer import compile_layers
+from megapipe.models.layer import compile_layers, name_modules
 from megapipe.models.provider import StageProvider
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize, stream_key
@@ -80,7 +80,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: Axis) -> nn.Module:
     """A stage as it is trained: of its type, compiled or frozen as the flags say.
 
-    Raises: ConfigError for --compile of a model with other layers than ours.
+    Raises: ConfigError for --compile, or --offload-modules, of a model with other layers than ours.
     """
     train = config.train
     module = build_stage(provider, config.model, span, tp, train.seed)
@@ -88,6 +88,11 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
         module.requires_grad_(False)
     if train.half:
         module = module.to(torch.bfloat16 if train.bf16 else torch.float16)
+    if (names := config.parallel.offload_modules) and not name_modules(module) and span.count:
+        raise ConfigError(
+            f"--offload-modules {' '.join(names)} names parts of megapipe's layers, and this model has others. "
+            "Leave it out."
+        )
     if train.compile and not compile_layers(module) and span.count:
         raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
     return module

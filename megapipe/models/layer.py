@@ -19,6 +19,7 @@ from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, without_result
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
+from megapipe.tensor_parallel.saving import named
 
 
 class TransformerLayer(nn.Module):
@@ -69,6 +70,27 @@ class TransformerLayer(nn.Module):
         if not self.training:
             return x
         return dropout(x, self.hidden_dropout, self.layer, site, tp=self.shares_sequence, dim=0)
+
+
+def name_modules(stage: nn.Module) -> int:
+    """Have every TransformerLayer of a stage say which of Megatron-LM's modules runs, for hooks on what it saves;
+    returns how many there are."""
+    layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
+    both = "behind", "forward"
+    for layer in layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        parts: list[tuple[str, nn.Module | None, tuple[str, ...]]] = [
+            ("attn_norm", layer.input_layernorm, both),
+            ("qkv_linear", attention, ("forward",)),
+            ("core_attn", attention, ("attend",)),
+            ("attn_proj", attention and attention.linear_proj, ("forward",)),
+            ("mlp_norm", layer.pre_mlp_layernorm, both),
+            ("expert_fc1", mlp.experts if isinstance(mlp, MoE) else None, ("forward",)),
+        ]
+        for name, part, methods in parts:
+            for method in methods if part is not None else ():
+                setattr(part, method, named(name, getattr(part, method)))
+    return len(layers)
 
 
 def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:

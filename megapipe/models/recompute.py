@@ -85,11 +85,12 @@ def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callabl
     # Autograd asks the innermost hooks alone: what is kept is handed to those around, which may count or move it.
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack_around, unpack_around = around or (_as_it_is, _as_it_is)
+    again = pack_around(x)  # here and not where y is kept, which may be another's to count
 
     def pack(kept: Tensor) -> Any:
         if kept.untyped_storage()._cdata != storage:
             return pack_around(kept)
-        return _Again(pack_around(x), (kept.size(), kept.stride(), int(kept.storage_offset())))
+        return _Again(again, (kept.size(), kept.stride(), int(kept.storage_offset())))
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Again):

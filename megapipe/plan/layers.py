@@ -16,7 +16,8 @@ class Work:
 
     Attributes:
         f, b, w: forward, input gradient, weight gradient; FLOPs, or any unit of time.
-        held: bytes kept from F to B; kept: the part, and what B adds to it, that stays until W.
+        held: bytes kept from F to B; copied: the part that Load's modules save; kept: the part, and what B adds to it,
+            that stays until W.
         scores_f, scores_b: the part of f and b that is causal attention to all tokens before.
         keys: bytes of keys and values; kept_keys: those of slices that `held` does not count.
         parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
@@ -37,6 +38,7 @@ class Work:
     keys: float = 0.0
     kept_keys: float = 0.0
     rounded: float = 0.0
+    copied: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -61,7 +63,7 @@ class Work:
 class Load:
     """The load of a layer: sequences of `seq` tokens, `tokens` of them here; tp ranks share it, `shared` of them
     also what lies between the linear layers; bytes of an activation. `meets`: keys of other ranks come here. ep,
-    etp: of the experts."""
+    etp: of the experts. modules: of --offload-modules."""
 
     seq: int
     tokens: int
@@ -71,6 +73,7 @@ class Load:
     meets: bool
     ep: int = 1
     etp: int = 1
+    modules: tuple[str, ...] = ()
 
     def scores(self, channels: int, window: int | None) -> float:
         """FLOPs of what queries and keys, or probabilities and values, of so many channels in all are multiplied."""
@@ -81,6 +84,11 @@ class Load:
         """Fields of Work that say how slices of a sequence differ. Inside a window all tokens see as many others."""
         growing = scores if window is None or window >= self.seq - 1 else 0.0
         return {"scores_f": growing, "scores_b": again * growing, "keys": self.bytes(0, channels)}
+
+    def saved(self, *parts: tuple[float, str]) -> dict[str, Any]:
+        """Fields of Work for bytes, of each part with the names of the modules that save it."""
+        copied = sum(size for size, names in parts if not set(self.modules).isdisjoint(names.split()))
+        return {"held": sum(size for size, _ in parts), "copied": copied}
 
     def bytes(self, between: float, inside: float, masked: float = 0) -> float:
         """Bytes of features between and inside the parallel parts; masked: of the former, those with a dropout byte."""
@@ -95,6 +103,7 @@ def layer_work(model: ModelConfig, load: Load) -> Work:
         whole,
         b=whole.b + whole.f,
         held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1),
+        copied=0.0,
         scores_b=whole.scores_b + whole.scores_f,
         kept_keys=whole.keys,
     )
@@ -113,13 +122,21 @@ def _attention(model: ModelConfig, load: Load) -> Work:
     rotated = (queries + model.query_groups * model.head_dim) * (model.position_embedding_type == "rope")
     norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
-    logs = 4 * load.tokens * model.heads / load.tp * (load.meets or model.attention_dropout > 0)
+    blocks = load.meets or model.attention_dropout > 0
+    logs = 4 * load.tokens * model.heads / load.tp * blocks
+    saved = load.saved(
+        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h, 0), "attn_norm"),
+        (load.bytes(h * (not model.recompute_norms), 0), "qkv_linear"),
+        (load.bytes(0, qkv), "core_attn qkv_linear" if model.qk_layernorm else "core_attn"),
+        (load.bytes(0, rotated) + logs, "core_attn"),
+        (load.bytes(0, queries), "attn_proj core_attn" if blocks else "attn_proj"),
+    )
     return Work(
         products + scores,
         products + (3 if model.recompute_attention else 2) * scores,
         products,
-        held=load.bytes(h + h * (not model.recompute_norms), qkv + rotated + queries, h * bool(model.hidden_dropout))
-        + logs,
+        **saved,
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
         **load.sliced(scores, 2 + model.recompute_attention, qkv - queries, model.window),
@@ -140,16 +157,23 @@ def _latents(model: ModelConfig, load: Load) -> Work:
         norm_size(model, h) + (norm_size(model, kv_rank) + norm_size(model, q_rank) * bool(q_rank)) * model.qk_layernorm
     )
     normed = (q_rank + kv_rank) * model.qk_layernorm  # a norm keeps its input, and the next product its output
-    between = h + h * (not model.recompute_norms) + q_rank + kv_rank + normed + rotated * (not again or load.shared > 1)
+    between = h * (not model.recompute_norms) + q_rank + kv_rank + normed + rotated * (not again or load.shared > 1)
     # Attention by blocks keeps its output too, as torch's kernels on a GPU do, for which this is too little.
     blocks = (load.meets or model.attention_dropout > 0) * (not again)
     logs = 4 * load.tokens * heads / load.tp * blocks
+    saved = load.saved(
+        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h, 0), "attn_norm"),
+        (load.bytes(between, 0), "qkv_linear"),
+        (load.bytes(0, (3 * (not again) + blocks) * wide) + logs, "core_attn"),
+        (load.bytes(0, values), "attn_proj"),
+    )
     repeated = scores * model.recompute_attention + (scores + 2.0 * load.tokens * up) * again
     return Work(
         products + scores,
         products + 2 * scores + repeated,
         products,
-        held=load.bytes(between, (3 * (not again) + blocks) * wide + values, h * bool(model.hidden_dropout)) + logs,
+        **saved,
         kept=load.bytes(
             2 * h + 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm), queries + up_kv + values
         ),
@@ -165,13 +189,13 @@ def _mlp(model: ModelConfig, load: Load) -> Work:
         return _experts(model, load)
     h, ffn, blocks = model.hidden, model.ffn, 2 if model.gated else 1
     products = 2.0 * load.tokens * h * ffn * (blocks + 1)
-    again = model.recompute_mlp
-    between = h + h * (not model.recompute_norms)
+    again, norm = model.recompute_mlp, h * (not model.recompute_norms)
+    rest = load.bytes(norm, _activated(model) * ffn * (not again), h * bool(model.hidden_dropout))
     return Work(
         products,
         products * (1 + again),
         products,
-        held=load.bytes(between, _activated(model) * ffn * (not again), h * bool(model.hidden_dropout)),
+        **load.saved((load.bytes(h, 0), "mlp_norm"), (rest, "")),
         kept=load.bytes(2 * h, (blocks + 1) * ffn),
         parameters=h * ffn * (blocks + 1) + (blocks * ffn + h) * model.bias + norm_size(model, h),
     )
@@ -212,15 +236,18 @@ def _experts(model: ModelConfig, load: Load) -> Work:
     numbers = home * 3 * 8 + mine * k * 8 + here * 2 * 8 if exchanged else here * 3 * 8 + gathered * k * 8
     tables = numbers + here * wide + mine * k * (8 + wide + (8 + 2 * wide) * (not all_scores))
     came = here * load.element * h * exchanged
-    inside = here * row * blocks + came + router + tables
-    between = h + h * (not model.recompute_norms)
+    normed = load.bytes(h * (not model.recompute_norms), 0)
     of_shared = 0 if model.recompute_shared_experts else _activated(model) * shared
-    outside = load.bytes(between + h * gate, of_shared, h * bool(model.hidden_dropout))
+    rest = load.bytes(h * gate, of_shared) + router + tables - here * wide
+    saved = [(load.bytes(h, 0), "mlp_norm"), (load.bytes(0, 0, h * bool(model.hidden_dropout)), "")]
+    saved += [(normed, "" if again or exchanged else "expert_fc1")]
+    if not again:
+        saved += [(rest, ""), (came, "expert_fc1"), (here * (row * blocks + wide), "moe_act")]
     return Work(
         products,
         products * (1 + again),
         products,
-        held=load.bytes(between, 0, h * bool(model.hidden_dropout)) if again else outside + inside,
+        **load.saved(*saved),
         kept=load.bytes(2 * h, (blocks + 1) * shared) + here * row * (blocks + 1) + 2 * came + wide * mine * e,
         parameters=e * one + beside + norm_size(model, h),
         unused=(e - k) * one,

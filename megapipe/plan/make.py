@@ -54,6 +54,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
         ep=par.expert_model_parallel_size,
         etp=par.etp,
         element_bytes=2 if train.half else 4,
+        modules=par.offload_modules,
     )
     return counted.on(par.pipeline_model_parallel_size)
 

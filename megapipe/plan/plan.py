@@ -65,7 +65,7 @@ class Plan:
         timed = counted = self.pieces.costs(self.counts)
         if self.given is not None:
             given = self.given.of_positions(len(self.counts) + len(self.pieces.depths))
-            timed = replace(given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s)
+            timed = replace(given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s, mem_o=counted.mem_o)
         timed = self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
         timed = self.copies.priced(timed) if self.copies else timed
         if self.sharding:

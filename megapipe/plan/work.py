@@ -24,6 +24,9 @@ OVERHEAD = 0.02
 host time and launches take 0.3 to 0.5 ms of passes of 20 ms."""
 
 
+_COLUMNS = ("f", "b", "w", "held", "kept", "copied")
+
+
 @dataclass(frozen=True)
 class Pieces:
     """A model, as what can be dealt to stages: the embedding, each layer, and the head with norm and loss.
@@ -34,6 +37,7 @@ class Pieces:
         overhead: time of every pass beside its work.
         shares: ranks that share embedding and head, in passes of their own; 1: the ends of the model have them.
         depths: of multi-token prediction, each with a head.
+        modules: of --offload-modules; all of what is held may be copied where there is none.
         hidden: bytes of hidden states, where they are and on a rank with a share of the vocabulary, which sees all.
     """
 
@@ -45,10 +49,11 @@ class Pieces:
     shares: int = 1
     depths: tuple[Work, ...] = ()
     hidden: tuple[float, float] = (0.0, 0.0)
+    modules: tuple[str, ...] = ()
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
-        rows = zip(*((x.f, x.b, x.w, x.held, x.kept) for x in self.layers), strict=True)
+        rows = zip(*(tuple(getattr(x, name) for name in _COLUMNS) for x in self.layers), strict=True)
         return tuple(tuple(accumulate(row, initial=0.0)) for row in rows)
 
     def stage(self, span: LayerSpan) -> Work:
@@ -81,12 +86,12 @@ class Pieces:
 
     def costs(self, counts: Sequence[int]) -> Costs:
         """Costs of the stages of a split, then of the depths, in the units of Work. counts: layers at each position."""
-        f, b, w, held, owed = self._columns(counts)
+        f, b, w, held, owed, copied = self._columns(counts)
         if self.kept is not None:  # means, so that a stage that holds its most holds both kinds in these shares
             whole, shares = self.kept
-            _, other_b, _, other_held, _ = whole.further(self.depths)._columns(counts)
-            b, held = _mixed(b, other_b, shares), _mixed(held, other_held, shares)
-        costs = Costs(f, b, w, mem_b=held, mem_w=owed, overhead=self.overhead)
+            other = whole.further(self.depths)._columns(counts)
+            b, held, copied = (_mixed(x, other[i], shares) for i, x in ((1, b), (3, held), (5, copied)))
+        costs = Costs(f, b, w, mem_b=held, mem_w=owed, mem_o=copied if self.modules else None, overhead=self.overhead)
         if self.shares == 1:
             return costs
         share = self.share
@@ -122,10 +127,10 @@ class Pieces:
         return replace(self, overhead=OVERHEAD * whole / ranks)
 
     def _columns(self, counts: Sequence[int]) -> list[tuple[float, ...]]:
-        """f, b, w, held and kept at each position of the chain."""
+        """f, b, w, held, kept and copied at each position of the chain."""
         ends, last = list(accumulate(counts, initial=0)), len(counts) - 1
         columns = []
-        for name, sums in zip(("f", "b", "w", "held", "kept"), self._sums or ((0.0,),) * 5, strict=True):
+        for name, sums in zip(_COLUMNS, self._sums or ((0.0,),) * len(_COLUMNS), strict=True):
             column = [sums[b] - sums[a] for a, b in pairwise(ends)]
             if self.shares == 1:
                 column[0] += getattr(self.embedding, name)
@@ -151,6 +156,7 @@ def pieces(
     ep: int = 1,
     etp: int | None = None,
     element_bytes: int = 4,
+    modules: tuple[str, ...] = (),
 ) -> Pieces:
     """The work of a GPT, layer by layer with its overrides.
 
@@ -166,12 +172,13 @@ def pieces(
     Args:
         ep, etp: ranks that share experts, and each of them; their load is taken to be even.
         element_bytes: of an activation.
+        modules: of --offload-modules.
     """
     assert model.padded_vocab_size is not None
     h, vocab = model.hidden, model.padded_vocab_size
     tokens, shared = seq_length * micro_batch_size // cp, tp if model.sequence_parallel else 1
     meets = cp > 1 and "a2a" not in model.cp_comm_type
-    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp or tp)
+    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp or tp, modules)
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
@@ -184,7 +191,8 @@ def pieces(
     head = _head(model, load)
     depth = _depth(model, load) + head
     hidden = load.bytes(h, 0), float(load.element * tokens * h)
-    return Pieces(embedding, layers * (model.layers // different), head, depths=(depth,) * model.depths, hidden=hidden)
+    layers, depths = layers * (model.layers // different), (depth,) * model.depths
+    return Pieces(embedding, layers, head, depths=depths, hidden=hidden, modules=modules)
 
 
 def _depth(model: ModelConfig, load: Load) -> Work:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.checks.model import variant_problems
+from megapipe.checks.model import offload_problems, variant_problems
 from megapipe.config import ModelConfig
 
 
@@ -26,6 +26,43 @@ from megapipe.config import ModelConfig
 )
 def test_each_problem_has_its_line(fields, line):
     assert list(variant_problems(ModelConfig(**fields))) == [line]
+
+
+@pytest.mark.parametrize(
+    "modules, fields, compiled, told",
+    [
+        (
+            "expert_fc1 moe_act",
+            {},
+            False,
+            ": expert_fc1 and moe_act are of experts, and there are none. Leave them out.",
+        ),
+        (
+            "core_attn moe_act",
+            {"num_experts": 4, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+            False,
+            ": --recompute-modules moe computes experts again, which keep nothing. "
+            "Leave moe out there, or moe_act here.",
+        ),
+        (
+            "attn_proj",
+            {},
+            False,
+            ": the input of attn_proj is kept by core_attn too, and stays for it. Add core_attn.",
+        ),
+        (
+            "core_attn",
+            {},
+            True,
+            " names parts of a layer, and --compile makes one of several. Leave one of the two flags out.",
+        ),
+        ("attn_norm qkv_linear core_attn attn_proj mlp_norm", {}, False, None),
+        ("attn_proj", {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)}, False, None),
+    ],
+)
+def test_modules_to_offload_are_there_and_keep_something(modules, fields, compiled, told):
+    lines = [] if told is None else [f"--offload-modules {modules}{told}"]
+    assert list(offload_problems(ModelConfig(**fields), modules.split(), compiled=compiled)) == lines
 
 
 def test_what_goes_together_has_no_problem():

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from megapipe.distributed.axis import CPU
+from megapipe.config import ModelConfig
+from megapipe.config.parallel import Module
+from megapipe.distributed.axis import ALONE, CPU
+from megapipe.models.layer import TransformerLayer, name_modules
 from megapipe.pipeline_parallel.passes.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.memory import Activations
-from tools.proofs.equivalence_case import Case
+from megapipe.tensor_parallel.rng import initialize
+from tools.proofs.equivalence_case import STYLES, Case
 from tools.proofs.fuzz_equivalence import run
 from tools.proofs.tables import counted
+from tools.proofs.tables.moved import MODULES
 
 OUT, AGAIN = {0}, {1}
 BYTES = 64 * 64 * 8
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 16}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32}
 
 
 class Layer(nn.Module):
@@ -90,10 +99,51 @@ def test_what_was_copied_before_a_wrong_guess_is_given_back(moves: Activations) 
     assert moves.host.bytes == 2 * BYTES
 
 
+T = 2 * 16 * 64 * 4
+"""Bytes of a tensor [s, b, h] of float32."""
+LLAMA = {**STYLES["llama"], "num_query_groups": 2, "ffn_hidden_size": 96}
+
+
+@pytest.mark.parametrize(
+    "modules, more, saved",
+    [
+        (("attn_norm",), {}, T + 2 * 4 * 32),  # its input, and of each token the mean and the deviation
+        (("qkv_linear",), {}, T),
+        (("core_attn",), {}, 3 * T),  # queries, keys and values of one product
+        (("core_attn", "attn_proj"), {}, 4 * T),
+        (("core_attn",), LLAMA, 3.5 * T),  # q and k rotated, and the product of which v is a part: 4 heads, 2 groups
+        (("mlp_norm", "qkv_linear"), {}, 2 * T + 2 * 4 * 32),
+        (("expert_fc1",), LLAMA | EXPERTS, T),
+        (("moe_act",), LLAMA | EXPERTS, 2 * (2 * 32 / 64 * T + 4 * 32)),  # of 2 experts each: gate and up, a weight
+        (("expert_fc1",), {}, 0),
+    ],
+)
+def test_what_goes_is_what_the_named_modules_saved(modules, more, saved):
+    """And the gradients are those of a layer that nobody has asked for names."""
+    config = ModelConfig(**{"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, **more})
+    x, layers = torch.randn(16, 2, 64), [TransformerLayer(replace(config, **NO_DROPOUT), ALONE, 0) for _ in range(2)]
+    for layer in layers:
+        initialize(layer, 1, ALONE)
+    want, own = (x.clone().requires_grad_() for _ in range(2))
+    layers[0](want).square().sum().backward()
+    name_modules(layers[1])
+    moves = Activations(layers[1], Host(CPU), [Sizes()], 1.0, out=OUT, again=AGAIN, modules=modules)
+    y = forward(moves, own).square().sum()
+    moves.offload(0)
+    assert moves.sizes[0].copied == saved
+    moves.load(0)()
+    y.backward()
+    assert torch.equal(own.grad, want.grad)
+    for mine, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
 CASES = [
     Case("zb-h1", 2, 4, (1, 1), memory="some", dtype="float32", tied=False),
-    Case("zb-v", 2, 2, (1, 0, 0, 1), memory="some", style="llama", experts="bias", dtype="bfloat16"),
-    Case("dualpipe-v", 2, 4, (1, 0, 1, 0), memory="some", recompute="modules"),
+    Case(
+        "zb-v", 2, 2, (1, 0, 0, 1), memory="some", modules=MODULES[4], style="llama", experts="bias", dtype="bfloat16"
+    ),
+    Case("dualpipe-v", 2, 4, (1, 0, 1, 0), memory="some", modules=MODULES[3], style="latent", recompute="modules"),
     Case("interleaved", 2, 2, (1, 0, 1, 0), chunks=2, memory="out", recompute="full", vocabulary=True),
     Case("1f1b", 2, 2, (1, 1), memory="again", experts="dropping", dp=2, distributed=True, overlap=True),
     Case("zb-h1", 2, 2, (1, 1), memory="some", style="llama", slices=(3, 3, 2), documents="attention", follows=True),
@@ -106,10 +156,10 @@ def test_losses_norms_and_weights_are_those_of_one_process(case: Case) -> None:
     assert run(case) == []
 
 
-@pytest.mark.parametrize("slices", [(), (4, 3, 1)])
-def test_the_peak_of_saved_bytes_is_the_predicted_one(slices: tuple[int, ...]) -> None:
-    case = Case("zb-h1", 2, 4 if not slices else 2, (1, 1), memory="some", style="llama", slices=slices, steps=1)
-    most, predicted = counted.both(case)
+@pytest.mark.parametrize(("slices", "modules"), [((), ()), ((4, 3, 1), MODULES[0])])
+def test_the_peak_of_saved_bytes_is_the_predicted_one(slices: tuple[int, ...], modules: tuple[Module, ...]) -> None:
+    made = Case("zb-h1", 2, 4 if not slices else 2, (1, 1), memory="some", modules=modules, style="llama", steps=1)
+    most, predicted = counted.both(replace(made, slices=slices))
     assert most == predicted
 
 

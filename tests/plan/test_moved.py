@@ -21,6 +21,7 @@ FLAGS = (
     "--padded-vocab-size 128 --lr 1e-3 --train-iters 2 --pipeline-model-parallel-size 4"
 )
 ON = "--fine-grained-activation-offloading"
+NAMED = "--offload-modules", "core_attn", "attn_proj"
 
 
 def plan(*more):
@@ -48,6 +49,26 @@ def test_a_fraction_of_the_bytes_stays():
     )
     assert half.costs.mem_o == tuple(0.5 * x for x in half.costs.mem_b)
     assert whole.timeline.peak[0] < half.timeline.peak[0]
+
+
+def test_named_modules_alone_go():
+    some, costs = (plan(*copies, "--offload-time", "0.1") for copies in ((ON, *NAMED), (ON,)))
+    layers, tensor, log = 2, 64 * 64 * 4, 64 * 4 * 4  # of a stage; [s, b, h]; [s, b, heads]
+    assert some.costs.mem_o == (layers * (4 * tensor + log),) * 4, "queries, keys, values, what attention makes of them"
+    assert some.costs.mem_b == costs.costs.mem_b == costs.costs.mem_o
+    assert costs.timeline.peak[0] < some.timeline.peak[0] < plan().timeline.peak[0]
+    assert some.timeline.peak[0] == pytest.approx(4 * some.costs.mem_b[0] - 2 * some.costs.mem_o[0])
+
+
+def test_the_solver_counts_what_named_modules_free():
+    """More is computed again where their copies are not enough."""
+    limit = limit_of(0.45)
+    again = []
+    for given in ((), NAMED):
+        made = plan("--memory-limit-gib", str(limit), "--offload-time", "0.1", *given)
+        assert max(made.peak_bytes) <= limit * 2**30
+        again.append(sum(x.kind is Kind.R for row in made.schedule.ranks for (x,) in row))
+    assert again[0] < again[1]
 
 
 def test_without_a_time_a_byte_takes_as_long_as_8000_flops():
@@ -106,6 +127,10 @@ def test_a_plan_kept_in_a_file_is_that_of_a_later_run(tmp_path, capsys):
     "more, told",
     [
         ((ON, "--offload-time", "9"), "under 1f1b no activation stays long enough to be copied to the host and back"),
+        (
+            (ON, "--offload-modules", "expert_fc1"),
+            "--offload-modules expert_fc1: nothing of what a forward keeps is theirs, so --fine-grained-activation-off",
+        ),
         ((ON, "--reschedule-after", "3"), f"{ON}: --reschedule-after searches tables without copies. Leave one of"),
     ],
 )
@@ -130,3 +155,11 @@ def test_a_run_has_the_same_losses_and_copies_its_share():
     assert ranks[-1][0] == [loss for loss, _ in plain[-1]]
     (first,) = ranks[0][1][0]
     assert 0.3 < first.copied / first.saved < 0.6
+
+
+def test_a_run_copies_as_many_bytes_of_named_modules_as_planned():
+    asked = {"fine_grained_activation_offloading": True, "offload_time": 0.01, "offload_modules": NAMED[1:]}
+    config = short_config(STYLES["llama"], pp=2)
+    config = Config(**{**vars(config), "parallel": type(config.parallel)(**{**vars(config.parallel), **asked})})
+    ranks = run_threads(partial(_host, config=config), pp=2)
+    assert ranks[0][1][0][0].copied == make_plan(config).costs.mem_o[0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.gpt import WORD_EMBEDDINGS
-from megapipe.models.layer import compile_layers
+from megapipe.models.layer import compile_layers, name_modules
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.loss_scale import LossScale
 from megapipe.optim.optimizer import Optimizer
@@ -74,6 +74,8 @@ class Training:
         for stage in self.stages:
             initialize(stage, 1, mesh.tp)
             _move(stage, case.moved)
+            if case.modules:
+                name_modules(stage)
             if case.compile:
                 compile_layers(stage)
         step = case.reporting(forward_step)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config.parallel import Module
 from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.transforms.depths import with_depths
@@ -60,6 +61,8 @@ OVERRIDES: dict[str, list[dict[str, Any]]] = {
         {"qk_layernorm": True, "hidden_dropout": 0.0},
     ],
 }
+_PLAIN: dict[str, Any] = dict.fromkeys(("recompute", "sharding", "metrics", "memory"), "none")
+_OFTEN: dict[str, Any] = {"loss_scale_window": 1, "hysteresis": 1}
 _SOFTMAX: dict[str, Any] = {"num_experts": 6, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": (0.1,)}
 _SIGMOID = _SOFTMAX | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -104,7 +107,7 @@ class Case:
             with each step.
         vocabulary: the ranks of the pipeline share it.
         paired: passes run together, wherever that would pay if three tenths were communication. joined: or by a seed.
-        memory: which microbatches of which stages are copied to the host or computed again, see tables/moved.py.
+        memory: what is copied to the host or computed again, see tables/moved.py; modules: of --offload-modules.
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
@@ -150,6 +153,7 @@ class Case:
     paired: bool = False
     joined: int | None = None
     memory: str = "none"
+    modules: tuple[Module, ...] = ()
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
@@ -175,24 +179,22 @@ class Case:
             cp=1,
             way="p2p",
             dp=1,
-            recompute="none",
             sequence_parallel=False,
             p2p="plain",
             file=None,
             distributed=False,
-            sharding="none",
             living=None,
             overlap=False,
-            metrics="none",
             compile=False,
             vocabulary=False,
             paired=False,
-            memory="none",
+            modules=(),
             drawn=None,
             buckets=1,
             ep=1,
             etp=None,
             depths=(0,) * len(self.depths),
+            **_PLAIN,
         )
 
     @property
@@ -238,6 +240,7 @@ class Case:
                 overlap_grad_reduce=self.overlap,
                 ddp_num_buckets=self.buckets if self.overlap and self.buckets > 1 else None,
                 overlap_param_gather=self.overlap and self.distributed,
+                offload_modules=self.modules,
             ),
             train=TrainConfig(
                 micro_batch_size=self.batch,
@@ -248,8 +251,7 @@ class Case:
                 bf16=self.dtype == "bfloat16",
                 fp16=self.dtype == "float16",
                 initial_loss_scale=self.loss_scale,
-                loss_scale_window=1,
-                hysteresis=1,
+                **_OFTEN,
                 calculate_per_token_loss=self.per_token_loss,
             ),
             data=DataConfig(

@@ -19,7 +19,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -41,7 +41,7 @@ from megapipe.schedule import SCHEDULES, Kind, Placement, ScheduleError, entry_o
 from tools.proofs.equivalence import Outcome, differences, differing_bits, train
 from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
 from tools.proofs.synchronised import WAYS, too_early
-from tools.proofs.tables.moved import MOVED
+from tools.proofs.tables.moved import MODULES, MOVED
 
 SLICED, COMPILED = 0.25, 0.02
 """Share of the cases whose microbatches go in slices, where they can; of those of one or two ranks that are compiled,
@@ -132,7 +132,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
         if case.experts != "none" and (tp == 1 or case.sequence_parallel):
             case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
-        case = _perhaps_sliced(rng, case)
+        case = _perhaps_sliced(rng, _perhaps_named(rng, case))
         try:
             place = table(case).placement
         except ScheduleError:
@@ -140,6 +140,13 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         case = replace(case, layers=_drawn_layers(rng, place), depths=_drawn_depths(rng, case, place))
         if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
             return case
+
+
+def _perhaps_named(rng: random.Random, case: Case) -> Case:
+    """The case with what goes to the host by the modules that saved it."""
+    if case.memory not in ("out", "some") or case.compile or rng.random() < 0.5:
+        return case
+    return replace(case, modules=rng.choice(MODULES if case.experts != "none" else MODULES[:-2]))
 
 
 def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
@@ -190,7 +197,7 @@ def command(case: Case) -> str:
 def read(text: str) -> Case:
     """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
     given = json.loads(text)
-    lists = {name: tuple(given[name]) for name in ("layers", "slices", "depths", "living") if name in given}
+    lists = {name: tuple(given[name]) for name in ("layers", "slices", "depths", "living", "modules") if name in given}
     case = Case(**given | lists)
     if len(case.layers) != (chain := table(case).placement.main):
         raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
@@ -203,14 +210,17 @@ def fuzz(
     names: Sequence[str] = tuple(SCHEDULES),
     *,
     most: float = math.inf,
-    sliced: bool = False,
+    wanted: Callable[[Case], bool] = lambda case: True,
 ) -> tuple[int, Case | None, list[str]]:
-    """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences."""
+    """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences.
+
+    wanted: whether a case is to be run.
+    """
     rng, start, count = random.Random(seed), time.monotonic(), 0
     said = start
     while count < most and time.monotonic() - start < seconds:
         case = draw(rng, names)
-        if sliced and len(case.slices) < 2:
+        if not wanted(case):
             continue
         count += 1
         if found := run(case):
@@ -237,6 +247,8 @@ class Flags:
     """How many at most."""
     only_slices: bool = False
     """Cases alone whose microbatches go in several slices."""
+    only_memory: bool = False
+    """Cases alone whose activations go to the host or are computed again: O, L and R."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -256,9 +268,12 @@ def main(argv: Sequence[str]) -> None:
                 entry_of(name)
         except ScheduleError as error:
             raise ConfigError(f"--schedules {error}") from None
-        count, case, found = fuzz(
-            *(options.seconds, options.seed, options.schedules), most=options.cases, sliced=options.only_slices
-        )
+
+        def wanted(case: Case) -> bool:
+            sliced, moves = len(case.slices) > 1, bool(table(case).kinds & {Kind.O, Kind.R})
+            return (sliced or not options.only_slices) and (moves or not options.only_memory)
+
+        count, case, found = fuzz(options.seconds, options.seed, options.schedules, most=options.cases, wanted=wanted)
     if found and case is not None:
         print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
         sys.stdout.flush()

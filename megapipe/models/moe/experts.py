@@ -26,6 +26,7 @@ from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
+from megapipe.tensor_parallel.saving import saves
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
@@ -117,6 +118,7 @@ class _Experts(torch.autograd.Function):
         out = products(how.between(first, by_row), fc2, way.ends, how.two)
         if bias2 is not None and how.first:
             out += (bias2[way.experts] * by_row[:, None]).to(out.dtype)
+        saves("moe_act", first, by_row)
         ctx.save_for_backward(rows if way.keeps_rows else x, first, by_row, fc1, fc2)
         ctx.how, ctx.biases, ctx.weight_grads = how, (bias1, bias2), current_weight_grads()
         ctx.weights = fc1, fc2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,13 +54,15 @@ class Host:
         held, sizes: what the stages of the last step had on the device, and by stage what a microbatch of it is, or
             each of its slices, where the table has O, L or R.
         bytes: of all buffers together.
-        share: of each microbatch's bytes that goes.
+        modules: whose saved storages go, by Megatron-LM's names; all where none is named.
+        share: of each microbatch's bytes of these that goes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyLane(device), CopyLane(device)
         self._free: dict[int, list[Buffer]] = {}
         self.bytes, self.held, self.share = 0, Held(), 1.0
+        self.modules: Collection[str] = ()
         self.sizes: dict[int, list[Sizes]] = {}
 
     def take(self, size: int) -> Buffer:

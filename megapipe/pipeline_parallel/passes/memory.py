@@ -20,15 +20,21 @@ from megapipe.pipeline_parallel.passes.host import Buffer, Held, Host, Sizes
 from megapipe.schedule import Schedule
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.held import computed_again
+from megapipe.tensor_parallel.saving import saver
+
+KEYS = "core_attn"
+"""The module whose keys and values those of slices are."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage that a graph saved. Its `storage` is None while it is on the host, `stays` if it never goes."""
+    """A storage that a graph saved. Its `storage` is None while it is on the host, `goes` if that is wanted and
+    `stays` if it cannot be."""
 
     storage: torch.UntypedStorage | None
     size: int
     held: Held
+    goes: bool = True
     stays: bool = False
     buffer: Buffer | None = None
 
@@ -80,7 +86,7 @@ class Activations:
         module: its parameters stay.
         sizes: of a microbatch, or of each of its slices, which each count as one by their number among all.
         out, again: microbatches that go to the host, and those whose forward runs twice.
-        share: of each microbatch's bytes, the first in the order of its forward, that go.
+        share, modules: as of Host; the first bytes in the order of a microbatch's forward go.
     """
 
     module: nn.Module
@@ -89,6 +95,7 @@ class Activations:
     share: float
     out: Collection[int]
     again: Collection[int]
+    modules: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self._weights = {p.untyped_storage()._cdata for p in self.module.parameters()}
@@ -101,7 +108,8 @@ class Activations:
         """Hold keys and values of a slice for those behind it; what is returned gives them while they are here."""
         slot, count = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held), len(self.sizes)
         self._size(number).keys = self._of_keys[number] = self._of_keys.get(number, 0) + slot.size
-        if (last := number // count * count + count - 1) in self.out:
+        goes = not self.modules or KEYS in self.modules
+        if goes and (last := number // count * count + count - 1) in self.out:
             self._keys.setdefault(last, []).append(slot)
         return _View.of(keys, slot).tensor
 
@@ -109,6 +117,7 @@ class Activations:
         """A context for a forward, which notes what its graph saves."""
         slots = (kept := _Kept()).slots
         self._kept[microbatch] = kept
+        modules = self.modules
 
         def pack(tensor: Tensor) -> Tensor | _View:
             storage = tensor.untyped_storage()
@@ -117,7 +126,9 @@ class Activations:
                 return tensor
             slot = slots.get(at)
             if slot is None:
-                slot = slots[at] = _Slot(storage, storage.nbytes(), self.held)
+                slot = slots[at] = _Slot(storage, storage.nbytes(), self.held, goes=not modules)
+            if modules and saver(at) in modules:
+                slot.goes = True
             return _View.of(tensor, slot)
 
         def unpack(saved: Tensor | _View) -> Tensor:
@@ -149,9 +160,9 @@ class Activations:
         kept, host = self._kept[microbatch], self.host
         if (leaf := kept.leaf) is not None:  # its values live in the slot alone; its shape is what its gradient needs
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
-        size = self._size(microbatch)
-        going, left = [], self.share * size.saved
-        for slot in kept.slots.values():
+        going, wanted = [], [slot for slot in kept.slots.values() if slot.goes]
+        left = self.share * sum(slot.size for slot in wanted)
+        for slot in wanted:
             left -= slot.size
             if left >= -slot.size / 2 and not slot.stays and slot.storage is not None and _alone(slot.storage):
                 going.append(slot)
@@ -161,7 +172,7 @@ class Activations:
         pairs = [(_of(slot.buffer, slot.size), _bytes(slot.storage)) for slot in going]
         kept.begun = host.out.begin(pairs, [slot.buffer.read for slot in going if slot.buffer])
         del pairs
-        size.copied = sum(slot.size for slot in going)
+        self._size(microbatch).copied = sum(slot.size for slot in going)
         for slot in going:  # a GPU's allocator gives the memory to others behind the copy
             slot.storage = None
             self.held.add(-slot.size)
@@ -232,6 +243,7 @@ def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host:
             host.share,
             out=frozenset(number for s, number in out if s == stage),
             again=frozenset(number for s, number in again if s == stage),
+            modules=host.modules,
         )
         for stage, (module, _) in chunks.items()
     }

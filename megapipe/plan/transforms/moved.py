@@ -25,11 +25,11 @@ class Copies(NamedTuple):
 
     Attributes:
         flag: the one that asks, or leaves no room.
-        share: of the bytes of each microbatch, and of keys and values of slices all. time: of a copy each way over a
-            forward and an input gradient with its weights'; None: by bytes. chunks: only the first so many stages of a
-            rank.
+        share: of each microbatch's bytes that may go, and of keys and values of slices all. time: of a copy each way
+            over a forward and an input gradient with its weights'; None: by bytes. chunks: only the first so many
+            stages of a rank.
         input: bytes that a forward begins from, which stay where it runs twice. tp: ranks that share FLOPs and not a
-            copy.
+            copy. modules: of --offload-modules, whose part of the bytes goes.
     """
 
     flag: str
@@ -38,6 +38,7 @@ class Copies(NamedTuple):
     chunks: int | None
     input: float
     tp: int = 1
+    modules: tuple[str, ...] = ()
 
     @classmethod
     def asked(cls, config: Config) -> Self | None:
@@ -57,13 +58,15 @@ class Copies(NamedTuple):
         shared = par.context_parallel_size * (par.tensor_model_parallel_size if model.sequence_parallel else 1)
         tokens = (train.seq_length or 0) * (train.micro_batch_size or 1) / shared
         given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
-        return cls(flag, *given, tokens * model.hidden * (2 if train.half else 4), par.tensor_model_parallel_size)
+        input_bytes = tokens * model.hidden * (2 if train.half else 4)
+        return cls(flag, *given, input_bytes, par.tensor_model_parallel_size, par.offload_modules)
 
     def priced(self, costs: Costs) -> Costs:
         """The costs of stages, by stage as the plan counts them, with those of copies."""
         held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
         keys = costs.mem_k if isinstance(costs.mem_k, tuple) else (costs.mem_k,) * len(held)  # which go whole
-        copied = tuple(self.share * (x - k) + k for x, k in zip(held, keys, strict=True))
+        goes = costs.mem_o if self.modules and isinstance(costs.mem_o, tuple) else held
+        copied = tuple(self.share * max(0.0, x - k) + k for x, k in zip(goes, keys, strict=True))
         took = tuple(FLOPS_PER_BYTE * self.tp * x for x in copied)
         if self.time is not None:
             parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
@@ -75,12 +78,24 @@ class Copies(NamedTuple):
     def table(self, schedule: Schedule, costs: Costs, room: Memory | None) -> Schedule:
         """The table with all copies that are back in time; for a room of so many bytes on each rank with what of
         holding, copying and computing again is fastest there. Raises: ConfigError if there is no copy."""
+        if isinstance(costs.mem_o, tuple) and not any(costs.mem_o) and self.modules:
+            raise ConfigError(
+                f"--offload-modules {' '.join(self.modules)}: nothing of what a forward keeps is theirs, so "
+                f"{self.flag} has nothing to copy. Name others, or leave --offload-modules out, so that all may go."
+            )
+        if schedule.cuts and self.modules and "core_attn" not in self.modules:
+            raise ConfigError(
+                f"--offload-modules {' '.join(self.modules)}: keys and values of slices go with every copy, and are "
+                "core_attn's. Add core_attn, or leave the slices out."
+            )
         if room is not None and self.chunks is None:
             with suppress(ScheduleError):  # nothing fits: the plan with copies says what it needs
                 return fitted(schedule, costs, room)
         place = schedule.placement
         own = [place.stages_on(rank)[: self.chunks] for rank in range(place.num_ranks)]
-        made = with_offload(schedule, costs, stages={stage for stages in own for stage in stages})
+        chain, goes = place.chain, costs.mem_o if isinstance(costs.mem_o, tuple) else ()
+        stages = {stage for stages in own for stage in stages if not goes or goes[stage % chain]}
+        made = with_offload(schedule, costs, stages=stages)
         if Kind.O not in made.kinds:
             raise ConfigError(
                 f"{self.flag}: under {schedule.name} no activation stays long enough to be copied to the host and back "

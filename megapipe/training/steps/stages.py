@@ -85,6 +85,7 @@ class Stages:
             costs=costs,
         )
         self.host.share = config.parallel.activation_offload_fraction
+        self.host.modules = config.parallel.offload_modules
 
     @property
     def schedule(self) -> Schedule:

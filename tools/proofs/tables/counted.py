@@ -25,7 +25,7 @@ from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
 from megapipe.schedule.passes import Part
 from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import STYLES, Case, table
-from tools.proofs.tables.moved import MOVED
+from tools.proofs.tables.moved import MODULES, MOVED
 
 Counted = tuple[int, dict[int, list[Sizes]], int]
 """A rank's peak, the sizes of its stages, and bytes of its buffers on the host."""
@@ -59,6 +59,8 @@ def draw(dice: Random) -> Case:
             chunks=2 if SCHEDULES[name].chunks is None else None,
             style=dice.choice(list(STYLES)),
             memory=dice.choice([x for x in MOVED if x != "none"]),
+            modules=dice.choice([(), *MODULES]),
+            experts=dice.choice(("none", "softmax")),
             batch=dice.choice((1, 2)),
             dtype=dice.choice(("float32", "float64")),
             steps=1,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from megapipe.config.parallel import Module
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
 from megapipe.schedule.weights.runs import GATHERS
@@ -19,6 +20,15 @@ MOVED: dict[str, tuple[set[int], set[int]]] = {
     "again": (set(), {0, 1, 2}),
     "some": ({1}, {2}),
 }
+MODULES: list[tuple[Module, ...]] = [
+    ("core_attn", "attn_proj"),
+    ("attn_norm", "mlp_norm"),
+    ("qkv_linear",),
+    ("qkv_linear", "core_attn", "mlp_norm"),
+    ("expert_fc1", "moe_act"),
+    ("attn_norm", "core_attn", "attn_proj", "expert_fc1"),
+]
+"""Lists of --offload-modules, the last two for layers with experts."""
 SHARDING: dict[str, dict[str, Any]] = {
     "none": {},
     "grads": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
