@@ -296,6 +296,5 @@ def test_a_send_that_says_it_is_over_is_let_go_at_the_next(monkeypatch):
 
 
 def test_evaluation_runs_the_forwards_of_the_same_table():
-    log = run(forward_only(build("zb-v", 4, 8)), 3)
     forwards = [p for step in steps_of(build("zb-v", 4, 8), 3) for p in step if "F" in p]
-    assert log == forwards
+    assert run(forward_only(build("zb-v", 4, 8)), 3) == forwards

@@ -5,83 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import GPT2, LLAMA
+from expert_layers import CASES, SIGMOID, SWIGLU, B, E, T, inputs, layer_of
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.distributed.axis import ALONE, Axis
-from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.mlp import activate
 from megapipe.models.moe import experts as grouped
 from megapipe.models.moe.choice import best
 from megapipe.models.moe.layer import MoE
 from megapipe.models.recompute import recompute
-from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
-
-S, B, E = 7, 2, 6
-T = S * B
-SWIGLU = replace(LLAMA, hidden_size=16, num_experts=E, moe_ffn_hidden_size=12, init_method_std=0.5)
-GELU = replace(GPT2, hidden_size=16, num_experts=E, moe_ffn_hidden_size=12, init_method_std=0.5)
-SIGMOID = replace(SWIGLU, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
-LOSSES = {"moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": 0.2}
-CASES = {
-    "softmax after": replace(SWIGLU, **LOSSES),
-    "softmax before": replace(SWIGLU, moe_router_pre_softmax=True, moe_router_topk=1, **LOSSES),
-    "gelu with biases": replace(GELU, moe_router_topk=3, **LOSSES),
-    "sigmoid": replace(SIGMOID, moe_router_topk_scaling_factor=2.5, **LOSSES),
-    "sqrtsoftplus": replace(SIGMOID, moe_router_score_function="sqrtsoftplus", **LOSSES),
-    "groups": replace(SIGMOID, moe_router_num_groups=3, moe_router_group_topk=2, moe_router_topk=4, **LOSSES),
-    "groups after": replace(SWIGLU, moe_router_num_groups=2, moe_router_group_topk=1, moe_router_topk=2),
-    "groups by their best": replace(
-        SWIGLU,
-        moe_router_pre_softmax=True,
-        moe_router_num_groups=3,
-        moe_router_group_topk=2,
-        moe_router_group_score_topk=1,
-        moe_router_topk=4,
-        moe_router_topk_scaling_factor=16.0,
-    ),
-    "per sequence": replace(SWIGLU, moe_router_load_balancing_type=("seq_aux_loss",), **LOSSES),
-    "several": replace(
-        SWIGLU,
-        moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"),
-        moe_aux_loss_coeff=(0.3, 0.2, 0.1),
-    ),
-    "dropping": replace(SWIGLU, moe_expert_capacity_factor=0.8, **LOSSES),
-    "dropping the last": replace(SIGMOID, moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
-    "padding": replace(GELU, moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True, **LOSSES),
-    "padding of one choice": replace(
-        GELU,
-        moe_router_topk=1,
-        moe_router_pre_softmax=True,
-        moe_expert_capacity_factor=1.0,  # more rows than tokens, of which some have none: an IndexError once
-        moe_pad_expert_input_to_capacity=True,
-    ),
-    "much room": replace(GELU, moe_expert_capacity_factor=9.0, moe_pad_expert_input_to_capacity=True),
-    "shared": replace(GELU, moe_shared_expert_intermediate_size=8),
-    "shared with a gate": replace(SWIGLU, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True),
-}
-
-
-def layer_of(model: ModelConfig, tp: Axis = ALONE) -> MoE:
-    layer = MoE(model, tp, 1)
-    initialize(layer, 5, tp)
-    layer = layer.double()
-    if layer.router.expert_bias is not None:
-        layer.router.expert_bias.copy_(torch.linspace(-0.4, 0.4, E).float())
-    return layer
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(4)
-    return tuple(torch.randn(S, B, 16, dtype=torch.float64, generator=draw) for _ in range(2))  # type: ignore[return-value]
 
 
 def scores(l: Tensor, model: ModelConfig) -> Tensor:
@@ -253,100 +191,6 @@ def test_weight_gradients_of_all_experts_wait_for_their_pass():
     stage.run(0)
     for name, p in layer.named_parameters():
         assert torch.equal(p.main_grad, wanted[name]), name
-
-
-@pytest.mark.parametrize("name", ["softmax after", "gelu with biases", "sigmoid", "padding", "shared with a gate"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_compute_what_one_computes(name, sequence_parallel):
-    model = replace(CASES[name], sequence_parallel=sequence_parallel)
-    if model.capacity_factor:  # capacity is of each rank's tokens: all of them fit
-        model = replace(model, moe_expert_capacity_factor=9.0)
-    x, dy = (torch.cat((part, part[:1])) for part in inputs())  # 8 positions
-
-    def run(mesh: ProcessMesh) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        layer = layer_of(model, mesh.tp)
-        mine, grad = ((t.chunk(mesh.tp.size)[mesh.tp.rank] if sequence_parallel else t) for t in (x, dy))
-        mine = mine.clone().requires_grad_()
-        y = layer(mine)
-        y.backward(grad)
-        parts = {}
-        for p in layer.parameters():
-            if p.mesh_layout.sum_over_tp:
-                mesh.tp.all_reduce(p.grad)
-            if p.mesh_layout.dim is not None:
-                local = p.grad.view(p.mesh_layout.local(mesh.tp))
-                parts[id(p)] = torch.cat(list(mesh.tp.all_gather(local[None].contiguous())), p.mesh_layout.dim)
-        named = {name: parts.get(id(p), p.grad).flatten() for name, p in layer.named_parameters()}
-        whole = [mesh.tp.all_gather(t.detach().contiguous()) if sequence_parallel else t for t in (y, mine.grad)]
-        return whole[0], whole[1], named
-
-    (want,) = run_threads(run, tp=1)
-    for got in run_threads(run, tp=2):
-        torch.testing.assert_close(got[0], want[0], rtol=1e-10, atol=1e-11)
-        torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-11)
-        for key, value in want[2].items():
-            torch.testing.assert_close(got[2][key], value, rtol=1e-9, atol=1e-10)
-
-
-LAYOUTS = {
-    "ep": {"dp": 2, "ep": 2},
-    "ep 3": {"dp": 3, "ep": 3},
-    "ep and edp": {"dp": 4, "ep": 2},
-    "etp over dp": {"dp": 2, "etp": 2},
-    "ep within tp": {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
-    "ep and tp": {"tp": 2, "dp": 2, "ep": 2},
-    "whole experts under tp": {"tp": 2, "etp": 1},
-    "ep over cp": {"cp": 2, "ep": 2},
-}
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gelu with biases", "padding", "dropping", "shared with a gate"])
-def test_experts_on_several_ranks_compute_what_one_rank_computes(name, layout, dispatcher):
-    """Each rank has tokens of its own; of every expert the gradients of all tokens are summed over its replicas."""
-    split = LAYOUTS[layout].get("tp", 1) > 1
-    model = replace(
-        CASES[name],
-        sequence_parallel=split,
-        moe_token_dispatcher_type=dispatcher,
-        moe_aux_loss_coeff=(0.0,),
-        moe_z_loss_coeff=None,
-    )
-    world = math.prod(size for axis, size in LAYOUTS[layout].items() if axis in ("tp", "cp", "dp"))
-    draw = torch.Generator().manual_seed(4)
-    x, dy = (torch.randn(world, 4, B, 16, dtype=torch.float64, generator=draw) for _ in range(2))
-
-    def run(mesh: ProcessMesh) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        layer = layer_of(model, mesh.tp)
-        mine = x[mesh.world.rank].clone().requires_grad_()
-        y = layer(mine)
-        y.backward(dy[mesh.world.rank])
-        for p in layer.parameters():
-            if p.mesh_layout.sum_over_tp:
-                mesh.tp.all_reduce(p.grad)
-            (mesh.edp if p.mesh_layout.experts else mesh.dp_cp).all_reduce(p.grad)
-        grads = {name: (p.mesh_layout.pieces(mesh.tp), p.grad) for name, p in layer.named_parameters()}
-        return y.detach(), mine.grad, grads
-
-    whole = layer_of(replace(model, sequence_parallel=False))
-    wanted_y, wanted_x = [], []
-    for mine, grad in zip(x, dy, strict=True):  # capacity is of a rank's tokens
-        mine = mine.clone().requires_grad_()
-        y = whole(mine)
-        y.backward(grad)
-        wanted_y.append(y.detach())
-        wanted_x.append(mine.grad)
-    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-    for rank, (y, d_x, grads) in enumerate(run_threads(run, **LAYOUTS[layout])):
-        close(y, wanted_y[rank])
-        close(d_x, wanted_x[rank])
-        for name, p in whole.named_parameters():
-            pieces, got = grads[name]
-            want = p.grad.view(p.mesh_layout.full)
-            for dim, (i, n) in pieces.items():
-                want = want.chunk(n, dim)[i]
-            close(got, want.reshape(got.shape))
 
 
 def test_one_grouped_product_of_all_experts_is_the_product_of_each(monkeypatch):

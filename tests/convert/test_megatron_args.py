@@ -1,0 +1,83 @@
+"""Settings in Megatron-LM's arguments: those that decide numbers come back, and a value of another type is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from random_models import refused
+from tiny import LLAMA
+
+from megapipe.checkpoint.resume import RULES, resume_problems
+from megapipe.config import Config, TrainConfig
+from megapipe.convert.megatron.args import args_of, config_of
+
+TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_within_documents"}
+EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
+OTHER_EXPERTS = {
+    "moe_layer_freq": "[0, 1, 1]",
+    "moe_aux_loss_coeff": (0.5,),
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+}
+STATE_COMES_IN_AS_FLOAT32 = {
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+}
+
+CARRIED = {
+    (section, name)
+    for section, rules in RULES.items()
+    for name, rule in rules.items()
+    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32
+}
+
+
+def other_than(section: object, name: str) -> object:
+    """A value that the field does not have by default."""
+    kind, default = get_type_hints(type(section))[name], getattr(section, name)
+    if name in OTHER_EXPERTS:
+        return OTHER_EXPERTS[name]
+    for literal in (kind, *get_args(kind)):
+        if get_origin(literal) is Literal:
+            return next(value for value in get_args(literal) if value != default)
+    if get_origin(kind) is tuple:
+        return (3, 3, 30) if kind == tuple[int, ...] else ("a", "b")
+    if kind is bool:
+        return not default
+    return "5,0" if name == "window_size" else "constant" if str in (kind, *get_args(kind)) else (default or 1) * 2
+
+
+@pytest.mark.parametrize("section, name", sorted(CARRIED))
+def test_a_setting_that_decides_numbers_comes_back_from_megatrons_arguments(section, name):
+    """Tokenizer and --vocab-size got lost, so that what had gone out and come in again needed flags to go on."""
+    base = Config(model=replace(LLAMA, num_experts=2) if name in EXPERTS else LLAMA, train=TRAIN)
+    want = replace(getattr(base, section), **{name: other_than(getattr(base, section), name)})
+    if name == "step_batch_size_schedule":
+        want = replace(want, global_batch_size=None)
+    if name in ("start_weight_decay", "end_weight_decay"):
+        want = replace(want, weight_decay_incr_style="linear")
+    got = config_of(args_of(replace(base, **{section: want})), "it")
+    if section != "model":
+        assert getattr(getattr(got, section), name) == getattr(want, name)
+    assert (
+        resume_problems(vars(got.model), None, replace(base, model=want if section == "model" else base.model), "it")
+        == []
+    )
+
+
+def test_arguments_of_another_type_are_named():
+    args = args_of(Config(model=LLAMA, train=TRAIN)) | {
+        "lr": "fast",
+        "ffn_hidden_size": 2.5,
+        "rampup_batch_size": ["a"],
+    }
+    assert refused(lambda: config_of(args, "it")) == (
+        "it: its argument ffn_hidden_size is an integer, got 2.5",
+        'it: its argument rampup_batch_size is a list, each an integer, got ["a"]',
+        'it: its argument lr is a finite number, got "fast"',
+    )
