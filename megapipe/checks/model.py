@@ -75,6 +75,16 @@ def recompute_problems(model: ModelConfig) -> Iterator[str]:
         return
     if not model.recompute_selective:
         return  # Megatron ignores the two then, and so do we: flags.idle
+    given = f"--recompute-modules {' '.join(modules)}"
+    there = {
+        "mla_up_proj": model.multi_latent_attention,
+        "shared_experts": bool(model.num_experts and model.moe_shared_expert_intermediate_size),
+        **dict.fromkeys(("moe", "moe_act"), bool(model.num_experts)),
+    }
+    if "mla_up_proj" in modules and not model.multi_latent_attention:
+        yield f"{given}: mla_up_proj is of --multi-latent-attention, which is not given. Leave mla_up_proj out."
+    elif modules and not any(there.get(name, True) for name in modules):
+        yield f"{given}: the model has none of these parts, so nothing is computed again. Leave the flag out."
     for name in ("recompute_method", "recompute_num_layers"):
         if (value := getattr(model, name)) is not None:
             yield f"{flag(name)} {value} has no effect without --recompute-granularity full. Add it."

@@ -198,6 +198,16 @@ def test_what_is_computed_again():
             "--recompute-modules mlp has no effect without --recompute-granularity selective. Add it.",
         ),
         (
+            {"recompute_activations": True, "recompute_modules": ("core_attn", "mla_up_proj")},
+            "--recompute-modules core_attn mla_up_proj: mla_up_proj is of --multi-latent-attention, which is not "
+            "given. Leave mla_up_proj out.",
+        ),
+        (
+            {"recompute_activations": True, "recompute_modules": ("moe", "shared_experts")},
+            "--recompute-modules moe shared_experts: the model has none of these parts, so nothing is computed again. "
+            "Leave the flag out.",
+        ),
+        (
             {"num_microbatches_with_partial_activation_checkpoints": 2},
             "--num-microbatches-with-partial-activation-checkpoints 2 has no effect where nothing is computed again. "
             "Add --recompute-granularity full.",
