@@ -53,7 +53,7 @@ class Seams:
         """Call a method of every callback."""
         usual = getattr(Callback, event)
         told = [one for one in self.callbacks if getattr(getattr(one, event), "__func__", None) is not usual]
-        with run.optimizer.gathers.whole() if told and run.optimizer.gathers.drops else nullcontext():
+        with run.optimizer.gathers.whole() if told else nullcontext():
             for callback in told:
                 getattr(callback, event)(run, *what)
 
