@@ -84,9 +84,11 @@ def _sharding_problems(config: Config) -> Iterator[str]:
             "Leave one of them out."
         )
     every = config.train.check_weight_hash_across_dp_replicas_interval
-    if par.shards_weights and shards and every:
+    if ((par.shards_weights and shards) or config.gathers_fp8) and every:
+        leaves = "--fp8-param-gather" if config.gathers_fp8 else by
         yield (
-            f"--check-weight-hash-across-dp-replicas-interval {every} compares weights that {by} leaves no rank whole. "
+            f"--check-weight-hash-across-dp-replicas-interval {every} compares weights that {leaves} leaves no rank "
+            "whole. "
             "Leave one of them out."
         )
 

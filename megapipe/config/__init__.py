@@ -64,6 +64,32 @@ class Config:
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
+    def gathers_fp8(self) -> bool:
+        """Are weights gathered in eight bits?"""
+        asked = self.model.fp8_param_gather and self.model.fp8_format is not None and self.model.fp8_recipe != "mxfp8"
+        return asked and self.parallel.splits_optimizer and self.weight_replicas > 1
+
+    @property
+    def gathers_later(self) -> bool:
+        """Does a step leave the gathering of weights to the next one's beginning? In eight bits always: scales that
+        follow from earlier steps are known then."""
+        return self.parallel.overlap_param_gather or self.gathers_fp8
+
+    @property
+    def of_optimizer(self) -> dict[str, Any]:
+        """Settings that optim.optimizer takes of the flags."""
+        par = self.parallel
+        buckets = {"bucket_size": par.ddp_bucket_size, "num_buckets": par.ddp_num_buckets}
+        return {
+            "distributed": par.splits_optimizer,
+            "shards_grads": par.shards_grads,
+            "shards_weights": par.shards_weights,
+            "eight_bits": self.gathers_fp8,
+            "gathers_later": self.gathers_later,
+            **(buckets if par.overlap_grad_reduce else {}),
+        }
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         """Sequences per step, by the samples consumed before it."""
         return BatchSizes.of(self.train, self.data_parallel_size)

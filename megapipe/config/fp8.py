@@ -31,6 +31,21 @@ class FP8Config:
     """Which of them counts: that of the last step, or the largest."""
     no_fp8_wgrad: Annotated[bool, FREE, FP8] = False
     """Compute weight gradients in the type of the weights."""
+    fp8_param_gather: Annotated[
+        bool,
+        FREE,
+        FP8,
+        Idle(
+            lambda c: not c.parallel.splits_optimizer or c.weight_replicas == 1,
+            "no weights are gathered, without --use-distributed-optimizer on several data-parallel ranks",
+        ),
+        Idle(
+            lambda c: c.model.fp8_recipe == "mxfp8",
+            "weights are gathered in their own type, as blocks of 32 lie along the sum of each of two products, with "
+            "--fp8-recipe mxfp8",
+        ),
+    ] = False
+    """Gather the weights that are quantised in eight bits, half the bytes of bf16, and keep them so. Same bits."""
     first_last_layers_bf16: Annotated[bool, FREE, FP8] = False
     """Leave FP8 out of the first and last layers."""
     num_layers_at_start_in_bf16: Annotated[int, at_least(0), FREE, FP8, ENDS] = 1

@@ -228,15 +228,3 @@ class ParallelConfig:
         """The flag that splits optimizer state."""
         asked = "use_torch_fsdp2", "use_megatron_fsdp", "use_distributed_optimizer"
         return next((flag(name) for name in asked if getattr(self, name)), "")
-
-    @property
-    def of_optimizer(self) -> dict[str, Any]:
-        """Settings that optim.optimizer takes of it."""
-        buckets = {"bucket_size": self.ddp_bucket_size, "num_buckets": self.ddp_num_buckets}
-        return {
-            "distributed": self.splits_optimizer,
-            "shards_grads": self.shards_grads,
-            "shards_weights": self.shards_weights,
-            "gathers_later": self.overlap_param_gather,
-            **(buckets if self.overlap_grad_reduce else {}),
-        }

@@ -48,8 +48,7 @@ test-mode: layers do not test themselves while they run
 enable-experimental: each feature has its own flag
 # precision and optimizer
 fp8-interval=#: without effect, as in Megatron-LM: scales of delayed scaling follow after each step
-fp8-param-gather reuse-grad-buf-for-mxfp8-param-ag: weights are kept and gathered in their own type, and quantised for
-    each product
+reuse-grad-buf-for-mxfp8-param-ag: weights of mxfp8 are gathered in their own type, into their own buffers
 moe-router-padding-for-fp8 moe-router-padding-for-quantization: rows of an expert are filled up within its product
 accumulate-allreduce-grads-in-fp32: gradients are added in float32, and reduced so without --grad-reduce-in-bf16
 num-distributed-optimizer-instances=#: optimizer state is split over all data-parallel ranks, which is less

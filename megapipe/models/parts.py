@@ -48,8 +48,9 @@ def parts_of(config: ModelConfig) -> Parts:
     parts = _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL
     if (fp8 := recipe_of(config)) is None:
         return parts
-    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each.
-    linear = parts if knows(fp8) else _LOCAL
+    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each. And it has not
+    # seen the weights that come quantised.
+    linear = parts if knows(fp8) and not config.fp8_param_gather else _LOCAL
     return replace(parts, column=partial(linear.column, fp8=fp8), row=partial(linear.row, fp8=fp8))
 
 

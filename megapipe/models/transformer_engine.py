@@ -102,7 +102,7 @@ def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "trans
     Raises: ConfigError if Transformer Engine is asked for and not usable.
     """
     impl, text = _choose(config, on_gpu)
-    return impl, text + _precision(config.model, impl, on_gpu)
+    return impl, text + _precision(config, impl, on_gpu)
 
 
 def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
@@ -120,14 +120,16 @@ def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer
     return "transformer_engine", f"layers of Transformer Engine {version()}"
 
 
-def _precision(model: ModelConfig, impl: str, on_gpu: bool) -> str:
+def _precision(config: Config, impl: str, on_gpu: bool) -> str:
     """Words on how products in FP8 are computed here; empty without."""
+    model = config.model
     if model.fp8_format is None:
         return ""
     text = f", products of linear layers in FP8 ({model.fp8_format}, {model.fp8_recipe}"
     if not on_gpu:
         return f"{text}: rounded to it and multiplied in float32)"
-    if impl != "local" and model.fp8_recipe != "delayed" and not model.no_fp8_wgrad:
+    own = model.fp8_recipe == "delayed" or model.no_fp8_wgrad or config.gathers_fp8
+    if impl != "local" and not own:
         return f"{text})"
     if model.fp8_recipe in ("delayed", "tensorwise"):
         return f"{text}), by torch's scaled products"

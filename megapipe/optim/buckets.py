@@ -7,7 +7,7 @@ other, and its sum can begin while the layers before them are still computed (Li
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -31,12 +31,18 @@ class Bucket(NamedTuple):
     params: dict[str, nn.Parameter]
 
 
-def buckets_of(params: Mapping[str, nn.Parameter], least: int | None = None, number: int | None = None) -> list[Bucket]:
+def buckets_of(
+    params: Mapping[str, nn.Parameter],
+    least: int | None = None,
+    number: int | None = None,
+    apart: Collection[str] = (),
+) -> list[Bucket]:
     """Buckets in the order in which they are done; the last one has `first` 0.
 
     Args:
         least: elements of each but that.
         number: how many there are at most, instead; neither: one.
+        apart: names of those that travel otherwise than the rest, in buckets of their own.
     """
     layer_of = {name: int(match[1]) for name in params if (match := _LAYER.search(name))}
     numbers = sorted(set(layer_of.values()))
@@ -51,11 +57,12 @@ def buckets_of(params: Mapping[str, nn.Parameter], least: int | None = None, num
             end = first
     begun = {name for bucket in made for name in bucket.params}
     last = Bucket(0, len(numbers), {name: p for name, p in params.items() if name not in begun})
-    return [bucket for both in (*made, last) for bucket in _by_grid(both)]
+    return [bucket for all_of_it in (*made, last) for bucket in _alike(all_of_it, apart)]
 
 
-def _by_grid(bucket: Bucket) -> list[Bucket]:
+def _alike(bucket: Bucket, apart: Collection[str]) -> list[Bucket]:
     """Experts by themselves, as other ranks have the same ones; before the rest, which they are done with."""
-    experts = {name: p for name, p in bucket.params.items() if layout_of(p).experts}
-    rest = {name: p for name, p in bucket.params.items() if name not in experts}
-    return [bucket._replace(params=params) for params in ((experts, rest) if experts else (rest,))]
+    kinds: dict[tuple[bool, bool], dict[str, nn.Parameter]] = {}
+    for name, param in bucket.params.items():
+        kinds.setdefault((not layout_of(param).experts, name not in apart), {})[name] = param
+    return [bucket._replace(params=kinds[kind]) for kind in sorted(kinds)] or [bucket]

@@ -224,6 +224,13 @@ class FlatBuffers:
     def drop(self) -> None:
         """A run of passes that read the weights is over."""
 
+    def start_whole(self) -> Callable[[], None]:
+        """The weights are to be there in their own type: `sharded.eight_bits` else has others. Returns as above."""
+        return self.start_gather()
+
+    def drop_whole(self) -> None:
+        """Nobody beside the passes reads or writes them any longer."""
+
     def take_share(self) -> None:
         """The weights have been written."""
 

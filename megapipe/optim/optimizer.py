@@ -7,9 +7,8 @@ the two uses of a tied weight are added, and the norm is summed over the model's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 
 import torch
@@ -29,6 +28,7 @@ from megapipe.optim.rule import Factors, Groups, Part, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.optim.sharded.gathers import Gathers
+from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
 from megapipe.optim.ties import Ties
 
 
@@ -63,6 +63,7 @@ class Optimizer:
         bucket_size, num_buckets: elements, or of a stage, that are summed over data parallel at once; see buckets_of.
         distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
         shards_grads, shards_weights: and of gradients and weights, which are whole while passes use them.
+        eight_bits: weights that are quantised are gathered so.
     Attributes:
         chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
         gathers: of their weights.
@@ -76,6 +77,8 @@ class Optimizer:
     Raises: ConfigError for names that occur twice, for ties that cannot be kept and if nothing is trained.
     """
 
+    _factors: Factors = (1.0, 1.0)
+
     def __init__(
         self,
         stages: Sequence[nn.Module],
@@ -86,18 +89,16 @@ class Optimizer:
         distributed: bool = False,
         shards_grads: bool = False,
         shards_weights: bool = False,
+        eight_bits: bool = False,
         gathers_later: bool = False,
         bucket_size: int | None = None,
         num_buckets: int | None = None,
     ) -> None:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
-        self.distributed = distributed and mesh.dp_cp.size > 1
-        self.gathers_later = gathers_later
-        self._shards, self.live = (shards_grads and self.distributed, shards_weights and self.distributed), Live()
+        self.distributed, self.gathers_later = distributed and mesh.dp_cp.size > 1, gathers_later
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
-        self.steps, self.weight_decay = 0, train.weight_decay
-        self._factors: Factors = (1.0, 1.0)
+        self.steps, self.weight_decay, self.live = 0, train.weight_decay, Live()
         self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = everything = take_census(stages, mesh)
         if not train.freeze_all_layers:
@@ -108,11 +109,14 @@ class Optimizer:
         lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
         self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
         self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
-        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets) for stage in stages]
+        eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
+        data_parallel = mesh, self.live, self.distributed, shards_grads, shards_weights
+        storage = Storage(train, groups, ties.names, eight, *data_parallel)
+        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets, eight) for stage in stages]
         for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
             name = min(bucket.params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = self._laid_out(bucket.params, ties.borrowed, groups, has_main=here)
+            buffers = storage.of(bucket.params, ties.borrowed, has_main=here)
             chunk.append(buffers)
             if here:
                 self.owned.append(buffers)
@@ -121,39 +125,20 @@ class Optimizer:
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(1))]
+        twice = [twin for _, twin in self._twins]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
-        twice = [twin for _, twin in self._twins]
         ready = [[(bucket.first, bucket.layers) for bucket in of] for of in of_stages]
         sharded = [b for b in self.buffers if isinstance(b, ShardedBuffers)]
         self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties, sharded, dtype)
-        self.gathers = Gathers(self.chunks, lenders, drops=self._shards[1])
+        self.gathers = Gathers(
+            self.chunks, lenders, drops=self.distributed and shards_weights, in_eight_bits=bool(eight)
+        )
         self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
         ties.share()
         self._send_to_twins()
         with self.gathers.whole():
             self.reload_main()
-
-    def _laid_out(
-        self, params: Mapping[str, nn.Parameter], borrowed: Collection[str], groups: Groups, *, has_main: bool
-    ) -> FlatBuffers:
-        """Parameters of one grid, which the same ranks have."""
-        train, mesh, experts = self.train, self.mesh, any(layout_of(param).experts for param in params.values())
-        replicas = mesh.edp if experts else mesh.dp_cp
-        make: Callable[..., FlatBuffers] = partial(FlatBuffers, distributed=self.distributed)
-        if self._shards[0] and replicas.size > 1:
-            tied = {row.name for tie in self.ties.all for row in tie.uses}
-            make = partial(ShardedBuffers, tied=tied, drops_weights=self._shards[1], live=self.live)
-        return make(
-            params,
-            borrowed,
-            has_main=has_main,
-            device=mesh.device,
-            replicas=replicas,
-            groups=groups,
-            grads_as=_dtype(train.main_grads_dtype),
-            main_as=_dtype(train.main_params_dtype),
-        )
 
     def zero_grad(self) -> None:
         """Start a step."""
@@ -291,10 +276,5 @@ class Optimizer:
 
 def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
     """A moment before the first step."""
-    kept_as = {"exp_avg": _dtype(train.exp_avg_dtype), "exp_avg_sq": _dtype(train.exp_avg_sq_dtype)}
+    kept_as = {"exp_avg": dtype_of(train.exp_avg_dtype), "exp_avg_sq": dtype_of(train.exp_avg_sq_dtype)}
     return torch.zeros_like(buffers.main, dtype=kept_as.get(kind) or wide_of(buffers.main))
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    """The type that a --...-dtype names; None: as wide as is usual."""
-    return torch.bfloat16 if name == "bf16" else None

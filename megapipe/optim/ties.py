@@ -84,6 +84,11 @@ class Ties:
         return {*self.lenders, *(tie.on(rank)[0] for tie in self.all if tie.is_fed(rank))}
 
     @property
+    def names(self) -> set[str]:
+        """All uses of all of them."""
+        return {row.name for tie in self.all for row in tie.uses}
+
+    @property
     def apart(self) -> set[str]:
         """Uses of weights that other ranks have uses of too."""
         return {row.name for tie in self.all if tie.across for row in tie.uses}

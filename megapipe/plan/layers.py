@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.config import ModelConfig
 
@@ -22,7 +22,8 @@ class Work:
         keys: bytes of keys and values; kept_keys: those of slices that `held` does not count.
         parameters: how many, over all ranks of the stage; experts: those of them that lie on the experts' grid;
             unused: those that a token makes no use of.
-        rounded: bytes on each rank of weights in eight bits, beside the parameters.
+        rounded: bytes on each rank of weights in eight bits, beside the parameters; lighter: by which all weights of a
+            rank are fewer where they are gathered so.
     """
 
     f: float = 0.0
@@ -39,6 +40,7 @@ class Work:
     kept_keys: float = 0.0
     rounded: float = 0.0
     copied: float = 0.0
+    lighter: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -50,13 +52,30 @@ class Work:
 
     def in_fp8(self, load: Load) -> Work:
         """This layer with its weights quantised for both of their products, while the passes of a step run."""
-        here = (self.parameters - self.experts) / load.tp + self.experts / (load.ep * load.etp)
-        return replace(self, rounded=2 * here)
+        rounded = lighter = 0.0
+        dense, experts = (self.parameters - self.experts) / load.tp, self.experts / (load.ep * load.etp)
+        for here, ranks in ((dense, load.gathers.dense), (experts, load.gathers.experts)):
+            rounded += 2 * here
+            if ranks > 1:  # those of one product are there anyway, in place of what is not this rank's share
+                rounded -= here * (1 if load.gathers.drops else load.element * (1 - 1 / ranks))
+                lighter += (load.element - 1) * here
+        return replace(self, rounded=rounded, lighter=lighter)
 
     @property
     def time(self) -> float:
         """All three passes."""
         return self.f + self.b + self.w
+
+
+class Gathers(NamedTuple):
+    """Ranks that gather a dense layer's weights in eight bits, and an expert's; drops: for each run of passes."""
+
+    dense: int = 1
+    experts: int = 1
+    drops: bool = False
+
+
+NONE = Gathers()
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,7 @@ class Load:
     ep: int = 1
     etp: int = 1
     modules: tuple[str, ...] = ()
+    gathers: Gathers = NONE
 
     def scores(self, channels: int, window: int | None) -> float:
         """FLOPs of what queries and keys, or probabilities and values, of so many channels in all are multiplied."""

@@ -11,6 +11,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, balanced, search
+from megapipe.plan.layers import Gathers
 from megapipe.plan.plan import Plan
 from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import (
@@ -55,8 +56,15 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
         etp=par.etp,
         element_bytes=2 if train.half else 4,
         modules=par.offload_modules,
+        gathers=_gathers(config),
     )
     return counted.on(par.pipeline_model_parallel_size)
+
+
+def _gathers(config: Config) -> Gathers:
+    par = config.parallel
+    same = config.world_size // (par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size)
+    return Gathers(config.weight_replicas, same, par.shards_weights) if config.gathers_fp8 else Gathers()
 
 
 def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:

@@ -71,7 +71,8 @@ class Plan:
         if self.sharding:
             own, lends = self._own_works
             stages = own_of(own, tp=self.tp, expert_ranks=self.expert_ranks)
-            timed = self.sharding.priced(timed, *stages, sum(_tuple(counted.f)), lends=lends)
+            lighter = [work.lighter for work in own]
+            timed = self.sharding.priced(timed, *stages, sum(_tuple(counted.f)), lighter=lighter, lends=lends)
         return timed
 
     @property

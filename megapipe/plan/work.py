@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.partition.spans import LayerSpan
-from megapipe.plan.layers import Load, layer_work, norm_size
+from megapipe.plan.layers import NONE, Gathers, Load, layer_work, norm_size
 from megapipe.plan.layers import Work as Work
 from megapipe.schedule import Costs
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
@@ -157,6 +157,7 @@ def pieces(
     etp: int | None = None,
     element_bytes: int = 4,
     modules: tuple[str, ...] = (),
+    gathers: Gathers = NONE,
 ) -> Pieces:
     """The work of a GPT, layer by layer with its overrides.
 
@@ -173,12 +174,13 @@ def pieces(
         ep, etp: ranks that share experts, and each of them; their load is taken to be even.
         element_bytes: of an activation.
         modules: of --offload-modules.
+        gathers: of weights in eight bits.
     """
     assert model.padded_vocab_size is not None
     h, vocab = model.hidden, model.padded_vocab_size
     tokens, shared = seq_length * micro_batch_size // cp, tp if model.sequence_parallel else 1
     meets = cp > 1 and "a2a" not in model.cp_comm_type
-    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp or tp, modules)
+    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp or tp, modules, gathers)
     learned = model.position_embedding_type == "learned_absolute"
     rows = vocab + (model.max_position_embeddings or 0) * learned
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)

@@ -177,7 +177,7 @@ class Training:
             report.say(held_up)
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
         stages = Stages(config, schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
-        optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.parallel.of_optimizer)
+        optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.of_optimizer)
         if optimizer.reduction.by_layers:
             stages.on_layer_done = optimizer.reduction.start_early
         curve = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)

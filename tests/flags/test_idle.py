@@ -82,6 +82,7 @@ RUNS = [
     "--tokenizer-type NullTokenizer --save a --manual-gc",
     "--timing-log-level 1 --pipeline-slices 2",
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
+    "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer",
     "--multi-latent-attention",
     "--multi-latent-attention --rope-type rope --disable-bias-linear",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "

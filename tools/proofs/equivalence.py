@@ -80,7 +80,7 @@ class Training:
                 compile_layers(stage)
         step = case.reporting(forward_step)
         self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable)
-        self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.parallel.of_optimizer)
+        self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.of_optimizer)
         if case.buckets > 1:
             self.pipeline.on_layer_done = self.optimizer.reduction.start_early
         self.scale = LossScale.start(self.config.train)

@@ -144,6 +144,7 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
     for row in works:
         experts = sum(work.experts for work in row) / plan.expert_ranks
         dense = sum(work.parameters - work.experts for work in row) / par.tensor_model_parallel_size
-        sent = max(sent, (gradient + element) * (dense * (n - 1) / n + experts * (same - 1) / same))
+        lighter = sum(work.lighter for work in row) * bool(element) * (n - 1) / n
+        sent = max(sent, (gradient + element) * (dense * (n - 1) / n + experts * (same - 1) / same) - lighter)
         twins = max(twins, 4 * (dense + experts) * (place.num_chains > 1))
     return device.seconds(sent, _replicas(plan, config), 2) + device.seconds(twins, config.world_size)

@@ -59,6 +59,20 @@ class Passing:
             self._live.add(-self._bytes)
 
 
+def start_filling(whole: Passing, shard: Tensor, shares: Axis) -> Callable[[], None]:
+    """Begin to gather a tensor of everyone's shards if it is not there; what is returned waits for it."""
+    if whole.there or not whole.flat.numel():
+        return lambda: None
+    whole.come()
+    pending = shares.start_all_gather(shard, into=whole.flat)
+
+    def finish() -> None:
+        if (gathered := pending.wait()) is not whole.flat:
+            whole.flat.copy_(gathered)
+
+    return finish
+
+
 class ShardedBuffers(FlatBuffers):
     """FlatBuffers under ZeRO-1 that come and go; other arguments as there.
 
@@ -170,16 +184,7 @@ class ShardedBuffers(FlatBuffers):
     def start_gather(self) -> Callable[[], None]:
         if self._weights is None:
             return super().start_gather()
-        if self._weights.there or not self.model.numel():
-            return lambda: None
-        self._weights.come()
-        pending = self.shares.start_all_gather(self.shard, into=self.model)
-
-        def finish() -> None:
-            if (whole := pending.wait()) is not self.model:
-                self.model.copy_(whole)
-
-        return finish
+        return start_filling(self._weights, self.shard, self.shares)
 
     def drop(self) -> None:
         if self._weights is not None:

@@ -18,12 +18,18 @@ class Gathers:
         chunks: of each of this rank's stages its buffers.
         lenders: the stages that each has weights of, itself among them.
         drops: weights are there between a gathering and `drop` alone.
+        in_eight_bits: passes have some of them so, and in their own type they are there within `whole` alone.
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[FlatBuffers]], lenders: Sequence[set[int]], *, drops: bool = False
+        self,
+        chunks: Sequence[Sequence[FlatBuffers]],
+        lenders: Sequence[set[int]],
+        *,
+        drops: bool = False,
+        in_eight_bits: bool = False,
     ) -> None:
-        self._chunks, self._lenders, self.drops = chunks, lenders, drops
+        self._chunks, self._lenders, self._drops, self._in_eight_bits = chunks, lenders, drops, in_eight_bits
         self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
         self._users: list[set[int]] = [set() for _ in chunks]
 
@@ -51,26 +57,34 @@ class Gathers:
         """The last pass of a run that reads the weights of a stage is over."""
         for lender in self._lenders[chunk]:
             self._users[lender].discard(chunk)
-            if self.drops and not self._users[lender]:
+            if self._drops and not self._users[lender]:
                 for buffers in self._chunks[lender]:
                     buffers.drop()
                 self._stale.add(lender)
 
     def settle(self) -> None:
         """Gather the weights that a step has left for the next, where they stay."""
-        if not self.drops:
+        if not self._drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:
                 finish()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """All weights of the rank are there, to be read or written; what is written is each rank's whole model."""
-        for finish in [self.start(chunk) for chunk in range(len(self._chunks))]:
-            finish()
+        everything = [buffers for chunk in self._chunks for buffers in chunk]
+        if self._in_eight_bits:
+            for finish in [buffers.start_whole() for buffers in everything]:
+                finish()
+        else:
+            for finish in [self.start(chunk) for chunk in range(len(self._chunks))]:
+                finish()
         try:
             yield
         finally:
-            for buffers in (buffers for chunk in self._chunks for buffers in chunk):
+            for buffers in everything:
                 buffers.take_share()
+                buffers.drop_whole()
             for chunk in range(len(self._chunks)):
                 self.drop(chunk)
+            if self._in_eight_bits:
+                self.updated()

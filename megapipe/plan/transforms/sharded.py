@@ -54,13 +54,21 @@ class Sharding(NamedTuple):
         return self.element / n if self.weights else self.element, self.gradient / n
 
     def priced(
-        self, costs: Costs, dense: Sequence[float], experts: Sequence[float], work: float, *, lends: int = 0
+        self,
+        costs: Costs,
+        dense: Sequence[float],
+        experts: Sequence[float],
+        work: float,
+        *,
+        lighter: Sequence[float],
+        lends: int = 0,
     ) -> Costs:
         """The costs of stages with those of their collectives.
 
         Args:
             dense, experts: parameters that a rank has of each stage.
             work: FLOPs of a microbatch's forward; that times the costs say tells the unit of time.
+            lighter: bytes by which those that are gathered in eight bits are fewer.
             lends: the stage that borrows its head's weights of the first, which are gathered with it; 0: none does.
         """
         shared = ((dense, self.replicas), (experts, self.same))
@@ -69,9 +77,11 @@ class Sharding(NamedTuple):
         gathered = [[x + own[0] * (0 < lends == i) for i, x in enumerate(own)] for own in (sent, whole)]
         unit = FLOPS_PER_BYTE * self.tp * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
         if not (costs.a or costs.g):
-            a = tuple(unit * self.element * x for x in gathered[0])
+            sends = (self.replicas - 1) / self.replicas
+            a = tuple(unit * (self.element * x - less * sends) for x, less in zip(gathered[0], lighter, strict=True))
             costs = replace(costs, a=a, g=tuple(unit * self.gradient * x for x in sent))
-        mem_a = tuple(self.element * x if self.weights else 0.0 for x in gathered[1])
+        came = (self.element * x - less for x, less in zip(gathered[1], lighter, strict=True))
+        mem_a = tuple(x if self.weights else 0.0 for x in came)
         return replace(costs, mem_a=mem_a, mem_g=tuple(self.gradient * x for x in whole))
 
     def least(self, schedule: Schedule, costs: Costs) -> list[float]:

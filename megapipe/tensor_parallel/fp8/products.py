@@ -60,13 +60,17 @@ class Scaled(Products, nn.Module):
 
     Attributes:
         weights: what is quantised of weights, while they stay as they are: see `keeping`. Else it is made each time.
+            By a weight's place in its storage, which stays while the memory goes and comes, and: transposed?
+        given: weights that came in eight bits, with their largest values, by place. Then all do, and what is given as a
+            weight has its shape alone: see optim.sharded.eight_bits.
     """
 
-    weights: dict[tuple[int, tuple[int, ...]], Quantised] | None
+    weights: dict[tuple[int, bool], Quantised] | None
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe, self.weights = recipe, None
+        self.given: dict[int, tuple[Quantised, Tensor]] = {}
 
     def keeping(self, on: bool) -> None:
         """Quantise each weight once from now on: none may change before this is said again. Or each time again."""
@@ -78,7 +82,7 @@ class Scaled(Products, nn.Module):
         return multiply(a, b, x.dtype, bias, fast=True).view(*x.shape[:-1], -1)
 
     def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
-        a, b = self.quantised(_rows(dy), GRADIENT), self._weight(weight.t())
+        a, b = self.quantised(_rows(dy), GRADIENT), self._weight(weight, transposed=True)
         return multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -93,26 +97,37 @@ class Scaled(Products, nn.Module):
         else:
             super().add_weight_grad(main_grad, dy, x)
 
-    def _weight(self, weight: Tensor) -> Quantised:
+    def _weight(self, weight: Tensor, *, transposed: bool = False) -> Quantised:
+        place = int(weight.storage_offset()), transposed
         if self.weights is None:
-            return self.quantised(weight, WEIGHT)
-        key = weight.data_ptr(), weight.stride()
-        if key not in self.weights:
-            found = self.quantised(weight, WEIGHT)
+            return self._quantised_weight(weight, *place)
+        if place not in self.weights:
+            found = self._quantised_weight(weight, *place)
             # As a product reads it on a GPU, row by row.
-            self.weights[key] = found._replace(values=found.values.contiguous())
-        return self.weights[key]
+            self.weights[place] = found._replace(values=found.values.contiguous())
+        return self.weights[place]
+
+    def _quantised_weight(self, weight: Tensor, place: int, transposed: bool) -> Quantised:
+        if not self.given:
+            return self.quantised(weight.t() if transposed else weight, WEIGHT)
+        found, amax = self.given[place]
+        self.seeing(amax, WEIGHT)
+        return found.transposed(weight.shape[1]) if transposed else found
 
     def quantised(self, x: Tensor, role: int) -> Quantised:
         """x [r, k] for a sum over k."""
         recipe, block = self.recipe, self.recipe.block(role)
         if block is not None:
             return in_blocks(x, recipe.dtype(role), block)
-        return of_whole(x, recipe.dtype(role), self.amax(x, role), recipe.margin)
+        self.seeing(now := amax_of(x), role)
+        return of_whole(x, recipe.dtype(role), self.expected(now, role), recipe.margin)
 
-    def amax(self, x: Tensor, role: int) -> Tensor:
-        """The value that a tensor's scale follows from."""
-        return amax_of(x)
+    def seeing(self, amax: Tensor, role: int) -> None:
+        """A tensor with this largest value is multiplied."""
+
+    def expected(self, amax: Tensor, role: int) -> Tensor:
+        """The value that the scale of a tensor with this largest one follows from."""
+        return amax
 
 
 class Delayed(Scaled):
@@ -141,12 +156,13 @@ class Delayed(Scaled):
         self.amax_history, self.seen = kept.to(device), self.seen.to(device)  # never to another type
         return self
 
-    def amax(self, x: Tensor, role: int) -> Tensor:
-        now = amax_of(x)
-        torch.maximum(self.seen[role], now, out=self.seen[role])
+    def seeing(self, amax: Tensor, role: int) -> None:
+        torch.maximum(self.seen[role], amax, out=self.seen[role])
+
+    def expected(self, amax: Tensor, role: int) -> Tensor:
         of_steps = self.amax_history[role]
         known = of_steps.amax() if self.recipe.algorithm == "max" else of_steps[0]
-        return torch.where((known > 0) & now.isfinite(), known, now)
+        return torch.where((known > 0) & amax.isfinite(), known, amax)
 
     def keeping(self, on: bool) -> None:
         """Also the largest values of a step are those from now on."""

@@ -35,6 +35,14 @@ class Quantised(NamedTuple):
     rows: int
     block: tuple[int, int] | None = None
 
+    def transposed(self, columns: int) -> Quantised:
+        """The transposed matrix, of the same bits as if it were quantised itself: a block is square.
+
+        columns: of this one, to whole blocks of which there may be more.
+        """
+        block = None if self.block is None else (self.block[1], self.block[0])
+        return Quantised(self.values.t(), self.factors.t() if block else self.factors, columns, block)
+
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix that is meant, [r, k']. Of blocks exact in bfloat16 too: their factors are powers of two."""
         if self.block is None:
@@ -61,11 +69,30 @@ def of_whole(x: Tensor, dtype: torch.dtype, amax: Tensor, margin: int = 0) -> Qu
 
 def in_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantised:
     """A matrix [r, k] with a factor for each block of so many (rows, columns)."""
+    values, factors = _in_blocks(filled(x, block), dtype, *block)
+    return Quantised(values, factors, len(x), block)
+
+
+def filled(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix [r, k] filled up with zeros to whole blocks."""
     (rows, columns), (r, k) = block, x.shape
-    if r % rows or k % columns:
-        x = F.pad(x, (0, -k % columns, 0, -r % rows))
-    values, factors = _in_blocks(x, dtype, rows, columns)
-    return Quantised(values, factors, r, block)
+    return F.pad(x, (0, -k % columns, 0, -r % rows)) if r % rows or k % columns else x
+
+
+def amaxes_of(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest absolute value of each block of a filled matrix, in float32."""
+    return _blocks(x, *block).abs().amax((1, 3))
+
+
+def cast_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], amaxes: Tensor) -> Tensor:
+    """A filled matrix in eight bits, its blocks scaled by these largest values."""
+    blocks = _blocks(x, *block)
+    return _cast(blocks * _scales(amaxes, dtype)[:, None, :, None], dtype).view(x.shape)
+
+
+def factors_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factors of blocks with these largest values."""
+    return _or_nan(1 / _scales(amaxes, dtype), amaxes)
 
 
 @region("quantised(Tensor x, ScalarType dtype, Tensor amax, int margin) -> (Tensor, Tensor)")
@@ -77,12 +104,18 @@ def _of_whole(x: Tensor, dtype: torch.dtype, amax: Tensor, margin: int) -> tuple
 
 @region("quantised_blocks(Tensor x, ScalarType dtype, int rows, int columns) -> (Tensor, Tensor)")
 def _in_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    shape = x.shape
-    blocks = x.float().reshape(shape[0] // rows, rows, shape[1] // columns, columns)
-    amax = blocks.abs().amax((1, 3))
-    _, exponent = torch.frexp(_limited(torch.finfo(dtype).max / amax))
-    scale = torch.ldexp(torch.ones_like(amax), torch.where(amax > 0, exponent - 1, 0))
-    return _cast(blocks * scale[:, None, :, None], dtype).view(shape), _or_nan(1 / scale, amax)
+    amaxes = amaxes_of(x, (rows, columns))
+    return cast_blocks(x, dtype, (rows, columns), amaxes), factors_of(amaxes, dtype)
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.float().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def _scales(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest power of two that is no more than the quotient."""
+    _, exponent = torch.frexp(_limited(torch.finfo(dtype).max / amaxes))
+    return torch.ldexp(torch.ones_like(amaxes), torch.where(amaxes > 0, exponent - 1, 0))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -266,7 +266,7 @@ def with_overlap(schedule: Schedule, config: Config, costs: Costs = UNIT) -> Sch
             schedule = replace(schedule, ranks=tuple(rows))
     if sharded and par.shards_weights:
         return schedule
-    gathers = par.overlap_param_gather and config.weight_replicas > 1 and Kind.A not in schedule.kinds
+    gathers = config.gathers_later and config.weight_replicas > 1 and Kind.A not in schedule.kinds
     reduces = late or (config.weight_replicas > 1 and par.overlap_grad_reduce)
     if reduces and not sharded and Kind.G not in schedule.kinds:
         schedule = with_reduction(schedule)

@@ -134,9 +134,10 @@ class Update:
         )
 
     def _apply(self) -> None:
-        self.optimizer.update(self.rates.lr, self.rates.ends_lr)
+        # Before the update, which may have to quantise weights by them.
         for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
             x.copy_(after)
+        self.optimizer.update(self.rates.lr, self.rates.ends_lr)
 
     def _restore(self) -> None:
         for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):

@@ -35,10 +35,13 @@ CP, EP = "--context-parallel-size 2 ", "--expert-model-parallel-size 2 "
 VALIDATION = "--enable-optimizer-post-validation --post-validation-after 0 "
 PAIRS, DEPTH = "--overlap-moe-expert-parallel-comm ", "--mtp-num-layers 1 "
 SLICES, COPIES = "--pipeline-slices 2 " + LLAMA, "--offload-time 0.1 --fine-grained-activation-offloading "
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather "
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
 AXES = {
     "dp": (2, 1, ""),
     "dp zero-1": (2, 1, ZERO),
+    "dp zero-1 fp8": (2, 1, FP8 + ZERO),
+    "dp zero-3 fp8": (2, 1, FP8 + FSDP),
     "dp sums early": (2, 1, "--overlap-grad-reduce " + LLAMA),
     "dp zero-2": (2, 1, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads "),
     "dp zero-3": (2, 1, FSDP),
