@@ -86,11 +86,9 @@ def test_no_order_of_messages_hangs(name, mode, monkeypatch):
     assert [play(records_of(table, mode), rule).wrong for rule in ONE_BY_ONE] == [[], []]
 
 
-def test_in_one_queue_of_a_device_receives_with_a_shared_vocabulary_keep_their_turn(monkeypatch):
-    """CUDA_DEVICE_MAX_CONNECTIONS=1, of Megatron-LM's scripts: six ranks of an evaluation stood in a circle."""
+def test_in_one_queue_of_a_device_ranks_with_a_shared_vocabulary_do_not_stand_in_a_circle():
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, of Megatron-LM's scripts: with receives ahead six ranks of an evaluation did."""
     table = with_vocabulary(build("interleaved", 6, 12))
-    assert play(records_of(table, "plain", evaluate=True), "queue").stuck
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert not play(records_of(table, "plain", evaluate=True), "queue").stuck
 
 
@@ -162,4 +160,5 @@ def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_on
 def test_messages_of_a_shared_vocabulary_hold_as_few(name):
     """9.98 and 7.92 blocks as a mean beside the passes, while those to ranks beyond neighbours had no communicator."""
     table = with_vocabulary(build(name, 8, 16))
-    assert play(records_of(table, "plain"), message=0.05).idle_ctas < 2.05
+    for evaluate in (False, True):
+        assert play(records_of(table, "plain", evaluate=evaluate), message=0.05).idle_ctas < 1.0

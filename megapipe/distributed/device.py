@@ -95,11 +95,6 @@ def waits_for_kernels() -> bool:
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
-def has_one_queue() -> bool:
-    """Does a GPU start kernels in the order in which the host did? Set by Megatron-LM's scripts."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
 def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next allocation, up to 2 GiB, where it is glibc's.
 

@@ -17,7 +17,7 @@ TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train
 MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_within_documents"}
 EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
 OTHER_EXPERTS = {
-    "moe_layer_freq": "[0, 1, 1]",
+    "moe_layer_freq": "[0, 1, 1, 1]",
     "moe_aux_loss_coeff": (0.5,),
     "moe_router_load_balancing_type": ("seq_aux_loss",),
 }
