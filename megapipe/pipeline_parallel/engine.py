@@ -283,7 +283,7 @@ def _drawn(
 
     stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
     stream = replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
-    return replace(stream, keep=partial(moves.keep, number)) if moves and slices.cuts else stream
+    return replace(stream, keep=slices.keeping(number, moves.keep)) if moves and slices.cuts else stream
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

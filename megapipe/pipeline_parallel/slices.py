@@ -76,6 +76,14 @@ class Slices:
         """The microbatch that a slice is of."""
         return number // self.count
 
+    def keeping(
+        self, number: int, keep: Callable[[int, int, Tensor], Callable[[], Tensor]]
+    ) -> Callable[[Tensor, Callable[[int], bool]], Callable[[], Tensor]]:
+        """A Stream's `keep` for a slice. keep: is also told the slice, and the last of its microbatch that sees it."""
+        behind = range(number + 1, (self.microbatch(number) + 1) * self.count)
+        begins = [tokens.start for n in behind if (tokens := self.tokens(n)[0])]
+        return lambda keys, sees: keep(number, number + sum(map(sees, begins)), keys)
+
     def stream(self, whole: Stream, number: int) -> Stream:
         """The stream of a microbatch as the layers of one of its slices see it."""
         if not self.cuts:

@@ -62,8 +62,8 @@ class Dependencies:
             return [(item.microbatch // schedule.num_microbatches - need.back, None)]
         if need.where is Where.MICROBATCHES:
             return [(i, j) for i in _carried(stage, number, schedule) for j in schedule.slices]
-        if need.where is Where.ENDS:
-            return [(number, schedule.document(item)[-1])]
+        if need.where is Where.BEHIND:
+            return [(number, n) for n in schedule.document(item) if n > (piece or 0)]
         if need.where in OF_SLICES:
             piece = (piece or 0) + (1 if need.where is Where.LATER else -1)
             return [(number, piece)] if piece in schedule.document(item) else []

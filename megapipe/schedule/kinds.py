@@ -65,11 +65,11 @@ class Where(StrEnum):
     SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
     EARLIER = "the stage's own, of the slice before; nothing at the first"
     LATER = "the stage's own, of the slice behind; nothing at the last"
-    ENDS = "the stage's own, of the last slice of its document"
+    BEHIND = "the stage's own, of all slices behind it in its document"
     RUN = "the stage's own, of the run of passes that it is in"
 
 
-OF_SLICES = {Where.EARLIER, Where.LATER, Where.ENDS}
+OF_SLICES = {Where.EARLIER, Where.LATER, Where.BEHIND}
 """Needs of tables alone that cut microbatches in slices."""
 HANDED = {Where.PREV, Where.NEXT, Where.EMBEDS, Where.LOSSES, Where.SHARES}
 """Needs that are met by a tensor which another stage hands over."""
@@ -131,8 +131,9 @@ _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
 # their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
 _PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
 # Between the last F of a document and its first B nobody reads them: the O of its last slice copies those of all, and
-# its L brings them back, before that B and so before all others, and before any R, which reads them too.
-_KEYS_BACK = Need(Made.KEYS_BACK, Where.ENDS, optional=True)
+# its L brings them back, before that B and so before all others. In a run a window or a document may end sooner: keys
+# leave with the last slice that sees them. So an R, which reads them too, waits for the L of all slices behind it.
+_KEYS_BACK = Need(Made.KEYS_BACK, Where.BEHIND, optional=True)
 # As long as weights are sharded a pass that reads them waits for the gather before its run, and one that begins a
 # gradient for the reduction of the one before.
 _WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)

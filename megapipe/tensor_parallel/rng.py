@@ -45,7 +45,8 @@ class Stream:
         kept: what layers remember of a forward for the one that recomputes it, by a name of theirs.
         piece, length: the slice of the microbatch's sequences, of this length, that the pass is of; None: all of them.
         prefix: what layers keep of slices for those behind them, by a name of theirs, the same for all slices.
-        keep: said of keys and values that they keep there; a function that gives them, wherever they are meanwhile.
+        keep: called with keys and values that they keep there, and with what says whether a slice that begins at some
+            token sees any of them; a function that gives them, wherever they are meanwhile.
     """
 
     seed: int
@@ -59,7 +60,9 @@ class Stream:
     piece: range | None = None
     length: int = 0
     prefix: dict[object, Any] = field(default_factory=dict, compare=False)
-    keep: Callable[[Tensor], Callable[[], Tensor]] = field(default=lambda keys: lambda: keys, compare=False)
+    keep: Callable[[Tensor, Callable[[int], bool]], Callable[[], Tensor]] = field(
+        default=lambda keys, sees: lambda: keys, compare=False
+    )
 
     @property
     def cut(self) -> Cut:

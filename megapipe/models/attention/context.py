@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,12 @@ def _before(sight: Sight) -> list[_Part]:
 
 def _is_seen_later(sight: Sight, piece: range) -> bool:
     """Does a slice behind this one see any of it? None does where the sequence ends, or a document in each."""
-    return piece.stop < sight.length and sight.first_seen(piece.stop) < piece.stop
+    return piece.stop < sight.length and _sees(sight, piece, piece.stop)
+
+
+def _sees(sight: Sight, piece: range, begin: int) -> bool:
+    """Does a slice that begins there, behind this one, see any of it?"""
+    return sight.first_seen(begin) < piece.stop
 
 
 class _Attention(torch.autograd.Function):
@@ -74,9 +80,9 @@ class _Attention(torch.autograd.Function):
 
         # A forward without graph, which is computed again, keeps what others need alone; then it is there already, with
         # the gradients of the slices behind it.
-        if (piece := stream.piece) is not None and (has_graph or _is_seen_later(sight, piece)):
-            kept = _parts(sight)
-            kept[piece.start] = kept.get(piece.start) or _Part(stream.cut, stream.keep(kv))
+        piece = stream.piece
+        if piece and piece.start not in _parts(sight) and (has_graph or _is_seen_later(sight, piece)):
+            _parts(sight)[piece.start] = _Part(stream.cut, stream.keep(kv, partial(_sees, sight, piece)))
         meet = _ring if "p2p" in way else _all_at_once
         for part in _before(sight):
             meet(sight, part.cut, part.kv, use)

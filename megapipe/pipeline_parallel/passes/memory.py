@@ -2,7 +2,7 @@
 
 Autograd's hooks show what a forward saves, and each storage goes once, whatever views of it are saved. Weights stay,
 and so does what anyone else holds too: tables that layers share, and the output, which may still be on its way. Keys
-and values of slices are no graph's own: layers say that they keep them, and they go with the last slice of all.
+and values of slices are no graph's own: layers say that they keep them, and they go with the last slice that sees them.
 """
 
 from __future__ import annotations
@@ -101,16 +101,21 @@ class Activations:
         self._weights = {p.untyped_storage()._cdata for p in self.module.parameters()}
         self.held = self.host.held
         self._kept: dict[int, _Kept] = {}
-        self._keys: dict[int, list[_Slot]] = {}  # of whole microbatches, by the slice that they go with
+        self._keys: dict[int, list[_Slot]] = {}  # by the slice that they go with
         self._of_keys: dict[int, int] = {}
+        self._to_go = {*self.out}
 
-    def keep(self, number: int, keys: Tensor) -> Callable[[], Tensor]:
-        """Hold keys and values of a slice for those behind it; what is returned gives them while they are here."""
+    def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
+        """Hold keys and values of a slice for those behind it; what is returned gives them while they are here.
+
+        last: the last slice that sees them. They go with that, or with the first behind it in its microbatch that does.
+        """
         slot, count = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held), len(self.sizes)
         self._size(number).keys = self._of_keys[number] = self._of_keys.get(number, 0) + slot.size
-        goes = not self.modules or KEYS in self.modules
-        if goes and (last := number // count * count + count - 1) in self.out:
-            self._keys.setdefault(last, []).append(slot)
+        # What is kept while its forward runs again stays: by then all that could take it has gone.
+        goes = range(last, number // count * count + count) if not self.modules or KEYS in self.modules else ()
+        if (out := next((n for n in goes if n in self._to_go), None)) is not None:
+            self._keys.setdefault(out, []).append(slot)
         return _View.of(keys, slot).tensor
 
     def saving(self, microbatch: int) -> AbstractContextManager[None]:
@@ -158,6 +163,7 @@ class Activations:
     def offload(self, microbatch: int) -> Callable[[], None]:
         """Begin O: what is returned waits for its end."""
         kept, host = self._kept[microbatch], self.host
+        self._to_go.discard(microbatch)
         if (leaf := kept.leaf) is not None:  # its values live in the slot alone; its shape is what its gradient needs
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         going, wanted = [], [slot for slot in kept.slots.values() if slot.goes]
@@ -210,6 +216,7 @@ class Activations:
             self._drop(microbatch)
         self._keys.clear()
         self._of_keys.clear()
+        self._to_go = {*self.out}
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:

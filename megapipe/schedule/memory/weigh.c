@@ -42,7 +42,8 @@ static void run(const Moved *t, const int *verb, Rows *rows, int *at, double *la
                 if ((kind == B || kind == BW) && (to = t->next[x]) >= 0) comes = rows->gradient[to] + t->lag_next[x];
                 if ((kind == B || kind == BW) && (to = t->later[x]) >= 0 && rows->gradient[to] > comes)
                     comes = rows->gradient[to];
-                if (kind == R && verb[t->last[x]] == OFFLOAD) comes = rows->back[t->last[x]];
+                for (to = x + 1; kind == R && to <= t->last[x]; to++)
+                    if (verb[to] == OFFLOAD && rows->back[to] > comes) comes = rows->back[to];
                 if (comes > now) now = comes;
                 if ((kind == B || kind == BW) && rows->back[x] > now) now = rows->back[x];
                 if (kind == L && rows->host[x] > now) now = rows->host[x];

@@ -1,14 +1,20 @@
 """Attention of a slice: what is kept of it for others, and that nothing else is looked at."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from megapipe.distributed.axis import CPU
 from megapipe.distributed.tokens import Documents
 from megapipe.models.attention.blocks import Sight
 from megapipe.models.attention.context import context_attention
+from megapipe.pipeline_parallel.passes.host import Host, Sizes
+from megapipe.pipeline_parallel.passes.memory import Activations
+from megapipe.pipeline_parallel.slices import Lengths, Slices
 from megapipe.tensor_parallel.rng import Stream
 
 S, HEADS, D, SLICES = 64, 2, 8, 8
@@ -17,24 +23,33 @@ QUARTERS = Documents(((S // 4,) * 4,), isolate=True, restart=False)
 
 def kept_bytes(prefix):
     parts = [part for of_layer in prefix.values() for part in of_layer.values()]
-    own = sum(part.kv.nbytes for part in parts)
+    own = sum(part.kv.nbytes for part in parts if is_here(part))
     return own, sum(part.grad.nbytes for part in parts if part.grad is not None)
 
 
-def sights(documents=None, window=None):
-    prefix = {}
-    for begin in range(0, S, S // SLICES):
+def is_here(part):
+    with suppress(AssertionError):
+        return part.kv is not None
+    return False
+
+
+def sights(documents=None, window=None, keep=None):
+    prefix, slices = {}, Slices(Lengths((S // SLICES,) * SLICES))
+    for number, begin in enumerate(range(0, S, S // SLICES)):
         stream = Stream(0, 0, piece=range(begin, begin + S // SLICES), length=S, prefix=prefix)
+        stream = stream if keep is None else replace(stream, keep=slices.keeping(number, keep))
         yield Sight(S, stream, window, documents, site=(0, "attention"))
 
 
-def most_kept(documents, *, again, window=None):
+def most_kept(documents, *, again=False, window=None, copied=False):
     """Most bytes of keys and values, and of their gradients, that forwards and backwards of all slices keep.
 
     again: forwards keep no graph and run a second time before their backward, as full recomputation has them.
+    copied: what they leave goes to the host until their backward.
     """
     q, k, v = (torch.randn(1, HEADS, S, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    all_sights, most, outs = list(sights(documents, window)), [0, 0], []
+    moves = Activations(nn.Identity(), Host(CPU), [Sizes()] * SLICES, 1.0, out=range(SLICES), again=())
+    all_sights, most, outs = list(sights(documents, window, moves.keep if copied else None)), [0, 0], []
 
     def attend(sight):
         cut = [x[:, :, sight.stream.piece.start : sight.stream.piece.stop] for x in (q, k, v)]
@@ -44,11 +59,16 @@ def most_kept(documents, *, again, window=None):
         found = kept_bytes(all_sights[0].stream.prefix)
         most[:] = max(most[0], found[0]), max(most[1], found[1])
 
-    for sight in all_sights:
-        with torch.set_grad_enabled(not again):
+    for number, sight in enumerate(all_sights):
+        with torch.set_grad_enabled(not again), moves.saving(number):
             outs.append(attend(sight))
         look()
-    for sight, out in reversed([*zip(all_sights, outs, strict=True)]):
+        moves.saved(number, outs[-1], None)
+        if copied:
+            moves.offload(number)
+    for number, (sight, out) in reversed([*enumerate(zip(all_sights, outs, strict=True))]):
+        if copied:
+            moves.load(number)()
         # Gradients of keys are there until the backward of their own slice has taken them.
         (attend(sight) if again else out).sum().backward()
         look()
@@ -70,6 +90,20 @@ def test_documents_of_a_quarter_keep_less(again):
     mask = (number[:, None] == number) & torch.ones(S, S, dtype=torch.bool).tril()
     wanted = F.scaled_dot_product_attention(*(x.detach().requires_grad_() for x in (q, k, v)), attn_mask=mask)
     torch.testing.assert_close(out, wanted.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_keys_of_a_document_are_away_until_its_backward_comes():
+    one = kept_of(None) // (2 * SLICES - 1)
+    # Two slices of the document that runs, and the gradient of one; of one document all, whether copied or not.
+    assert kept_of(QUARTERS, copied=True) == 3 * one
+    assert kept_of(None, copied=True) == kept_of(None)
+    # A window of one slice: two are seen, and of those before one has a gradient.
+    assert kept_of(None, copied=True, window=S // SLICES) == 3 * one
+
+
+def kept_of(documents, **more):
+    most, _, _ = most_kept(documents, **more)
+    return sum(most)
 
 
 def test_a_window_adds_gradients_to_the_slices_that_it_reaches_alone():

@@ -163,10 +163,10 @@ def test_the_peak_of_saved_bytes_is_the_predicted_one(slices: tuple[int, ...], m
     assert most == predicted
 
 
-def test_keys_of_all_slices_leave_with_the_last_and_come_back_with_it() -> None:
+def test_keys_leave_with_the_last_slice_that_sees_them_and_come_back_with_it() -> None:
     moves = Activations(Layer(), Host(CPU), [Sizes(), Sizes()], 1.0, out={1}, again=())
     want = [torch.randn(64, 64, dtype=torch.float64) for _ in range(2)]
-    kept = [moves.keep(number, keys.clone()) for number, keys in enumerate(want)]
+    kept = [moves.keep(number, 1, keys.clone()) for number, keys in enumerate(want)]
     for number in range(2):
         with moves.saving(number):
             pass
@@ -178,5 +178,6 @@ def test_keys_of_all_slices_leave_with_the_last_and_come_back_with_it() -> None:
         kept[0]()
     moves.load(1)()
     assert all(torch.equal(keys(), wanted) for keys, wanted in zip(kept, want, strict=True))
+    kept.append(moves.keep(1, 1, want[1].clone()))  # by a forward that runs again, when all copies are over
     kept.clear()
     assert moves.held.bytes == 0
