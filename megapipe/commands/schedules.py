@@ -37,7 +37,7 @@ from megapipe.schedule.views.moved import refuse_unfinished, told_choices, told_
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table, told_pairs
 from megapipe.schedule.views.perfetto import to_perfetto
-from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.views.sliced import references, told_keys, told_slices
 from megapipe.schedule.views.study import draw as draw_study
 from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
@@ -150,6 +150,10 @@ def run_show(args: argparse.Namespace) -> int:
     args.costs = _attending(_priced(args.costs, args.comm_share), args)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     schedule, found = _moved(args) if args.copy_ratio else _sliced(args) if args.slices else _schedule(args)
+    if schedule.cuts:
+        choice = {"cutting": _cutting(args), "chunks": args.chunks}
+        others = references(args.name, args.pp, args.microbatches, args.costs, **choice) if args.slices else {}
+        found.append(told_keys(schedule, others, args.costs))
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
     if args.pairs:
@@ -195,7 +199,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
     costs = [_attending(_priced(cost, args.comm_share), args) for cost in args.costs]
-    slices = Cutting(args.slices, args.cuts or "work", args.documents or 1) if args.slices else None
+    slices = _cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
@@ -256,9 +260,12 @@ def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
     if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    cutting = Cutting(args.slices, args.cuts or "work", args.documents or 1)
-    choice = {"cutting": cutting, "chunks": args.chunks, "memory": args.memory}
+    choice = {"cutting": _cutting(args), "chunks": args.chunks, "memory": args.memory}
     return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
+
+
+def _cutting(args: argparse.Namespace) -> Cutting:
+    return Cutting(args.slices, args.cuts or "work", args.documents or 1)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

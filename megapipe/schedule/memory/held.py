@@ -21,15 +21,20 @@ class _Clock(Protocol):
     def end(self) -> list[list[float]]: ...
 
 
-def memory_steps(schedule: Schedule, costs: Costs, clock: _Clock) -> list[list[tuple[float, float, int]]]:
-    """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time."""
+def memory_steps(
+    schedule: Schedule, costs: Costs, clock: _Clock, *, without_gradients: bool = False
+) -> list[list[tuple[float, float, int]]]:
+    """Rows of (time, activation held from then on, the step that makes it so) for each rank, in order of time.
+
+    without_gradients: of keys, which are held for slices in flight.
+    """
     # What a pass holds it takes when it starts, and what it frees is free when it ends: a peak counts both.
     takes, gives = _changes(schedule, costs)
     sharded = not schedule.kinds.isdisjoint(GATHERS | REDUCES)
     beside = sharded or any(kind.traits.lane is not Lane.COMPUTE for kind, _ in (*takes, *gives))
     again, part = computed_again(schedule), schedule.part
     inputs = {of: costs.of_slice(schedule.cuts, of).memory(schedule.placement)[4] for of in (*schedule.parts, None)}
-    gradients = gradients_of_keys(schedule, costs)
+    gradients = None if without_gradients else gradients_of_keys(schedule, costs)
     curves = []
     for rank, steps in enumerate(schedule.ranks):
         moments: list[tuple[float, float, int]] = []

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, is_file
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
+from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.text import load
 from megapipe.schedule.transforms.cuts import Cutting, shares
 from megapipe.schedule.transforms.slices import in_place, slices
 from megapipe.schedule.verify import verify
+from megapipe.schedule.views.draw import short
+
+
+def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """The most that a rank holds of keys and values, and of them and their gradients, in those of a microbatch."""
+    counted = replace(costs, mem_b=1.0, mem_w=0.0, mem_s=0.0, mem_k=1.0, mem_o=None, mem_r=0.0, mem_a=0.0, mem_g=0.0)
+    clock = run_clock(schedule, costs)
+
+    def most(*, without_gradients: bool) -> float:
+        curves = memory_steps(schedule, counted, clock, without_gradients=without_gradients)
+        return max(held for curve in curves for _, held, _ in curve)
+
+    return most(without_gradients=True), most(without_gradients=False)
+
+
+def references(
+    name: str, ranks: int | None, microbatches: int | None, costs: Costs, *, cutting: Cutting, chunks: int | None = None
+) -> dict[str, Schedule]:
+    """Tables that one in slices is measured against: of one document, if it has several, and of no slices."""
+    size = ranks, microbatches, costs
+    one = whole = None
+    if cutting.documents > 1:
+        one, _ = told_slices(name, *size, cutting=replace(cutting, documents=1), chunks=chunks)
+    if is_file(name):
+        whole = load(name)
+    elif name.lower() not in SLICED and ranks and microbatches:
+        whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
+    return {what: table for what, table in (("in one document", one), ("undivided", whole)) if table}
+
+
+def told_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
+    """A line on the keys and values that a table in slices holds, and on those of others, by what they are."""
+    alone, both = most_keys(table, costs)
+    line = f"keys and values: a rank holds at most {short(alone)} of a microbatch, with their gradients {short(both)}"
+    for what, other in others.items():
+        its = most_keys(other, costs)
+        parts = " and ".join(f"{x / y:.2f}" for x, y in zip((alone, both), its, strict=True))
+        line += f"; {what} {short(its[0])} and {short(its[1])}, of which this is {parts}"
+    return line
 
 
 def told_slices(

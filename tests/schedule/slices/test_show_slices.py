@@ -30,6 +30,18 @@ def test_show_writes_slices_and_their_lengths(tmp_path, capsys):
         schedules.main(["show", str(tmp_path / "a.json"), "--slices", "2"])
 
 
+def test_show_says_what_keys_and_values_take_beside_one_document_and_the_undivided(capsys):
+    asked = "show 1f1b --pp 8 --microbatches 8 --slices 4 --documents 4 --attention-share 0.6"
+    assert schedules.main(asked.split()) == 0
+    # Of eight documents under way each is a quarter; whole microbatches under way are eight too.
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "keys and values: a rank holds at most 2 of a microbatch, with their gradients 2; in one document 3.0316 and "
+        "3.6701, of which this is 0.66 and 0.54; undivided 8 and 8, of which this is 0.25 and 0.25"
+    )
+    assert schedules.main([*asked.split(), "--copy-ratio", "0.5"]) == 0
+    assert "at most 0.5 of a microbatch, with their gradients 0.5; in one" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
