@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -158,11 +159,11 @@ class Clock:
 class CopyLane:
     """Copies in one direction between a device and the host: one after the other, beside the device's own work.
 
-    On a CPU each is done at once. The streams and events of a GPU have never been run.
+    On a CPU a thread makes them. The streams and events of a GPU have never been run.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._thread = device, ThreadPoolExecutor(1, "copies")  # which begins with the first copy
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def buffer(self, size: int) -> Tensor:
@@ -170,28 +171,40 @@ class CopyLane:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
-        """Copy (to, from) behind the device's work so far and the copies `after`: what `wait` takes."""
+        """Copy (to, from) behind the device's work so far and the copies `after`: what `wait` and `span` take."""
+        behind = [other for other in after if other is not None]
         if self._stream is None:
-            for to, source in pairs:
-                to.copy_(source)
-            return None
+            return self._thread.submit(_copied, pairs, behind)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        for other in after:
-            if other is not None:
-                self._stream.wait_event(other)
+        for _, ended in behind:
+            self._stream.wait_event(ended)
         with torch.cuda.stream(self._stream):
+            began = _event()
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
                 # The allocator gives this memory to no one else before the copy is done.
                 (to if to.is_cuda else source).record_stream(self._stream)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        return done
+            return began, _event()
 
     def wait(self, begun: Any) -> None:
         """The device's further work waits for these copies."""
-        if begun is not None:
-            torch.cuda.current_stream(self.device).wait_event(begun)
+        if self._stream is None:
+            begun.result()
+        else:
+            torch.cuda.current_stream(self.device).wait_event(begun[1])
+
+    def span(self, begun: Any) -> tuple[Any, Any]:
+        """Marks, as of Clock, of the beginning and the end of these copies, once they are over."""
+        return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
+
+
+def _copied(pairs: Sequence[tuple[Tensor, Tensor]], behind: Sequence[Future[Any]]) -> tuple[float, float]:
+    for other in behind:
+        other.result()
+    began = time.perf_counter()
+    for to, source in pairs:
+        to.copy_(source)
+    return began, time.perf_counter()
 
 
 def _event() -> torch.cuda.Event:

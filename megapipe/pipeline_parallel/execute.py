@@ -239,6 +239,8 @@ class _Runs(NamedTuple):
             watch.note(begin)
             if made is AGAIN:
                 return True
+        elif isinstance(made, Begun) and made.span:
+            made = watch.copying(call.item, begin, made)
         _give(call, made, hand)
         return False
 

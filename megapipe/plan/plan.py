@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from megapipe.partition.spans import LayerSpan, spans
-from megapipe.plan.transforms.moved import Copies
+from megapipe.plan.transforms.moved import FLOPS_PER_BYTE, Copies
 from megapipe.plan.transforms.sharded import Sharding, own_of
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
@@ -67,13 +68,19 @@ class Plan:
             given = self.given.of_positions(len(self.counts) + len(self.pieces.depths))
             timed = replace(given, mem_b=counted.mem_b, mem_w=counted.mem_w, mem_s=counted.mem_s, mem_o=counted.mem_o)
         timed = self.pieces.of_slices(timed, self.counts) if self.schedule.cuts else timed
-        timed = self.copies.priced(timed) if self.copies else timed
+        timed = self.copies.priced(timed, self._copied_byte(counted, timed)) if self.copies else timed
         if self.sharding:
             own, lends = self._own_works
             stages = own_of(own, tp=self.tp, expert_ranks=self.expert_ranks)
             lighter = [work.lighter for work in own]
             timed = self.sharding.priced(timed, *stages, sum(_tuple(counted.f)), lighter=lighter, lends=lends)
         return timed
+
+    def _copied_byte(self, counted: Costs, timed: Costs) -> float:
+        """The time of a byte to the host, in the unit of the given times: ranks share FLOPs over tp, and not a copy."""
+        each = FLOPS_PER_BYTE * self.tp if self.pieces.copied_byte is None else self.pieces.copied_byte
+        given, flops = (sum(fmean(_tuple(x)) for x in (costs.f, costs.b, costs.w)) for costs in (timed, counted))
+        return each if self.given is None else each * given / flops
 
     @property
     def _own_works(self) -> tuple[list[Work], int]:

@@ -1,5 +1,6 @@
 """--fine-grained-activation-offloading: what the plan's table copies, what it predicts, and the same losses."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,8 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import changes, make_plan
-from megapipe.schedule import Kind
+from megapipe.schedule import Costs, Kind
+from megapipe.schedule.costs_file import dump_costs
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -21,6 +23,7 @@ FLAGS = (
     "--padded-vocab-size 128 --lr 1e-3 --train-iters 2 --pipeline-model-parallel-size 4"
 )
 ON = "--fine-grained-activation-offloading"
+SLOW = "--activation-offload-fraction", "0.01"
 NAMED = "--offload-modules", "core_attn", "attn_proj"
 
 
@@ -72,7 +75,7 @@ def test_the_solver_counts_what_named_modules_free():
 
 
 def test_without_a_time_a_byte_takes_as_long_as_8000_flops():
-    costs = plan(ON, "--activation-offload-fraction", "0.01").costs
+    costs = plan(ON, *SLOW).costs
     assert costs.o == costs.l == tuple(0.01 * 8000 * x for x in costs.mem_b)
 
 
@@ -143,7 +146,8 @@ def test_what_does_not_go_together_is_refused(more, told):
 def _host(mesh, config):
     training = run_of(mesh, config)
     loss = [training.driver.whole().losses["lm loss"] for _ in range(2)]
-    return loss, training.run.stages.host.sizes
+    stages = training.run.stages
+    return loss, stages.host.sizes, stages.stopwatch.copied()
 
 
 def test_a_run_has_the_same_losses_and_copies_its_share():
@@ -161,5 +165,20 @@ def test_a_run_copies_as_many_bytes_of_named_modules_as_planned():
     asked = {"fine_grained_activation_offloading": True, "offload_time": 0.01, "offload_modules": NAMED[1:]}
     config = short_config(STYLES["llama"], pp=2)
     config = Config(**{**vars(config), "parallel": type(config.parallel)(**{**vars(config.parallel), **asked})})
-    ranks = run_threads(partial(_host, config=config), pp=2)
-    assert ranks[0][1][0][0].copied == make_plan(config).costs.mem_o[0]
+    ranks, made = run_threads(partial(_host, config=config), pp=2), make_plan(config)
+    assert ranks[0][1][0][0].copied == made.costs.mem_o[0]
+    for (_, _, copies), row in zip(ranks, made.schedule.ranks, strict=True):  # each is timed, in the order of the table
+        assert [x.item for x in copies] == [x for step in row for x in step if x.kind in (Kind.O, Kind.L)]
+        assert all(x.begin <= x.end and x.waited >= 0 for x in copies)
+
+
+def test_without_a_time_costs_in_seconds_have_a_byte_in_seconds(tmp_path):
+    """It took 8000 seconds: no copy was ever in time."""
+    (path := tmp_path / "costs.json").write_text(dump_costs(Costs(2.0, 2.0, 2.0)))
+    given, counted = plan(ON, *SLOW, "--pipeline-costs", str(path)).costs, plan(ON, *SLOW).costs
+    flops = sum(map(sum, (counted.f, counted.b, counted.w))) / 4
+    assert given.o == pytest.approx(tuple(6 / flops * 0.01 * 8000 * x for x in counted.mem_b))
+    both = replace(Costs(2.0, 2.0, 2.0), o=0.25, l=0.5)
+    path.write_text(dump_costs(both))
+    assert (given := plan(ON, "--pipeline-costs", str(path)).costs).o == 0.25
+    assert given.l == 0.5

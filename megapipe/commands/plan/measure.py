@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import synchronize
+from megapipe.distributed.device import CopyLane, synchronize
 from megapipe.errors import ConfigError
 from megapipe.models.provider import StageProvider
 from megapipe.optim.buffers import FlatBuffers
@@ -57,7 +57,24 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
         timed(piece, LayerSpan(model.layers + n, 1, False, False, depth=n + 1))
         for n, piece in enumerate(counted.depths)
     ]
-    return Pieces(embedding, tuple(layers), head, depths=tuple(depths), hidden=counted.hidden)
+    counted = replace(counted, layers=tuple(layers), depths=tuple(depths), overhead=0.0)
+    return replace(
+        counted,
+        embedding=embedding,
+        head=head,
+        copied_byte=_copied_byte(int(max(x.held for x in layers)), device, repeats),
+    )
+
+
+def _copied_byte(size: int, device: torch.device, repeats: int) -> float:
+    """Seconds of a byte on its way to the host, or back, among so many."""
+    lane, own = CopyLane(device), torch.zeros(size, dtype=torch.uint8, device=device)
+    host, took = lane.buffer(size), list[float]()
+    for _ in range(repeats + 2):
+        begin = _now(device)
+        lane.wait(lane.begin([(own, host)], [lane.begin([(host, own)], ())]))
+        took.append(_now(device) - begin)
+    return statistics.median(took[2:]) / 2 / size
 
 
 def _times(

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.passes.host import Copy
 from megapipe.schedule import Kind
 
 
 class Begun(NamedTuple):
-    """A pass that has begun; `wait` returns what it makes once it is over."""
+    """A pass that has begun; `wait` returns what it makes once it is over. span: of a copy, marks of its beginning and
+    end, once it is over."""
 
     wait: Callable[[], Tensor | None]
+    span: Callable[[], tuple[Any, Any]] | None = None
 
 
 class Again:
@@ -77,6 +80,10 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
     return reduce(torch.add, given) if given else None
 
 
+def _copying(copy: Copy) -> Begun:
+    return Begun(copy, copy.span)
+
+
 PASSES: Mapping[Kind, Begin] = {
     Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, input_of(stage, given)),
     Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=False),
@@ -93,8 +100,8 @@ PASSES: Mapping[Kind, Begin] = {
     Kind.AF: lambda stage, _, __: Begun(weights_of(stage).gather()),
     Kind.AB: lambda stage, _, __: Begun(weights_of(stage).gather()),
     Kind.RS: lambda stage, _, __: Begun(weights_of(stage).reduce()),
-    Kind.O: lambda stage, microbatch, _: Begun(stage.moves.offload(microbatch)),
-    Kind.L: lambda stage, microbatch, _: Begun(stage.moves.load(microbatch)),
+    Kind.O: lambda stage, microbatch, _: _copying(stage.moves.offload(microbatch)),
+    Kind.L: lambda stage, microbatch, _: _copying(stage.moves.load(microbatch)),
     Kind.R: lambda stage, microbatch, _: stage.again(microbatch),
     Kind.V: lambda stage, _, __: AGAIN if stage.weights.validate() else None,
 }

@@ -47,6 +47,27 @@ class Buffer(NamedTuple):
     read: Any = None
 
 
+@dataclass(frozen=True)
+class Copy:
+    """An O or L that has begun on its lane. Call it to wait for what the next pass needs of its end.
+
+    Attributes:
+        needed: does anyone? The memory that an O frees is another's behind it.
+    """
+
+    lane: CopyLane
+    begun: Any
+    needed: bool
+
+    def __call__(self) -> None:
+        if self.needed:
+            self.lane.wait(self.begun)
+
+    def span(self) -> tuple[Any, Any]:
+        """Marks of its beginning and end, once it is over."""
+        return self.lane.span(self.begun)
+
+
 class Host:
     """A rank's buffers on the host, kept from step to step, and its lanes there and back.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapipe.pipeline_parallel.passes.host import Buffer, Held, Host, Sizes
+from megapipe.pipeline_parallel.passes.host import Buffer, Copy, Held, Host, Sizes
 from megapipe.schedule import Schedule
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.held import computed_again
@@ -160,8 +160,8 @@ class Activations:
         size.input = 0 if x is None else x.nbytes
         self.held.add(count * size.input)
 
-    def offload(self, microbatch: int) -> Callable[[], None]:
-        """Begin O: what is returned waits for its end."""
+    def offload(self, microbatch: int) -> Copy:
+        """Begin O."""
         kept, host = self._kept[microbatch], self.host
         self._to_go.discard(microbatch)
         if (leaf := kept.leaf) is not None:  # its values live in the slot alone; its shape is what its gradient needs
@@ -182,10 +182,10 @@ class Activations:
         for slot in going:  # a GPU's allocator gives the memory to others behind the copy
             slot.storage = None
             self.held.add(-slot.size)
-        return lambda: None
+        return Copy(host.out, kept.begun, needed=False)
 
-    def load(self, microbatch: int) -> Callable[[], None]:
-        """Begin L: what is returned waits for its end."""
+    def load(self, microbatch: int) -> Copy:
+        """Begin L."""
         kept, host = self._kept[microbatch], self.host
         held = *kept.slots.values(), *self._keys.pop(microbatch, ())
         coming = [slot for slot in held if slot.buffer is not None]
@@ -201,7 +201,7 @@ class Activations:
             host.give(slot.buffer._replace(read=begun))
             slot.buffer = None
         self._drop(microbatch)
-        return lambda: host.back.wait(begun)
+        return Copy(host.back, begun, needed=True)
 
     def _drop(self, microbatch: int) -> None:
         # The hooks live as long as the graph and know the slots by this dict: from here on the graph alone holds them.

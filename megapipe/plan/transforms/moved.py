@@ -28,8 +28,8 @@ class Copies(NamedTuple):
         share: of each microbatch's bytes that may go, and of keys and values of slices all. time: of a copy each way
             over a forward and an input gradient with its weights'; None: by bytes. chunks: only the first so many
             stages of a rank.
-        input: bytes that a forward begins from, which stay where it runs twice. tp: ranks that share FLOPs and not a
-            copy. modules: of --offload-modules, whose part of the bytes goes.
+        input: bytes that a forward begins from, which stay where it runs twice. modules: of --offload-modules, whose
+            part of the bytes goes.
     """
 
     flag: str
@@ -37,7 +37,6 @@ class Copies(NamedTuple):
     time: float | None
     chunks: int | None
     input: float
-    tp: int = 1
     modules: tuple[str, ...] = ()
 
     @classmethod
@@ -59,15 +58,15 @@ class Copies(NamedTuple):
         tokens = (train.seq_length or 0) * (train.micro_batch_size or 1) / shared
         given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
         input_bytes = tokens * model.hidden * (2 if train.half else 4)
-        return cls(flag, *given, input_bytes, par.tensor_model_parallel_size, par.offload_modules)
+        return cls(flag, *given, input_bytes, par.offload_modules)
 
-    def priced(self, costs: Costs) -> Costs:
-        """The costs of stages, by stage as the plan counts them, with those of copies."""
+    def priced(self, costs: Costs, byte: float) -> Costs:
+        """The costs of stages, by stage as the plan counts them, with those of copies, of so much for a byte."""
         held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
         keys = costs.mem_k if isinstance(costs.mem_k, tuple) else (costs.mem_k,) * len(held)  # which go whole
         goes = costs.mem_o if self.modules and isinstance(costs.mem_o, tuple) else held
         copied = tuple(self.share * max(0.0, x - k) + k for x, k in zip(goes, keys, strict=True))
-        took = tuple(FLOPS_PER_BYTE * self.tp * x for x in copied)
+        took = tuple(byte * x for x in copied)
         if self.time is not None:
             parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
             took = tuple(self.time * sum(x) for x in zip(*parts, strict=True))

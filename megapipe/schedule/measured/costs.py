@@ -63,7 +63,9 @@ _At = tuple[Kind, int]
 """A kind of pass at a position of the chain."""
 
 
-def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequence[float] = ()) -> Costs:
+def measured_costs(
+    steps: StepsRan, place: Placement, counted: Costs, cuts: Sequence[float] = (), copies: StepsRan = ()
+) -> Costs:
     """Medians, in seconds.
 
     The overhead is the time between two passes where the second waits for no other rank. A link's latency is the least
@@ -72,6 +74,7 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
 
     Args:
         cuts: of the table's slices, each of which stands for a microbatch by its share of the counted work.
+        copies: O and L, where the table has them.
         counted: says how a whole backward divides into B and W where nothing split was run, and what is held.
     """
     took, halves = defaultdict[_At, list[float]](list), defaultdict[_At, list[float]](list)
@@ -103,6 +106,8 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
                 if last is not None and not made:
                     between.append(group[0].begin - last.end)
                 last = group[0]
+    for x in (x for ranks in copies for row in ranks for x in row):
+        took[x.item.kind, place.position(x.item.stage)].append(whole(x))
     known = {**halves, **took}
     overhead = median(between) if between else 0.0
     f, b, w = zip(*_stages(known, place, counted), strict=True)
@@ -111,16 +116,23 @@ def measured_costs(steps: StepsRan, place: Placement, counted: Costs, cuts: Sequ
     s, t, e = (_shares(known, kinds) for kinds in ((Kind.S,), (Kind.T,), (Kind.E, Kind.C, Kind.EW)))
     timed = replace(counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead)
     of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
-    return _beside(timed, sum((*f, *b, *w)) / (of_passes or 1.0))
+    unit = sum((*f, *b, *w)) / (of_passes or 1.0)
+    o, l = (_copies(took, kind, work[None][kind][: place.chain], unit) for kind in (Kind.O, Kind.L))
+    return replace(timed, a=_scaled(counted.a, unit), g=_scaled(counted.g, unit), o=o, l=l)
 
 
-def _beside(costs: Costs, unit: float) -> Costs:
-    """The costs with what runs beside passes and was not timed, gathers, sums and copies, as counted in this unit."""
+def _scaled(cost: PerStage, unit: float) -> PerStage:
+    """The time of what runs beside passes and was not timed, as counted in this unit."""
+    return tuple(x * unit for x in cost) if isinstance(cost, tuple) else cost * unit
 
-    def scaled(cost: PerStage) -> PerStage:
-        return tuple(x * unit for x in cost) if isinstance(cost, tuple) else cost * unit
 
-    return replace(costs, a=scaled(costs.a), g=scaled(costs.g), o=scaled(costs.o), l=scaled(costs.l))
+def _copies(took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float) -> PerStage:
+    """The time of O or L at each position of the chain; where none was timed as counted, in the unit of those that
+    were, or of the passes."""
+    timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
+    if total := sum(counted[at] for at in timed):
+        unit = sum(timed.values()) / total
+    return tuple(timed.get(at, x * unit) for at, x in enumerate(counted)) if any(counted) or timed else 0.0
 
 
 def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megapipe.schedule.costs import SHARES, Chain, Costs, pieces
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline
 
@@ -59,6 +60,35 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
         total += count * link
         exposed += count * min(link, max(0.0, rest - costs.overhead))
     return Communication(total, exposed)
+
+
+class Copied(NamedTuple):
+    """Time of a rank's copies out and back, and the part in which they kept its passes from running."""
+
+    out: float
+    back: float
+    exposed: float
+
+
+def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
+    """The copies of each rank of a table, under costs whose timeline this is."""
+    needs, place, found = Dependencies(schedule), schedule.placement, list[Copied]()
+    for rank, row in enumerate(schedule.ranks):
+        took, exposed, free = Counter[Kind](), 0.0, 0.0
+        for step in row:
+            begin, end = time.start[step[0]], time.end[step[0]]
+            if (lane := step[0].kind.traits.lane) in COPIES:
+                took[step[0].kind] += end - begin  # type: ignore[assignment]
+            if lane is not Lane.COMPUTE:
+                continue
+            wanted = [x for item in step for x in needs.of(item) if x in time.end]
+            if any(x.kind.traits.lane in COPIES for x in wanted):
+                others = (x for x in wanted if x.kind.traits.lane not in COPIES)
+                at = [time.end[x] + costs.lag(place.rank_of[x.stage], rank, len(schedule.ranks)) for x in others]
+                exposed += max(0.0, begin - max(free, *at))
+            free = end
+        found.append(Copied(took[Kind.O], took[Kind.L], exposed))
+    return found
 
 
 def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> Iterator[Stretch]:

@@ -7,7 +7,7 @@ and one rank of each replica what they took.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from statistics import mean, median
@@ -15,12 +15,13 @@ from statistics import mean, median
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.stopwatch import Stopwatch, exposed_by_all, ran_by_all
+from megapipe.pipeline_parallel.stopwatch import Stopwatch, copied_by_all, exposed_by_all, ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
+from megapipe.schedule.kinds import COPIES
 from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, measured_costs, spent
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
-from megapipe.schedule.views.lanes import communicates, communication
+from megapipe.schedule.views.lanes import Copied, communicates, communication, copied
 
 WINDOW = 5
 """Steps at most between two gathers."""
@@ -51,6 +52,7 @@ class Measured:
         peak_bytes: of each rank; none on CPUs. predicted_peaks: of each rank.
         exposed_communication: a mean rank's waits for collectives within its passes; None where these have none.
         predicted_exposed: of the plan, likewise; None where its costs say nothing of them.
+        copies: of each rank, where the table has O and L. predicted_copies: of the plan, likewise.
     """
 
     steps: int
@@ -68,6 +70,8 @@ class Measured:
     predicted_peaks: tuple[float, ...]
     exposed_communication: float | None = None
     predicted_exposed: float | None = None
+    copies: tuple[Copied, ...] = ()
+    predicted_copies: tuple[Copied, ...] = ()
 
     @property
     def of_messages(self) -> float:
@@ -81,8 +85,9 @@ def measured(
     of_plan: Plan,
     peak_bytes: tuple[float, ...] = (),
     exposed: float | None = None,
+    copies: StepsRan = (),
 ) -> Measured:
-    """The measure of passes under a table. costs: measured of them."""
+    """The measure of passes, and copies, under a table. costs: measured of them."""
     counted = of_plan.costs
     by_rank = list(zip(*[[spent(row) for row in step] for step in steps], strict=True))
     ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
@@ -114,7 +119,18 @@ def measured(
         of_plan.peak_bytes,
         exposed,
         communication(schedule, counted).exposed * speed / len(ranks) if communicates(counted) else None,
+        tuple(Copied(*map(median, zip(*of_rank, strict=True))) for of_rank in zip(*map(_summed, copies), strict=True)),
+        tuple(Copied(*(speed * x for x in of_rank)) for of_rank in copied(schedule, counted, plan)) if copies else (),
     )
+
+
+def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
+    """The copies of a step by rank."""
+
+    def part(row: Sequence[Ran], kind: Kind) -> float:
+        return sum(x.end - x.begin for x in row if x.item.kind is kind)
+
+    return [Copied(part(row, Kind.O), part(row, Kind.L), sum(x.waited for x in row)) for row in ranks]
 
 
 def _bubble(timeline: Timeline) -> float:
@@ -137,6 +153,7 @@ class Counters:
         self.steps = self._sampled_at = 0
         self._watches: list[Stopwatch] = []
         self._recent: deque[list[list[Ran]]] = deque(maxlen=1 if log.metrics_file is not None else READ)
+        self._copies: deque[list[list[Ran]]] = deque(maxlen=self._recent.maxlen)
         self._schedule: Schedule | None = None
         self._history = History({})
         self._now: Callable[[], Measured] | None = None
@@ -177,14 +194,18 @@ class Counters:
         if schedule is not self._schedule:
             self._schedule, self._history = schedule, History({})
             self._recent.clear()
+            self._copies.clear()
         self._recent.extend(steps)
+        if any(kind.traits.lane in COPIES for kind in schedule.kinds):
+            self._copies.extend(copied_by_all(watches, self.mesh.pp))
         peaks = self._peaks()
         exposed = exposed_by_all(watches, self.mesh.pp) if self.mesh.hides else None
         if not self._tells:
             return []
-        costs = measured_costs(self._recent, schedule.placement, self.plan.costs, schedule.cuts)
+        recent, copies = tuple(self._recent), tuple(self._copies)
+        costs = measured_costs(recent, schedule.placement, self.plan.costs, schedule.cuts, copies)
         if self.speaks:  # simulated when somebody asks, which is not in every step
-            self._now = cache(partial(measured, tuple(self._recent), costs, schedule, self.plan, peaks, exposed))
+            self._now = cache(partial(measured, recent, costs, schedule, self.plan, peaks, exposed, copies))
         if self.steps - self._sampled_at < SAMPLE:
             return []
         self._sampled_at = self.steps

@@ -100,6 +100,24 @@ def _stages(now: Measured) -> tuple[list[dict[str, float]], ...]:
     )
 
 
+def _copies(now: Measured) -> tuple[list[dict[str, float]], ...] | None:
+    """Times of each rank's copies in ms, measured and predicted."""
+    both = now.copies, now.predicted_copies
+    return (
+        tuple([{name: x * 1e3 for name, x in r._asdict().items()} for r in ranks] for ranks in both)
+        if both[0]
+        else None
+    )
+
+
+def _most_exposed(now: Measured) -> tuple[float, ...] | None:
+    """The copies of the rank that waits for them most, with the prediction."""
+    if (both := _copies(now)) is None:
+        return None
+    rank = max(range(len(both[0])), key=lambda rank: both[0][rank]["exposed"])
+    return rank, *both[0][rank].values(), *both[1][rank].values()
+
+
 PASSES = (
     Number(lambda now: now.steps, key="steps"),
     Number(
@@ -118,6 +136,17 @@ PASSES = (
     Number(_parts, line_tag=f"{PREFIX}bubble-of-{{}}", key="bubble_parts"),
     Number(_exposed_text, "exposed communication: {}"),
     Number(_exposed, line_tag=f"{PREFIX}exposed-communication", key="exposed_communication"),
+    Number(_copies, key="copies_ms", null=False),
+    Number(
+        lambda now: (
+            None if (both := _copies(now)) is None else tuple(max(r["exposed"] for r in ranks) for ranks in both)
+        ),
+        line_tag=f"{PREFIX}exposed-copies-ms",
+    ),
+    Number(
+        _most_exposed,
+        "copies of rank {} (ms): {:.1f} out, {:.1f} back, {:.1f} exposed, predicted: {:.1f}, {:.1f}, {:.1f}",
+    ),
     Number(_stages, key="stages_ms"),
     Number(
         lambda now: {f"{at}-{kind.upper()}": ms for at, x in enumerate(_stages(now)[0]) for kind, ms in x.items()},

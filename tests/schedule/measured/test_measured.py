@@ -1,9 +1,12 @@
 """What was measured is what it was made of: simulated steps under known costs, written down as clocks would."""
 
+from dataclasses import replace
+
 import pytest
 
-from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule import Costs, Kind, build, simulate
 from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.transforms.memory import with_offload
 
 
 def ran(schedule, costs, ahead):
@@ -25,6 +28,21 @@ def test_costs_of_stages_links_and_host_come_back_whatever_the_clocks_say(name):
     assert (found.f, found.b, found.w) == (pytest.approx(f), pytest.approx(b), pytest.approx(w))
     assert found.overhead == pytest.approx(0.05)
     assert found.comm == pytest.approx((0.2, 0.3, 0.4, 0.0))
+
+
+def test_copies_come_back_too_and_where_none_was_timed_as_many_bytes_take_as_long():
+    """The last stage of 1F1B copies nothing, as its backward follows at once."""
+    known = Costs((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, o=(0.2, 0.4, 0.3), l=(0.1, 0.2, 0.3))
+    schedule = with_offload(build("1f1b", 3, 6), known)
+    assert {x.stage for row in schedule.ranks for step in row for x in step if x.kind is Kind.O} == {0, 1}
+    rows = ran(schedule, known, (0.0, 2.0, 1.0))
+    passes, copies = (
+        [[x for x in row if (x.item.kind in (Kind.O, Kind.L)) is of] for row in rows] for of in (False, True)
+    )
+    counted = replace(known, o=(2.0, 4.0, 3.0), l=(2.0, 4.0, 3.0))
+    found = measured_costs([passes], schedule.placement, counted, copies=[copies])
+    assert (found.o, found.l) == (pytest.approx((0.2, 0.4, 0.3)), pytest.approx((0.1, 0.2, 0.15)))
+    assert (found.f, found.overhead) == (pytest.approx(known.f), pytest.approx(0.0))
 
 
 def test_an_overlapped_pair_has_one_gap_before_it_when_it_is_measured_and_when_it_is_simulated():

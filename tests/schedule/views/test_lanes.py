@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megapipe.schedule import Costs, Schedule, build, simulate, unpaired
+from megapipe.schedule import Costs, Kind, Schedule, build, simulate, unpaired
 from megapipe.schedule.costs import SHARES
+from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.pairs import pairs
 from megapipe.schedule.views.draw import to_svg
-from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communication, stretches
+from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communication, copied, stretches
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import facts
 
@@ -34,6 +35,20 @@ def test_lanes_of_a_rank_have_all_its_work_and_no_two_pieces_at_a_time(table: Sc
             assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(mine))
             assert sum(end - start for start, end in mine) == pytest.approx(share * 29 * table.num_microbatches)
         assert all(time.start[x.item] <= x.start <= x.end <= time.end[x.item] + 1e-9 for x in parts)
+
+
+def test_copies_that_are_back_in_time_are_not_exposed_and_others_for_as_long_as_they_are_late() -> None:
+    costs = Costs(1.0, 1.0, 1.0, o=2.0, l=3.0)
+    alone = with_offload(build("1f1b", 1, 1), costs, chosen={(0, 0)})
+    assert copied(alone, costs, simulate(alone, costs)) == [(2.0, 3.0, 5.0)]
+    table = with_offload(build("1f1b", 4, 8), costs)
+    ranks = copied(table, costs, simulate(table, costs))
+    assert [rank.exposed for rank in ranks] == [0.0] * 4
+    moved = [sum(x.kind is Kind.O for step in row for x in step) for row in table.ranks]
+    assert [(rank.out, rank.back) for rank in ranks] == [(2.0 * n, 3.0 * n) for n in moved]
+    late = replace(costs, l=3.5)
+    found = copied(table, late, simulate(table, late))
+    assert sum(rank.exposed for rank in found) > 0
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
