@@ -30,7 +30,6 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     others = {
         "--vocab-parallel-pipeline": par.vocab_parallel_pipeline,
         "--overlap-moe-expert-parallel-comm": par.overlap_moe_expert_parallel_comm,
-        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
         f"--model-provider {model.model_provider}": model.model_provider is not None,
     }
     yield from (f"{given} does not go with {other}. Leave one of them out." for other, there in others.items() if there)

@@ -68,8 +68,9 @@ class Rescheduling(Callback):
         before, steps = yield from self._timed(run)
         old = self.plan.schedule
         if run.mesh.world.rank == 0:
-            costs = measured_costs(steps, old.placement, self.plan.costs)
-            effort = min(_EFFORT, _EFFORT_PER_PASS * old.num_microbatches * old.placement.num_stages)
+            costs = measured_costs(steps, old.placement, self.plan.costs, old.cuts)
+            passes = old.num_microbatches * len(old.slices) * old.placement.num_stages
+            effort = min(_EFFORT, _EFFORT_PER_PASS * passes)
             self._search = Beside(old, costs, self._room(), effort)
         # Asked after every step and of all ranks: they must take the new table between the same two steps.
         while (found := run.mesh.world.gather_json(self._found())[0]) is None:

@@ -102,7 +102,6 @@ def test_a_memory_limit_is_met_by_slices_that_are_moved():
         (("--pipeline-slices", "0"), "--pipeline-slices 0 is neither a number from 1 to 64 nor auto"),
         (("--pipeline-slices", "2", "--vocab-parallel-pipeline"), "does not go with --vocab-parallel-pipeline"),
         (("--pipeline-slices", "2", "--pipeline-schedule", "zb-auto"), "zb-auto, which is searched. Use zb-h1"),
-        (("--pipeline-slices", "2", "--reschedule-after", "3"), "does not go with --reschedule-after 3"),
         (
             ("--pipeline-slices", "2", "--pipeline-slice-cuts", "documents"),
             "cuts where attention ends, and without --reset-attention-mask it goes on. Add --reset-attention-mask",

@@ -20,6 +20,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.costs_file import dump_costs, read_costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.search.auto import Candidate, search_among
+from megapipe.schedule.search.sliced import searched_slices
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_json, to_json
 from megapipe.schedule.transforms.depths import own_chain, with_depths
@@ -67,7 +68,8 @@ class Beside:
 
 
 def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0) -> Better:
-    """The best table for this placement; the same one if none is shorter. caller: ends when this process has.
+    """The best table for this placement, and the same cuts; the same one if none is shorter. caller: ends when this
+    process has.
 
     Depths of multi-token prediction come into what is found for the model's own chain.
     """
@@ -79,6 +81,11 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
 
     place, before = schedule.placement, simulate(schedule, costs).makespan
     best, held = Better(to_json(schedule), before, before), costs.memory(place)[0]
+    if cuts := schedule.cuts:  # and no depths, which do not go with them
+        size = place, schedule.num_microbatches, cuts, costs, memory
+        sliced = searched_slices(*size, effort=effort, progress=stop_alone)
+        after = before if sliced is None else simulate(sliced, costs).makespan
+        return best if sliced is None or after >= before else Better(to_json(sliced), before, after)
     tries = range(2 + place.depths if place.depths else 1)
     for spared in tries:  # microbatches that may come to a rank with its depths
         limits = [

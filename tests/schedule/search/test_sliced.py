@@ -1,0 +1,38 @@
+"""Orders of slices that a search finds beside a run: faster, of the same cuts, within the memory of each rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.schedule import Costs, build, from_json, simulate
+from megapipe.schedule.search.beside import better
+from megapipe.schedule.search.sliced import searched_slices
+from megapipe.schedule.transforms.cuts import shares
+from megapipe.schedule.transforms.slices import in_place, slices
+
+COSTS = Costs(1, 1.1, 0.8, comm=0.02, attention_f=0.6, attention_b=0.6, mem_k=0.1)
+CUTS = shares(4, "work", COSTS)
+
+
+def test_a_run_in_slices_gets_a_better_order_of_the_same_slices():
+    slow = in_place(build("gpipe", 4, 2), CUTS)
+    peak = simulate(slow, COSTS).peak
+    found = better(slow, COSTS, peak, effort=0.2)
+    table = from_json(found.table)
+    time = simulate(table, COSTS)
+    assert (table.cuts, table.placement) == (CUTS, slow.placement)
+    assert time.makespan == found.after < 0.86 * found.before
+    assert all(now <= most * (1 + 1e-9) for now, most in zip(time.peak, peak, strict=True))
+
+
+def test_within_the_memory_of_zb_h1_it_is_at_least_as_fast():
+    by_hand = slices(lambda n: build("zb-h1", 4, n), 4, CUTS, COSTS)
+    room = (max(simulate(by_hand, COSTS).peak),) * 4
+    found = simulate(searched_slices(by_hand.placement, 4, CUTS, COSTS, room, effort=0.3), COSTS)
+    assert found.makespan <= simulate(by_hand, COSTS).makespan
+    assert max(found.peak) <= room[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("room", [0.1, 0.9])
+def test_where_not_one_microbatch_fits_there_is_none(room):
+    assert searched_slices(build("1f1b", 2, 2).placement, 2, CUTS, COSTS, (room, room), effort=0.1) is None
