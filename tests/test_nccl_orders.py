@@ -144,16 +144,32 @@ STEPS = (
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
 def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_once_in_each():
     """Once more for each layer and microbatch whose rows go to experts elsewhere, as many as routers chose."""
-    command = [sys.executable, "-m", "tools.proofs.gpu", "waits", "orders", "steps", "--quick", "--only", STEPS]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.proofs.gpu",
+        "waits",
+        "launches",
+        "orders",
+        "steps",
+        "--quick",
+        "--only",
+        STEPS,
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    counts, said = ran.stdout.splitlines()
+    counts, launches, said = ran.stdout.splitlines()
     assert said.startswith("steps: 5 cases, 0 fail;"), ran.stderr
-    *dense, elsewhere, paired, fixed, late = json.loads(counts).values()
+    *dense, elsewhere, paired, fixed, graphs, late = json.loads(counts).values()
     assert dense == [{"copy_": 1}] * 7  # tables with every kind of pass; the totals of the step are read
     assert elsewhere == {"copy_": 1 + 2 * 2}
     assert paired == {"copy_": 1 + 4 * 2}
     assert fixed == {"copy_": 1}  # no shape depends on a router
+    assert graphs == {"copy_": 1}
     assert late == {"copy_": 1, "synchronize": 1}  # the number of iterations since the last line was 1
+    launched, replayed = json.loads(launches)
+    # F, B and W of 8 microbatches; beside them copies to and from the buffers, the loss and the update.
+    assert replayed["graphs"] == 24
+    assert sum(replayed.values()) < sum(launched.values()) / 6
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

@@ -160,6 +160,14 @@ class ParallelConfig:
     """Post messages between stages in batches instead of one by one."""
     use_ring_exchange_p2p: Annotated[bool, SEVERAL_RANKS] = False
     """Post messages between stages as ring exchanges, each complete as a unit; wins over the flag before."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
+    """Capture each stage's forward and backward as CUDA graphs, whatever the name; a line says where nothing is."""
+    cuda_graph_warmup_steps: Annotated[
+        int,
+        at_least(1),
+        Idle(lambda c: c.parallel.cuda_graph_impl == "none", "nothing is captured, without --cuda-graph-impl"),
+    ] = 3
+    """Steps before that, which show what passes are given."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl with a GPU, gloo without."""
     distributed_timeout_minutes: Annotated[float, CLOCK] = 10.0

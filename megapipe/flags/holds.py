@@ -90,9 +90,8 @@ hierarchical-context-parallel-sizes=#|...: keys travel in one ring; --cp-comm-ty
 disable-gloo-process-groups use-sharp create-all-gather-group: one process group per mesh axis
 distribute-saved-activations: --sequence-parallel splits activations over tensor-parallel ranks
 empty-unused-memory-level=0|1|2: torch's allocator keeps freed memory for the next step
-cuda-graph-impl=none|local|transformer_engine|full_iteration cuda-graph-warmup-steps=# cuda-graph-scope=*|...
-    cuda-graph-modules=*|... enable-cuda-graph external-cuda-graph optimizer-cuda-graph: kernels are launched one by
-    one, without CUDA graphs
+cuda-graph-scope=*|... cuda-graph-modules=*|...: --cuda-graph-impl captures a stage's forward and backward whole
+optimizer-cuda-graph: the update is launched kernel by kernel
 local-rank=#: the launcher passes the rank in the environment
 moe-flex-dispatcher-backend=deepep|hybridep|ncclep moe-enable-deepep
     moe-deepep-num-sms=# moe-hybridep-num-sms=# moe-flex-dispatcher-num-sms=# moe-shared-expert-overlap

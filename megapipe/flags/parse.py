@@ -35,11 +35,13 @@ OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
     "--moe-layer-recompute": {"--recompute-granularity": ["selective"], "--recompute-modules": ["moe"]},
     "--disable-fp8-wgrad": {"--no-fp8-wgrad": []},
+    "--enable-cuda-graph": {"--cuda-graph-impl": ["local"]},
+    "--external-cuda-graph": {"--cuda-graph-impl": ["transformer_engine"]},
     "--disable-manual-gc-eval": {"--no-manual-gc-eval": []},
     "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
 }
 """A name -> the flags and values that it means; VALUE is its own. The first two are of 2023 and before. The fork for
-zero bubble computes norms, GELU and dropout again; then three of Megatron-LM's own; the last is the vocabulary-parallel
+zero bubble computes norms, GELU and dropout again; then five of Megatron-LM's own; the last is the vocabulary-parallel
 fork's."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")

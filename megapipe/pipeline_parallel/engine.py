@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
@@ -15,8 +15,9 @@ from torch import nn
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.attributes import config_of
+from megapipe.pipeline_parallel.attributes import Chunks, chunks_of, config_of
 from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
@@ -139,6 +140,7 @@ class ForwardBackward:
         self._together = Together(self.mesh.device)
         self._opened: set[Placement] = set()
         self.host = Host(self.mesh.pp.device)
+        self.graphs: Graphs | None = None
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages; `given` are the fields of a Request.
@@ -148,7 +150,9 @@ class ForwardBackward:
         """
         step = Request(**given)
         table, rank = self.table(step.num_microbatches), self.mesh.pp.rank
-        chunks = _chunks(table, rank, step.model, step.data_iterator)
+        chunks = chunks_of(table, rank, step.model, step.data_iterator)
+        if self.graphs is not None and not step.forward_only:
+            chunks = self.graphs.over(chunks, table)
         config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
         modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
         # Collective, and the same for every step of a run.
@@ -214,28 +218,10 @@ class ForwardBackward:
         return table
 
 
-def _chunks(
-    table: Schedule,
-    rank: int,
-    model: nn.Module | Sequence[nn.Module],
-    data: Any,
-) -> dict[int, tuple[nn.Module, Iterator[Any] | None]]:
-    """Module and data of each stage of this rank."""
-    own = table.placement.stages_on(rank)
-    modules = list(model) if isinstance(model, Sequence) else [model]
-    iterators = data if isinstance(data, list) else [data] * len(modules)  # other sequences may be the data themselves
-    if not len(modules) == len(iterators) == len(own):
-        raise ConfigError(
-            f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
-            f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
-        )
-    return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
-
-
 def _stages(
     step: Request,
     table: Schedule,
-    chunks: Mapping[int, tuple[nn.Module, Iterator[Any] | None]],
+    chunks: Chunks,
     config: Any,
     mesh: ProcessMesh,
     host: Host,

@@ -11,6 +11,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, balanced, search
+from megapipe.plan.graphs import why_not
 from megapipe.plan.layers import Gathers
 from megapipe.plan.plan import Plan
 from megapipe.plan.slices import best_of_slices, chosen
@@ -149,9 +150,10 @@ def _rooms(plan: Plan, config: Config) -> tuple[float, ...] | None:
 def _checked(plan: Plan, config: Config) -> Plan:
     """The plan, once it fits, with the shares that flags ask for, and with what flags, a file of its table or the limit
     move out of the way."""
-    rooms, plain, gib = _rooms(plan, config), plan.schedule, config.parallel.memory_limit_gib
+    par, rooms, plain = config.parallel, _rooms(plan, config), plan.schedule
+    gib = par.memory_limit_gib
     asked = Copies.asked(config)
-    may_move = rooms is not None and config.parallel.reschedule_after is None
+    may_move = rooms is not None and par.reschedule_after is None
     if plain.kinds & MOVES:
         plan = replace(plan, copies=asked or Copies.of(config, "--pipeline-schedule"))
     elif asked:
@@ -168,6 +170,9 @@ def _checked(plan: Plan, config: Config) -> Plan:
         plan = replace(plan, schedule=asked.table(plain, plan.costs, rooms))
     elif rooms and may_move and not plain.kinds & MOVES:
         plan = _within(plan, config, rooms)
+    if par.cuda_graph_impl != "none" and not why_not(config, plan.schedule):
+        tokens = config.train.sequence * config.train.micro_batch
+        plan = replace(plan, graphs=float(tokens * config.model.hidden * (2 if config.train.half else 4)))
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None
         bytes_of = plan.peak_bytes, plan.state_bytes, gib * GIB

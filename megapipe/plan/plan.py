@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from statistics import fmean
 
 from megapipe.partition.spans import LayerSpan, spans
+from megapipe.plan.graphs import held
 from megapipe.plan.transforms.moved import FLOPS_PER_BYTE, Copies
 from megapipe.plan.transforms.sharded import Sharding, own_of
 from megapipe.plan.work import Pieces, Work
@@ -29,6 +31,7 @@ class Plan:
         expert_ranks: those that share the experts; of_expert: bytes of a parameter of theirs, state and kept.
         copies: of activations to the host.
         sharding: of gradients, and of weights, over data parallel between runs of passes.
+        graphs: bytes of a microbatch's hidden states where CUDA graphs have their passes; else 0.
         before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
     """
@@ -49,6 +52,7 @@ class Plan:
     of_expert: float = 0.0
     copies: Copies | None = None
     sharding: Sharding | None = None
+    graphs: float = 0.0
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
@@ -113,7 +117,8 @@ class Plan:
     @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Parameters, gradients, optimizer state and activations of each rank at their most."""
-        return tuple(state + held for state, held in zip(self.state_bytes, self.timeline.peak, strict=True))
+        most = held(self.schedule, self.costs, self.graphs) if self.graphs else self.timeline.peak
+        return tuple(map(add, self.state_bytes, most))
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:

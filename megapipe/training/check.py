@@ -26,6 +26,7 @@ from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.provider import find_provider
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
+from megapipe.plan.graphs import graphs_line
 from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
@@ -85,6 +86,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         summary(plan, config),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
+        graphs_line(as_run, plan.schedule, "cpu" if par.distributed_backend == "gloo" else "cuda"),
     ]
     print("\n".join(line for line in lines if line), flush=True)
 

@@ -24,6 +24,7 @@ from megapipe.data.sources import mapped_files, refuse_cut_off
 from megapipe.distributed.device import (
     be_deterministic,
     device_name,
+    graph_pool,
     has_cuda,
     keep_freed_memory,
     memory_of,
@@ -40,9 +41,11 @@ from megapipe.models.transformer_engine import choose_layers
 from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
+from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
 from megapipe.training.check import DatasetsProvider, as_here, check, start_block
 from megapipe.training.driver import Driver
@@ -178,6 +181,7 @@ class Training:
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
         stages = Stages(config, schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
         optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.of_optimizer)
+        _capture(stages, plan, report)
         if optimizer.reduction.by_layers:
             stages.on_layer_done = optimizer.reduction.start_early
         curve = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
@@ -258,3 +262,12 @@ def _built(
         if isinstance(module, GPTModel):
             module.most_kept = kept
     return modules
+
+
+def _capture(stages: Stages, plan: Plan, report: Reporter) -> None:
+    """CUDA graphs, where --cuda-graph-impl asks for them and the run can have them; the line says which."""
+    config, device = stages.config, stages.mesh.device
+    if said := graphs_line(config, plan.schedule, device.type):
+        report.say(said)
+        if device.type == "cuda" and not why_not(config, plan.schedule):
+            stages.capture(Graphs(partial(graph_pool, device), config.parallel.cuda_graph_warmup_steps, report.say))

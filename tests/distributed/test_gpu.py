@@ -7,6 +7,7 @@ import torch
 from short_run import STEPS, config, run_of, train
 from tiny import STYLES
 
+from megapipe.commands.gpu.measures import graphs
 from megapipe.distributed.mesh import ProcessMesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -32,3 +33,8 @@ def test_the_weights_stay_on_the_gpu():
     training.driver.whole()
     assert {p.device for module in training.run.modules for p in module.parameters()} == {DEVICE}
     assert {b.main.device for b in training.run.optimizer.owned} == {DEVICE}
+
+
+def test_passes_by_cuda_graphs_have_the_bits_of_launched_ones():
+    found = graphs(DEVICE)
+    assert found.passed, found

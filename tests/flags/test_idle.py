@@ -33,7 +33,7 @@ micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule se
 exit_interval exit_duration_in_mins exit_signal_handler seed calculate_per_token_loss bf16 fp16 loss_scale compile
 deterministic_mode freeze_all_layers optimizer lr decoupled_lr lr_decay_style lr_warmup_fraction lr_warmup_iters
 lr_warmup_samples weight_decay_incr_style clip_grad no_check_for_nan_in_loss_and_grad rerun_mode check_for_spiky_loss
-max_bad_iterations_in_a_row manual_gc
+max_bad_iterations_in_a_row manual_gc cuda_graph_impl
 tokenizer_type data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path split
 data_cache_path mock_data num_workers dataloader_type eod_mask_loss reset_position_ids reset_attention_mask skip_train
 save load trigger_path log_interval log_format log_throughput log_params_norm log_num_zeros_in_grad
@@ -79,7 +79,7 @@ RUNS = [
     "--exit-signal-handler --rerun-mode disabled --profile --exp-avg-dtype bf16",
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
-    "--tokenizer-type NullTokenizer --save a --manual-gc",
+    "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local",
     "--timing-log-level 1 --pipeline-slices 2",
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
     "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -121,9 +121,10 @@ class Training:
         return Part(tensor.detach().clone().view(layout.local(tp)), layout.pieces(tp))
 
 
-def train(mesh: ProcessMesh, case: Case) -> Outcome:
-    """One rank's part of the whole run."""
+def train(mesh: ProcessMesh, case: Case, change: Callable[[Training], None] = lambda training: None) -> Outcome:
+    """One rank's part of the whole run. change: called before the first step."""
     training = Training(mesh, case)
+    change(training)
     results = [training.step(0)]
     gradients = training.gradients()
     results += [training.step(n) for n in range(1, case.steps)]

@@ -41,6 +41,7 @@ TE = "--transformer-impl transformer_engine"
 EXACT = "--deterministic-mode"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
 SAVED = "{folder}/saved"
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 BATCHED = "--no-overlap-p2p-communication"
 PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
 DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
@@ -93,6 +94,7 @@ CASES = (
     Case("ceilings", script=f"{MEASURE} ceilings"),
     Case("B and W apart: time", script=f"{MEASURE} split"),
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
+    Case("CUDA graphs: bits and time", script=f"{MEASURE} graphs", devices=GPU),
     Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
     Case("float32"),
     Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
@@ -118,6 +120,8 @@ CASES = (
     Case("deterministic", EXACT, "float32", 1e-4),
     Case("deterministic, again", EXACT, "deterministic"),
     Case("zb-h1: B and W apart", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
+    Case("CUDA graphs", f"{EXACT} {GRAPHS}", "deterministic", devices=GPU),
+    Case("CUDA graphs, dualpipe-v, full recompute", f"{V} {GRAPHS}", "deterministic", devices=GPU),
     Case("dualpipe-v, full recompute, saves", f"{V} --save {SAVED} --save-interval 3", "deterministic"),
     Case("dualpipe-v, resumed at step 3", f"{V} --load {SAVED} --ckpt-step 3", "dualpipe-v, full recompute, saves"),
     Case("dropout", f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1", "float32", 0.1),
@@ -152,6 +156,7 @@ CASES = (
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} {BATCHED}", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
+    Case("pp 2: CUDA graphs", f"{PP2} {GRAPHS} --pipeline-schedule zb-h1", "deterministic", ranks=2, devices=GPU),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
     Case("tp 2, sequence parallel", "--tensor-model-parallel-size 2 --sequence-parallel", "float32", 1e-4, ranks=2),
     Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),

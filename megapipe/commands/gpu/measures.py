@@ -29,13 +29,14 @@ from megapipe.commands.plan.rehearse import prepared
 from megapipe.commands.plan.rehearsed_rank import answers_of, rank_alone
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import be_deterministic, synchronize
+from megapipe.distributed.device import be_deterministic, graph_pool, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ScheduleError
 from megapipe.flags.parse import run
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan, partition
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.schedule import build
 from megapipe.schedule.catalogue import PLAIN, SCHEDULES
 from megapipe.tensor_parallel.rng import Stream, initialize
@@ -119,6 +120,23 @@ def schedules(device: torch.device) -> Found:
     return Found(figure, not other)
 
 
+def graphs(device: torch.device) -> Found:
+    """Steps of eight small layers by CUDA graphs from the second on: the bits of launched ones, in less time."""
+    if device.type == "cpu":
+        return Found("CUDA graphs need a GPU")
+    be_deterministic()
+    size, said = Size(512, 8, 256, 1024), list[str]()
+    ways = [
+        training("zb-h1", size, 8, device, by) for by in (None, Graphs(partial(graph_pool, device), 1, said.append))
+    ]
+    bits = [[(r.losses["lm loss"], r.grad_norm) for r in (step() for _ in range(4))] for step in ways]
+    launched, replayed = (seconds(step, device) * 1e3 for step in ways)
+    figure = (
+        f"{'the same' if bits[0] == bits[1] else 'OTHER'} bits; a step {launched:.3g} ms launched, {replayed:.3g} by "
+    )
+    return Found(f"{figure}graphs; {'; '.join(said)}", bits[0] == bits[1] and "WARNING" not in str(said))
+
+
 def host(device: torch.device) -> Found:
     """The time that the device waits for its host in a step, in torch's trace of it: at most 2% on a GPU.
 
@@ -159,7 +177,9 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     return 1 - busy / (until - spans[0][0])
 
 
-MEASURES: dict[str, Callable[[torch.device], Found]] = {f.__name__: f for f in (ceilings, split, schedules, host)}
+MEASURES: dict[str, Callable[[torch.device], Found]] = {
+    f.__name__: f for f in (ceilings, split, schedules, graphs, host)
+}
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -191,7 +211,9 @@ def _timed(device: torch.device) -> Iterator[list[float]]:
         taken.append(time.perf_counter() - start)
 
 
-def training(schedule: str, size: Size, layers: int, device: torch.device) -> Callable[[], StepResult]:
+def training(
+    schedule: str, size: Size, layers: int, device: torch.device, by: Graphs | None = None
+) -> Callable[[], StepResult]:
     """Steps of a whole model in bf16 on one rank under a schedule, on data of its own: four microbatches of two."""
     model, microbatches = _model(size, layers), 4
     train = TrainConfig(
@@ -202,6 +224,8 @@ def training(schedule: str, size: Size, layers: int, device: torch.device) -> Ca
     spans = partition(layers, table.placement)
     modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in table.placement.stages_on(0)]
     pipeline, optimizer = Stages(config, table, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
+    if by is not None:
+        pipeline.capture(by)
     draw = torch.Generator().manual_seed(1)
     data = torch.randint(0, size.vocab, (microbatches, 2, size.seq + 1), generator=draw)
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))

@@ -18,6 +18,7 @@ from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.errors import ScheduleError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.engine import ForwardBackward
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
@@ -86,6 +87,10 @@ class Stages:
         )
         self.host.share = config.parallel.activation_offload_fraction
         self.host.modules = config.parallel.offload_modules
+
+    def capture(self, graphs: Graphs) -> None:
+        """Let graphs have the passes of training."""
+        self._forward_backward.graphs = graphs
 
     @property
     def schedule(self) -> Schedule:

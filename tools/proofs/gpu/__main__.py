@@ -4,6 +4,7 @@ roofline (or nothing): the time of a step on an H100 by its kernels, see rooflin
 orders: does any order of messages hang over NCCL, see orders.py.
 waits: how often the host waits for its device in a step.
 pairs: what pairs of passes hide of experts' all-to-alls, see pairs.py.
+launches: what a host launches in a step without CUDA graphs and with them.
 modes: how long steps take by the three ways to post messages.
 """
 
@@ -21,13 +22,15 @@ def main() -> None:
     asked = sys.argv[1:]
     if "waits" in asked:
         tables.waits()
+    if "launches" in asked:
+        tables.launches()
     if "modes" in asked:
         tables.modes()
     if "pairs" in asked:
         pairs.main()
     if "orders" in asked:
         sys.exit(orders.main(asked))
-    if not {"waits", "modes", "pairs"} & set(asked):
+    if not {"waits", "launches", "modes", "pairs"} & set(asked):
         roofline.main("--json" in asked)
 
 

@@ -102,6 +102,32 @@ class Stream:
         """It has happened."""
 
 
+class CUDAGraph:
+    """torch.cuda.CUDAGraph of that device: it notes operations, and runs them again as one launch."""
+
+    launched = 0
+
+    def capture_begin(self, **_: object) -> None:
+        """In any pool."""
+        from tools.proofs.gpu.captured import Noting
+
+        self.noted = Noting()
+        self.noted.__enter__()  # type: ignore[no-untyped-call]
+
+    def capture_end(self) -> None:
+        """Nothing has been computed."""
+        self.noted.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.noted.undo()
+
+    def replay(self) -> None:
+        """Whoever counts operations does not see them."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        CUDAGraph.launched += 1
+        with _disable_current_modes():
+            self.noted.replay()
+
+
 @contextmanager
 def running(host_waits: Callable[[str], None]) -> Iterator[None]:
     """Inside, events, memory and names are there.
@@ -113,6 +139,8 @@ def running(host_waits: Callable[[str], None]) -> Iterator[None]:
 
     fakes: dict[str, Any] = {
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": object,
         "Stream": Stream,
         "current_stream": Stream,
         "stream": nullcontext,

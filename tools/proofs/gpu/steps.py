@@ -26,6 +26,7 @@ from megapipe.training.steps.stages import evaluate
 from megapipe.training.steps.step import weights_of
 from tools.proofs.gpu import fake_cuda
 from tools.proofs.gpu.record import Group, Recorded, Recorder, recording, seen_from
+from tools.proofs.gpu.roofline import Roofline
 from tools.proofs.gpu.rules import Host, Item
 
 GPU = torch.device("cuda", 0)
@@ -85,6 +86,21 @@ def host_waits(flags: str, world: int) -> Counter[str]:
             training.driver.step(lambda: False)
         counted.append(Counter(item.why for item in by.items[before:] if isinstance(item, Host)))
     return max(counted, key=Counter.total)
+
+
+def started_kernels(flags: str, world: int) -> dict[str, int]:
+    """What a host starts in the third step, kernels one by one and graphs: the most of a pipeline's ranks."""
+    config, plan = ready(flags, world)
+    answers, counted = answers_of(config, plan, world_ranks(config)), list[dict[str, int]]()
+    for rank in world_ranks(config):
+        with started(config, plan, Recorder(rank), answers) as training:
+            for _ in range(2):
+                training.driver.step(lambda: False)
+            fake_cuda.CUDAGraph.launched = 0
+            with Roofline() as roof:
+                training.driver.step(lambda: False)
+        counted.append({"kernels": sum(roof.kernels.values()), "graphs": fake_cuda.CUDAGraph.launched})
+    return max(counted, key=lambda one: sum(one.values()))
 
 
 def _batch(config: Config) -> list[torch.Tensor]:

@@ -11,12 +11,13 @@ from megapipe.schedule.patterns import PATTERNS
 from tools.proofs.gpu.orders import COPIES, DEPTH, EXPERTS, PAIRS, SLICES, VALIDATION, ZERO
 from tools.proofs.gpu.passes import built, records_of
 from tools.proofs.gpu.rules import play
-from tools.proofs.gpu.steps import host_waits
+from tools.proofs.gpu.steps import host_waits, started_kernels
 
 PP = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule "
 EP = "--expert-model-parallel-size 2 " + EXPERTS
 FIXED = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type none "
 SMALL, LARGE = "1f1b --global-batch-size 4 ", "zb-h1 --global-batch-size 8 "
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1 "
 WAITS = {
     "1F1B, 2 microbatches": SMALL,
     "ZB-H1, 4 microbatches": LARGE + ZERO,
@@ -28,6 +29,7 @@ WAITS = {
     "experts here and there, 2 microbatches of 2 layers": SMALL + EP,
     "the same in pairs, 4 microbatches": "dualpipe --global-batch-size 8 " + EP + PAIRS,
     "experts of fixed capacity": SMALL + EP + FIXED,
+    "CUDA graphs, captured in the step": LARGE + GRAPHS,
     "post-validation, and the time of the line that is logged": LARGE + VALIDATION + ZERO,
 }
 """Flags of runs of four ranks, by what they are."""
@@ -36,6 +38,14 @@ WAITS = {
 def waits() -> None:
     """How often the host of a pipeline's busiest rank waits in a step, as JSON."""
     print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True)
+
+
+STAGES = "zb-h1 --global-batch-size 8 --num-layers 8 --swiglu --normalization RMSNorm --disable-bias-linear "
+
+
+def launches() -> None:
+    """What the host of the busiest of two ranks launches in a step of 8 microbatches, without and with graphs; JSON."""
+    print(json.dumps([started_kernels(PP + STAGES + given, 2) for given in ("", GRAPHS)]), flush=True)
 
 
 MESSAGE = 0.05

@@ -1,0 +1,75 @@
+"""CUDA graphs of a stage's passes (--cuda-graph-impl): runs in which there are none, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config import Config
+from megapipe.config.layers import layer_config
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.kinds import COPIES
+from megapipe.schedule.memory.slots import in_flight, splits
+from megapipe.schedule.weights.runs import GATHERS, REDUCES
+
+
+def graphs_line(config: Config, table: Schedule, device: str) -> str:
+    """A line on what --cuda-graph-impl does in this run; empty without it. device: of the ranks, as torch calls it."""
+    asked, steps = config.parallel.cuda_graph_impl, config.parallel.cuda_graph_warmup_steps
+    if asked == "none":
+        return ""
+    why = "CUDA graphs need a GPU" if device != "cuda" else why_not(config, table)
+    if why:
+        return f"--cuda-graph-impl {asked}: nothing is captured: {why}"
+    return (
+        f"--cuda-graph-impl {asked}: after {steps} step(s) a stage's forward is one CUDA graph for each microbatch in "
+        "flight, and its backward another; no GPU has run them yet"
+    )
+
+
+def why_not(config: Config, table: Schedule) -> str:
+    """The reason why no pass of a run on GPUs is captured; empty for none."""
+    return next(_reasons(config, table), "")
+
+
+def _reasons(config: Config, table: Schedule) -> Iterator[str]:
+    model, par, data = config.model, config.parallel, config.data
+    layers = [layer_config(model, layer) for layer in range(model.layers)]
+    if config.train.freeze_all_layers:
+        yield "nothing is trained (--freeze-all-layers)"
+    if model.has_experts:
+        yield "the host waits for the number of rows of each expert (--num-experts)"
+    if model.fp8_format:
+        yield "quantised weights and largest values outlive a pass (--fp8-format)"
+    if any(layer.hidden_dropout or layer.attention_dropout for layer in layers):
+        yield "each microbatch has dropout masks of its own (--hidden-dropout 0 --attention-dropout 0 draw none)"
+    if model.transformer_impl == "transformer_engine":
+        yield "layers of Transformer Engine keep state in Python (--transformer-impl local does not)"
+    if par.hides:
+        yield "no GPU has shown yet that collectives within passes can be captured (tensor or context parallelism)"
+    if data.reset_attention_mask or data.reset_position_ids:
+        yield "documents differ from microbatch to microbatch (--reset-attention-mask, --reset-position-ids)"
+    if model.num_microbatches_with_partial_activation_checkpoints:
+        yield "microbatches recompute differently (--num-microbatches-with-partial-activation-checkpoints)"
+    if table.cuts:
+        yield "slices of a microbatch differ (--pipeline-slices)"
+    if table.placement.vocabulary or model.depths:
+        yield "passes hand over more than hidden states (--vocab-parallel-pipeline, --mtp-num-layers)"
+    if any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
+        yield f"{table.name} moves activations (O, L, R)"
+    if par.enable_optimizer_post_validation:
+        yield "forwards may run again (--enable-optimizer-post-validation)"
+    if table.kinds & (GATHERS | REDUCES) or (par.shards_grads and config.weight_replicas > 1):
+        yield f"weights or gradients move between passes ({par.splits_by})"
+
+
+def held(table: Schedule, costs: Costs, hidden: float) -> tuple[float, ...]:
+    """Bytes of the graphs of each rank: they are never given back, and each microbatch in flight has its own.
+
+    hidden: of the hidden states of a microbatch; input, output and their gradients have a buffer each.
+    """
+    place, total = table.placement, [0.0] * table.placement.num_ranks
+    held_b, held_w, *_ = costs.memory(place)
+    for stage, rank in enumerate(place.rank_of):
+        one = held_b[stage] + (held_w[stage] if splits(table, stage) else 0.0) + 4 * hidden
+        total[rank] += in_flight(table, stage) * one
+    return tuple(total)

@@ -1,0 +1,73 @@
+"""Passes by graphs have the bits of passes launched one by one, under every schedule, on 2 and 4 ranks (threads).
+
+    python -m tools.proofs.gpu.graphs [SCHEDULE...]
+
+Three steps in float64, the first without graphs, the others by `captured.Pool` in place of a GPU. Exit status 1 if
+anything differs or a pass was not replayed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.schedule import SCHEDULES, Kind
+from tools.proofs.equivalence import Outcome, Training, differing_bits, train
+from tools.proofs.equivalence_case import Case, table
+from tools.proofs.gpu.captured import Pool
+
+CHUNKS = {"zb-auto": 1, "hanayo": 2} | dict.fromkeys(
+    ("interleaved", "interleaved-zb", "breadth-first", "group-interleaved"), 2
+)
+
+
+def case_of(schedule: str, pp: int, **settings: object) -> Case:
+    """A layer on each stage, and nothing drawn."""
+    case = Case(schedule, pp, 2 * pp, (), chunks=CHUNKS.get(schedule), attention_dropout=0.0, hidden_dropout=0.0)
+    return replace(case, layers=(1,) * table(case).placement.chain, **settings)  # type: ignore[arg-type]
+
+
+def with_graphs(case: Case, said: list[str]) -> tuple[list[Outcome], int]:
+    """A case by graphs behind its first step: every rank's outcome, and how many passes were replayed."""
+    replays = list[int]()
+
+    def capture(training: Training) -> None:
+        training.pipeline.capture(Graphs(partial(Pool, replays.append), 1, said.append))
+
+    ranks = run_threads(lambda mesh: train(mesh, case, capture), pp=case.pp, dp=case.dp, timeout_s=60)
+    return ranks, len(replays)
+
+
+def without(case: Case) -> list[Outcome]:
+    """The same, launched one by one."""
+    return run_threads(lambda mesh: train(mesh, case), pp=case.pp, dp=case.dp, timeout_s=60)
+
+
+def passes(case: Case) -> int:
+    """Graphs that a step should replay: F and B of every stage and microbatch, and W where the stage has any."""
+    all_passes = [x for row in table(case).ranks for step in row for x in step]
+    apart = {x.stage for x in all_passes if x.kind is Kind.W}
+    return sum(2 + (x.stage in apart) for x in all_passes if x.kind is Kind.F)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    wrong = 0
+    for pp in (2, 4):
+        for name in sys.argv[1:] or SCHEDULES:
+            case = case_of(name, pp)
+            ranks, replays = with_graphs(case, [])
+            found = differing_bits(ranks, without(case))
+            wrong += bool(found) or replays != 2 * passes(case)
+            print(f"{name}, {pp} ranks: {replays} passes of 2 steps replayed, of {2 * passes(case)};", end=" ")
+            print("\n  ".join(found) or "the same bits", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
