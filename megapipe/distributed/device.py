@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -226,8 +226,11 @@ def graph_pool(device: torch.device) -> Capture:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 made = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture is broken; what broke it is told
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         here.wait_stream(side)
         return made, graph.replay
 

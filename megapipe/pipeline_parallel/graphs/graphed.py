@@ -81,6 +81,9 @@ class Graphed(nn.Module):
         if where != self._where:  # graphs write to where gradients were
             self.slots.clear()
         self._where, before = where, len(self.slots)
+        if any(map(_has_hooks, self.module.modules())):
+            self.why_not = self.why_not or "its modules have hooks, which a graph would not call"
+            self.slots.clear()
         if len(self.forms) == 1:
             self._form = self.forms[0]
         elif self.forms:
@@ -96,6 +99,17 @@ class Graphed(nn.Module):
             self.slots.clear()
         self._free[:] = self.slots  # a step that ended in an error has left some taken
         return len(self.slots) - before
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks of the module, or of a parameter beside the optimizer's."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    of_parameters = (
+        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
+        for p in module._parameters.values()
+        if p is not None
+    )
+    return bool(own) or any(of_parameters)
 
 
 class Graphs:

@@ -94,7 +94,10 @@ class Slot:
         def forward() -> Sequence[Tensor]:
             args, kwargs = tree_unflatten(self.leaves, form.tree)
             set_input(self.x)
-            return (module(*args, **kwargs),)
+            output = module(*args, **kwargs)
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                raise RuntimeError("its module gives no tensor that is trained")
+            return (output,)
 
         def backward() -> Sequence[Tensor]:
             with weights.deferring(0) if splits else nullcontext():

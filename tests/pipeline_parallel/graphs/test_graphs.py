@@ -150,6 +150,18 @@ def test_microbatches_of_two_lengths_run_launched_and_say_why():
     assert differing_bits(ranks, alone(case=case, graphs=False)[0]) == []
 
 
+def test_a_hook_is_called_in_every_pass():
+    called = []
+
+    def hook(training: Training) -> None:
+        training.stages[0].decoder.register_forward_hook(lambda *given: called.append(1))
+
+    said = alone(hook)[1]
+    why = "its modules have hooks, which a graph would not call"
+    assert said == [f"WARNING: kernels of stage 0 are launched one by one: {why}"]
+    assert len(called) == (ALONE.steps + 1) * ALONE.microbatches  # and of an evaluation
+
+
 def test_1f1b_has_p_minus_i_microbatches_in_flight_and_gpipe_all():
     assert [in_flight(build("1f1b", 4, 8), stage) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight(build("gpipe", 2, 5), stage) for stage in range(2)] == [5, 5]
