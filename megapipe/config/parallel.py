@@ -115,6 +115,11 @@ class ParallelConfig:
     ] = "optim_grads_params"
     """no_shard: nothing; optim: as --use-distributed-optimizer; optim_grads: gradients too, each rank keeps a share
     of their sum (ZeRO-2); optim_grads_params: weights too, gathered for each run of a stage's passes (ZeRO-3)."""
+    data_parallel_flops_per_byte: Annotated[
+        float, ABOVE_0, Idle(lambda c: not c.parallel.shards_grads, "gradients are whole: nothing is gathered for runs")
+    ] = 8000.0
+    """FLOPs of a device while a byte comes over data parallel: how long shares are whole is chosen by it, where
+    --pipeline-costs has no a and g. 400 TFLOP/s over 50 GB/s; 1333 within a node of 300 GB/s."""
     overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
     ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None

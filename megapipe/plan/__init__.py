@@ -1,6 +1,6 @@
 """The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
 
-from megapipe.plan.make import balanced_by_cost, make_plan, pieces_of, plan_of, with_batch
+from megapipe.plan.make import balanced_by_cost, make_plan, moved_within, pieces_of, plan_of, with_batch
 from megapipe.plan.plan import Plan, sharing
 from megapipe.plan.slices import in_words
 from megapipe.plan.split import check_flags, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of

@@ -68,10 +68,12 @@ def _gathers(config: Config) -> Gathers:
     return Gathers(config.weight_replicas, same, par.shards_weights) if config.gathers_fp8 else Gathers()
 
 
-def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
+def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bool = True) -> Plan:
     """The plan of a configuration whose pieces take what `work` says; errors as of `make_plan`.
 
-    recomputes: count what --num-microbatches-with-partial-activation-checkpoints does not compute again, in FLOPs.
+    Args:
+        recomputes: count what --num-microbatches-with-partial-activation-checkpoints does not compute again, in FLOPs.
+        moves: move activations out of the way of --memory-limit-gib.
     """
     model, train, par = config.model, config.train, config.parallel
     if par.pipeline_slices == AUTO:
@@ -117,7 +119,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False) -> Plan:
         ways.append(further)
     if len(ways) > 1:
         ways.sort(key=lambda way: (limit is not None and max(way.peak_bytes) > limit, way.timeline.makespan))
-    return _checked(_paired(ways[0], config) if depths else ways[0], config)
+    return _checked(_paired(ways[0], config) if depths else ways[0], config, moves=moves)
 
 
 def _step_time(plan: Plan) -> float:
@@ -147,29 +149,27 @@ def _rooms(plan: Plan, config: Config) -> tuple[float, ...] | None:
     return None if limit is None else tuple(limit * GIB - state for state in plan.state_bytes)
 
 
-def _checked(plan: Plan, config: Config) -> Plan:
+def _checked(plan: Plan, config: Config, *, moves: bool = True) -> Plan:
     """The plan, once it fits, with the shares that flags ask for, and with what flags, a file of its table or the limit
     move out of the way."""
     par, rooms, plain = config.parallel, _rooms(plan, config), plan.schedule
     gib = par.memory_limit_gib
     asked = Copies.asked(config)
-    may_move = rooms is not None and par.reschedule_after is None
+    may_move = moves and rooms is not None and par.reschedule_after is None
     if plain.kinds & MOVES:
         plan = replace(plan, copies=asked or Copies.of(config, "--pipeline-schedule"))
     elif asked:
         plan = replace(plan, copies=asked)
     if sharding := plan.sharding:
-        moved = partial(asked.table, plain, plan.costs) if asked else None
+        also = replace(plan, copies=Copies.of(config, LIMIT)) if may_move and not plan.copies else plan
+        moved = partial(asked.table if asked else fitted, plain, also.costs) if may_move or asked else None
         start = plain if asked is None or rooms is not None else asked.table(plain, plan.costs, None)
-        plan = replace(plan, schedule=sharding.table(start, plan.costs, rooms, moved))
-        if may_move and gib is not None and not plan.copies and max(plan.peak_bytes) > gib * GIB:
-            also = replace(plan, copies=Copies.of(config, LIMIT))
-            made = sharding.table(plain, also.costs, rooms, partial(fitted, plain, also.costs))
-            plan = replace(also, schedule=made) if made.kinds & MOVES else plan
+        made = sharding.table(start, also.costs, rooms, moved)
+        plan = replace(also if made.kinds & MOVES else plan, schedule=made)
     elif asked:
         plan = replace(plan, schedule=asked.table(plain, plan.costs, rooms))
     elif rooms and may_move and not plain.kinds & MOVES:
-        plan = _within(plan, config, rooms)
+        plan = moved_within(plan, config)
     if par.cuda_graph_impl != "none" and not why_not(config, plan.schedule):
         tokens = config.train.sequence * config.train.micro_batch
         plan = replace(plan, graphs=float(tokens * config.model.hidden * (2 if config.train.half else 4)))
@@ -180,9 +180,11 @@ def _checked(plan: Plan, config: Config) -> Plan:
     return plan
 
 
-def _within(plan: Plan, config: Config, room: tuple[float, ...]) -> Plan:
-    """The plan with what has to leave for it to fit; if its order is searched, also what makes it faster."""
-    any_order = is_searched(schedule_name(config))
+def moved_within(plan: Plan, config: Config) -> Plan:
+    """The plan with what has to leave for it to fit its limit; if its order is searched, also what makes it faster."""
+    room, any_order = _rooms(plan, config), is_searched(schedule_name(config))
+    if room is None:
+        return plan
     tight = any(held > most for held, most in zip(plan.timeline.peak, room, strict=True))
     if min(room) <= 0 or not (any_order or tight):
         return plan

@@ -52,7 +52,11 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """The table, what a token uses of experts, what a checkpoint takes, what context and expert parallelism send."""
-    ways = context_line(plan, config), expert_line(plan, config), whole_line(plan.schedule, plan.costs, plan.given)
+    ways = (
+        context_line(plan, config),
+        expert_line(plan, config),
+        whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
+    )
     return "\n".join(filter(None, (table(plan, parameters), _active(plan), checkpoint_line(plan, config), *ways)))
 
 

@@ -155,6 +155,7 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--cpu-offload",  # these three of the fork too
         "--offload-chunk-num",
         "--offload-time",
+        "--data-parallel-flops-per-byte",
         "--mtp-within-documents",
         "--enable-optimizer-post-validation",  # of sail-sg/zero-bubble-pipeline-parallelism
         "--post-validation-after",

@@ -69,19 +69,30 @@ def test_weights_shared_by_both_ends_have_their_gradients_whole_between_runs() -
 
 
 def test_a_limit_makes_weights_live_as_shortly_as_they_must_and_says_what_is_too_little() -> None:
-    free = plan(FSDP)[0]
+    near = [FSDP, "--data-parallel-flops-per-byte", "1333"]
+    free = plan(*near)[0]
     limit = max(free.peak_bytes) - free.works[2].parameters  # half of the weights that came early
-    tight, config = plan(FSDP, "--memory-limit-gib", f"{limit / 2**30}")
+    tight, config = plan(*near, "--memory-limit-gib", f"{limit / 2**30}")
     assert max(tight.peak_bytes) <= limit
     assert count(tight.schedule, Kind.AF, Kind.AB) == 2 * 4 - 1
-    assert tight.timeline.makespan > free.timeline.makespan
+    assert "where a byte takes as long as 1333 FLOPs" in summary(tight, config)
     assert "sharded: a rank makes up to 7 gathers of weights and 4 reductions of gradients a step" in summary(
         tight, config
     )
     with pytest.raises(ConfigError, match="is less than pipeline rank 0 of breadth-first is predicted to need"):
         plan(FSDP, "--memory-limit-gib", f"{max(free.state_bytes) / 2**30 * 1.01}")
-    less, _ = plan(FSDP, "--memory-limit-gib", f"{limit / 2**30 * 0.99}")
+    less, _ = plan(*near, "--memory-limit-gib", f"{limit / 2**30 * 0.99}")
     assert less.schedule.kinds & MOVES, "what weights leave no room for is moved out of the way"
+
+
+def test_over_a_slow_link_activations_leave_that_weights_may_stay() -> None:
+    free = plan(FSDP)[0]
+    limit = max(free.peak_bytes) - free.works[2].parameters
+    made, _ = plan(FSDP, "--memory-limit-gib", f"{limit / 2**30}")
+    assert max(made.peak_bytes) <= limit
+    assert count(made.schedule, Kind.AF, Kind.AB) == 2 * 4 - 2
+    assert made.schedule.kinds & MOVES
+    assert made.timeline.makespan < 1.01 * free.timeline.makespan
 
 
 def test_copies_make_room_for_weights() -> None:

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
     text = [
         changes(plan),
         table(plan, seconds=flags.measure),
-        whole_line(plan.schedule, plan.costs, plan.given),
+        whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
         layout,
     ]
     if flags.parts:

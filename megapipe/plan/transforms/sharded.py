@@ -13,11 +13,9 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.views.moved import without_shares
 from megapipe.schedule.weights.runs import GATHERS, REDUCES
 from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
-
-FLOPS_PER_BYTE = 8000.0
-"""FLOPs of a device while a byte comes over data parallel, where --pipeline-costs do not say: 400 TFLOP/s, 50 GB/s."""
 
 
 class Sharding(NamedTuple):
@@ -27,6 +25,7 @@ class Sharding(NamedTuple):
         weights: they too, not gradients alone.
         replicas: ranks that have the same dense weights; same: the same experts.
         element, gradient: bytes of a weight, and of its gradient.
+        link: FLOPs of a device while a byte comes over data parallel, where --pipeline-costs do not say.
         tp: ranks that share FLOPs and not what is gathered.
     """
 
@@ -35,6 +34,7 @@ class Sharding(NamedTuple):
     same: int
     element: int
     gradient: int
+    link: float
     tp: int = 1
 
     @classmethod
@@ -46,7 +46,8 @@ class Sharding(NamedTuple):
         ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
         same = max(config.world_size // ranks, 1)
         element = 2 if config.train.half else 4
-        return cls(par.shards_weights, config.weight_replicas, same, element, gradient, par.tensor_model_parallel_size)
+        sizes = config.weight_replicas, same, element, gradient
+        return cls(par.shards_weights, *sizes, par.data_parallel_flops_per_byte, par.tensor_model_parallel_size)
 
     def kept(self, *, experts: bool = False) -> tuple[float, float]:
         """Bytes of a weight and of its gradient that a rank has between steps."""
@@ -75,7 +76,7 @@ class Sharding(NamedTuple):
         sent = [sum(both) for both in zip(*([x / n * (n - 1) for x in own] for own, n in shared), strict=True)]
         whole = [sum(both) for both in zip(dense, experts, strict=True)]
         gathered = [[x + own[0] * (0 < lends == i) for i, x in enumerate(own)] for own in (sent, whole)]
-        unit = FLOPS_PER_BYTE * self.tp * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
+        unit = self.link * self.tp * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
         if not (costs.a or costs.g):
             sends = (self.replicas - 1) / self.replicas
             a = tuple(unit * (self.element * x - less * sends) for x, less in zip(gathered[0], lighter, strict=True))
@@ -113,17 +114,15 @@ def own_of(works: Sequence[Work], *, tp: int, expert_ranks: int) -> tuple[list[f
     return dense, [work.experts / expert_ranks for work in works]
 
 
-def whole_line(schedule: Schedule, costs: Costs, given: Costs | None) -> str:
+def whole_line(schedule: Schedule, costs: Costs, sharding: Sharding | None, given: Costs | None) -> str:
     """A line on how long weights live; empty for a table whose weights live for ever. given: of --pipeline-costs."""
-    if schedule.kinds.isdisjoint(GATHERS | REDUCES):
+    if sharding is None or schedule.kinds.isdisjoint(GATHERS | REDUCES):
         return ""
     rows = [[x.kind for step in row for x in step] for row in schedule.ranks]
     gathers, sums = (max(sum(x in kinds for x in row) for row in rows) for kinds in (GATHERS, REDUCES))
     whole = simulate(schedule, replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0))
-    there = (tuple(step for step in row if step[0].kind not in GATHERS | REDUCES) for row in schedule.ranks)
-    plain = simulate(replace(schedule, ranks=tuple(there)), costs).makespan
-    longer = simulate(schedule, costs).makespan / plain - 1
-    assumed = "" if given and (given.a or given.g) else f", where a byte takes as long as {FLOPS_PER_BYTE:.0f} FLOPs"
+    longer = simulate(schedule, costs).makespan / simulate(without_shares(schedule), costs).makespan - 1
+    assumed = "" if given and (given.a or given.g) else f", where a byte takes as long as {sharding.link:g} FLOPs"
     gathered = f"{gathers} gathers of weights and " if gathers else ""
     return (
         f"sharded: a rank makes up to {gathered}{sums} reductions of gradients a step, and has up to "

@@ -4,7 +4,7 @@ said of it: what, what it saves, what it costs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -83,8 +83,17 @@ MOVES = {Kind.O, Kind.L, Kind.R}
 
 def without_moves(schedule: Schedule) -> Schedule:
     """The table with everything held."""
-    rows = (tuple(step for step in row if step[0].kind not in MOVES) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(rows), shared=())
+    return replace(_without(schedule, MOVES), shared=())
+
+
+def without_shares(schedule: Schedule) -> Schedule:
+    """The table with weights and gradients that are whole for ever."""
+    return _without(schedule, GATHERS | REDUCES)
+
+
+def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
+    rows = (tuple(step for step in row if step[0].kind not in kinds) for row in schedule.ranks)
+    return replace(schedule, ranks=tuple(rows))
 
 
 def told_moves(

@@ -79,7 +79,8 @@ def sharded_within(
     moved: Callable[[float], Schedule] | None = None,
 ) -> Schedule:
     """The fastest table whose ranks hold at most so much by the clock, to a hundredth of its time; of several that
-    which sums gradients least often (once a stage has the bits of weights that live for ever), then the smallest.
+    which sums gradients least often (once a stage has the bits of weights that live for ever), then one that moves
+    nothing, then the smallest.
 
     Every way to live is played on all ranks; then each rank takes the best of those that it has the memory for.
 
@@ -153,11 +154,12 @@ class _Played:
         """Does every rank hold at most so much?"""
         return all(held <= limit * _HAIR for held, limit in zip(self.time.peak, limits, strict=True))
 
-    def worth(self, best: float) -> tuple[float, int, float, float]:
+    def worth(self, best: float) -> tuple[float, int, bool, float, float]:
         """The less the better, beside a table that takes the time `best`."""
         sums = sum(x.kind in REDUCES for row in self.table.ranks for step in row for x in step)
         slow = self.time.makespan if self.time.makespan > best * _AS_FAST else best
-        return slow, sums, max(self.time.peak), self.time.makespan
+        moves = not self.table.kinds.isdisjoint((Kind.O, Kind.R))
+        return slow, sums, moves, max(self.time.peak), self.time.makespan
 
 
 def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
