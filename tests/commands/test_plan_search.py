@@ -94,6 +94,25 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     assert " ".join(flags_of(first.config)) in report(found, memory * GIB)
 
 
+def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_trains_as_it_was_found(capsys):
+    flags = [*MODEL.split(), *["--seq-length", "512", "--max-position-embeddings", "512", "--global-batch-size", "8"]]
+    config, room, far = parse(Config, flags), 0.007 * GIB, replace(SLOW, outside=3e6, node=1)
+    found = search(config, 2, room, far, 1000)
+    first = min(found.best.values(), key=lambda x: x.step)
+    assert first.moves
+    assert first.peak <= room
+    best = min(every_step(config, 2, room, far))
+    assert found.plain is not None
+    assert found.plain.step == pytest.approx(best)
+    assert first.step < 0.95 * best
+    said = report(found, room)
+    assert f"single activations: {best:.4g} s, {best / first.step - 1:.1%} slower than the first, 1f1b" in said
+    check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
+    moved = "of 16 activations"
+    assert f"{moved} 7 computed again" in said
+    assert f"--memory-limit-gib: {moved} of a stage and microbatch 7 computed again" in capsys.readouterr().out
+
+
 def test_experts_are_shared_where_a_rank_has_no_room_for_all():
     experts = "--num-experts 16 --moe-ffn-hidden-size 512 --untie-embeddings-and-output-weights"
     flags = [*MODEL.split(), *experts.split(), "--global-batch-size", "4"]

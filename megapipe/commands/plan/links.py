@@ -46,7 +46,11 @@ class Device:
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
         """Seconds of so many bytes from each rank, in so many collectives. extent: devices from first to last."""
-        return sent / (self.inside if extent <= self.node else self.outside) + calls * self.latency if sent else 0.0
+        return sent / self.speed(extent) + calls * self.latency if sent else 0.0
+
+    def speed(self, extent: int) -> float:
+        """Bytes per second that a device sends in a collective of so many, from first to last."""
+        return self.inside if extent <= self.node else self.outside
 
 
 NOTHING = Device(inside=inf, outside=inf, latency=0.0)
@@ -96,7 +100,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     assert isinstance(f_all, tuple)
     assert isinstance(b_all, tuple)
     if plan.sharding:
-        n, ranks = config.weight_replicas, _replicas(plan, config)
+        n, ranks = config.weight_replicas, replicas(plan, config)
         whole = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_g))
         a, g = (tuple(device.seconds((n - 1) / n * x, ranks) for x in sizes) for sizes in whole)
         costs = replace(costs, a=a, g=g)
@@ -113,7 +117,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     )
 
 
-def _replicas(plan: Plan, config: Config) -> int:
+def replicas(plan: Plan, config: Config) -> int:
     """Devices from the first to the last rank with the same weights."""
     ranks = plan.schedule.placement.num_ranks
     return config.world_size if config.parallel.use_tp_pp_dp_mapping else config.world_size // ranks
@@ -147,4 +151,4 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
         lighter = sum(work.lighter for work in row) * bool(element) * (n - 1) / n
         sent = max(sent, (gradient + element) * (dense * (n - 1) / n + experts * (same - 1) / same) - lighter)
         twins = max(twins, 4 * (dense + experts) * (place.num_chains > 1))
-    return device.seconds(sent, _replicas(plan, config), 2) + device.seconds(twins, config.world_size)
+    return device.seconds(sent, replicas(plan, config), 2) + device.seconds(twins, config.world_size)

@@ -149,7 +149,13 @@ class _Table:
 
 @uncollected()
 def solve(
-    plain: Sequence[Schedule], costs: Costs, memory: Memory, *, tries: int | None = None, seed: int = 0
+    plain: Sequence[Schedule],
+    costs: Costs,
+    memory: Memory,
+    *,
+    tries: int | None = None,
+    seed: int = 0,
+    most: float = inf,
 ) -> Solved:
     """The best choices for one of some tables.
 
@@ -157,15 +163,16 @@ def solve(
         memory: in the unit of the costs.
         tries: changes of single choices that are tried, in each of the three best tables; None: as many as take half a
             second, which are more with a C compiler.
+        most: a makespan that is no longer of interest.
     Returns: same arguments, same result.
-    Raises: ScheduleError if no table fits.
+    Raises: ScheduleError if no table fits in that time.
     """
     found: list[_Answer] = []
     # Moving activations only takes time: a table that takes longer without is not looked at.
     for table in sorted((_Table(x, costs, memory) for x in plain), key=lambda table: table.held.weight.makespan):
         if found and table.held.weight.makespan >= min(one.weight.makespan for one in found):
             break
-        found += [one for one in _starts(table) if one.weight.fits]
+        found += [one for one in _starts(table, most) if one.weight.fits and one.weight.makespan <= most]
     if not found:
         least = min(by_rank(memory, 1))
         raise ScheduleError(
@@ -182,10 +189,11 @@ def solve(
     return Solved(best.table.plain, best.choices, schedule, best.weight.makespan, tuple(best.weight.peak))
 
 
-def _starts(table: _Table) -> Iterator[_Answer]:
-    """First answers for one table: each verb for all, and each first for what does not fit."""
+def _starts(table: _Table, most: float) -> Iterator[_Answer]:
+    """First answers for one table: each verb for all, and each first for what does not fit; while they are of
+    interest."""
     yield table.held
-    if table.held.weight.fits:
+    if table.held.weight.fits or table.held.weight.makespan > most:
         return
     yield table.answer(dict.fromkeys(table.every, Verb.RECOMPUTE))
     offloaded = table.answer({x: Verb.OFFLOAD for x in table.every if table.pays(table.held.weight, x)})
@@ -194,16 +202,17 @@ def _starts(table: _Table) -> Iterator[_Answer]:
     for share in (0.25, 0.5, 0.75):
         yield table.answer(dict.fromkeys(longest(table.plain, clock, share), Verb.OFFLOAD))
     for verbs in ((Verb.OFFLOAD, Verb.RECOMPUTE), (Verb.RECOMPUTE,)):
-        yield from _fitted(table.held, verbs)
-        yield from _fitted(offloaded, verbs)
+        yield from _fitted(table.held, verbs, most)
+        yield from _fitted(offloaded, verbs, most)
 
 
-def _fitted(start: _Answer, verbs: Sequence[Verb]) -> Iterator[_Answer]:
-    """The table with as many choices as it needs to fit; none if none are enough."""
+def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
+    """The table with as many choices as it needs to fit; none if none are enough in that time."""
     now, table = start, start.table
     for _ in range(2 * len(table.every)):
         if now.weight.fits:
             yield now
+        if now.weight.fits or now.weight.makespan > most:
             return
         changed = [move for rank in range(len(table.on)) for move in _moved(now, rank, verbs)]
         if not changed:

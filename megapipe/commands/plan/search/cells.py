@@ -73,6 +73,14 @@ def schedules_of(cell: Config) -> list[Config]:
     return [under(cell, name, chunks) for name, chunks in pairs]
 
 
+def is_movable(cell: Config) -> bool:
+    """Is a table of this schedule one whose activations a search moves: of one copy of the model, and more stages than
+    one?"""
+    par = cell.parallel
+    entry, chunks = SCHEDULES[par.pipeline_schedule or PLAIN], par.num_virtual_stages_per_pipeline_rank or 1
+    return entry.copies == 1 and not entry.pairs and par.pipeline_model_parallel_size * chunks > 1
+
+
 def under(cell: Config, name: str, chunks: int | None) -> Config:
     """The layout under a schedule, in so many chunks where that is to say."""
     par = replace(cell.parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks)

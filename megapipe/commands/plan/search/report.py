@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megapipe.commands.plan.search.search import BEST, Search
 from megapipe.commands.plan.search.timed import Timed
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.flags.parse import to_flags
 from megapipe.plan import GIB
+from megapipe.schedule import Kind
 
 
 def best_of(found: Search) -> list[Timed]:
@@ -32,11 +35,30 @@ def report(found: Search, memory: float) -> str:
             f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
             f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data{shares} x {pp} pipeline "
             f"x {cp} context x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
-            f"recomputes {x.config.model.recompute_granularity or 'nothing'}",
+            f"recomputes {x.config.model.recompute_granularity or 'nothing'}{_moved(x)}",
             f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
             f"      {' '.join(flags_of(x.config))}",
         ]
+    if first.moves:
+        lines.append(_without(found, first))
     return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
+
+
+def _moved(x: Timed) -> str:
+    """Words on what its table moves."""
+    count = Counter(item.kind for row in x.plan.schedule.ranks for step in row for item in step)
+    told = (f"{count[kind]} {what}" for kind, what in ((Kind.O, "copied"), (Kind.R, "computed again")) if count[kind])
+    return f"; of {count[Kind.F]} activations {' and '.join(told)}" if x.moves else ""
+
+
+def _without(found: Search, first: Timed) -> str:
+    """A line on the best plan of those that move nothing."""
+    if (x := found.plain) is None:
+        return "without copies to the host and second forwards of single activations no plan fits"
+    return (
+        f"without copies to the host and second forwards of single activations: {x.step:.4g} s, "
+        f"{x.step / first.step - 1:.1%} slower than the first, {x.schedule}, {' '.join(flags_of(x.config))}"
+    )
 
 
 def _lost(found: Search) -> str:

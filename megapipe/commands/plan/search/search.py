@@ -2,19 +2,21 @@
 
 A cell is a layout (tp, cp, pp, micro batch, ep, etp) with its recomputation. Its plans are tried in the order of what
 work and filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two
-shorter batches, which tell the time of a microbatch more, and the best once more as they are.
+shorter batches, which tell the time of a microbatch more, and the best once more as they are. Plans that do not fit are
+looked at last, with what has to leave copied to the host or computed again: by then little is faster than what fits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from operator import itemgetter
 
-from megapipe.commands.plan.links import Device, sums, with_messages
+from megapipe.commands.plan.links import Device, replicas, sums, with_messages
 from megapipe.commands.plan.search import cells
 from megapipe.commands.plan.search.cells import (
     RECOMPUTE,
@@ -22,15 +24,16 @@ from megapipe.commands.plan.search.cells import (
     cell_of,
     divisors,
     expert_grids,
+    is_movable,
     is_refused,
     layout_of,
     schedules_of,
     short,
 )
-from megapipe.commands.plan.search.timed import SUMS, Timed, in_seconds, timed, under, work_of
+from megapipe.commands.plan.search.timed import SUMS, Room, Timed, in_seconds, timed, under, work_of
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan import GIB, Plan, pieces_of, plan_of
+from megapipe.plan import GIB, Plan, moved_within, pieces_of, plan_of
 from megapipe.schedule import SCHEDULES, Costs
 from megapipe.schedule.catalogue import PLAIN
 
@@ -44,10 +47,18 @@ SLOWER = "slower than another of the same layout or ten others"
 
 @dataclass
 class Search:
-    """A search: what was tried. best: of each layout, first: as it was at first; lost: how many plans, by why."""
+    """A search: what was tried.
+
+    Attributes:
+        best: of each layout; first: as it was at first; plain: the best that moves no activations.
+        tight: least steps of plans that hold too much, and the plans.
+        lost: how many plans, by why.
+    """
 
     best: dict[Layout, Timed] = field(default_factory=dict)
     first: list[Timed] = field(default_factory=list)
+    plain: Timed | None = None
+    tight: list[tuple[float, Config, Plan]] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
 
     def limit(self, layout: Layout) -> float:
@@ -65,6 +76,12 @@ class Search:
         if other is None or timed.step < other.step:
             self.best[timed.layout] = timed
         self.lost[SLOWER] += other is not None
+
+    def take_whole(self, timed: Timed, memory: float) -> None:
+        """Take one that is timed under its own batch."""
+        self.take(timed, memory)
+        if timed.peak <= memory and not timed.moves and (self.plain is None or timed.step < self.plain.step):
+            self.plain = timed
 
 
 def search(
@@ -88,20 +105,71 @@ def search(
             screen(found, plan, one, device, memory, bound)
         except (ConfigError, ScheduleError):
             found.lost["without such stages or microbatches"] += 1
+    plain = dict(found.best)
+    _tight(found, device, memory, progress)
     progress(1.0, "")
     found.first, found.best = sorted(found.best.values(), key=lambda x: x.step), {}
-    for x in found.first[: BEST + 2]:
-        found.take(under(x.plan, x.config, x.config, device), memory)
-    for x in found.first[:3]:
-        if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches and not x.plan.sharding:
-            one = _searched(x.config, memory)
-            found.take(timed(plan_of(one, pieces_of(one, one.model)), one, device), memory)
-    # Weights live as long as a run's memory allows: it must know how much there is.
+    some = found.first[: BEST + 2]
+    held = sorted(plain.values(), key=lambda x: x.step)[:3] + [plain[x.layout] for x in some if x.layout in plain]
+    for x in {id(x): x for x in (*some, *held)}.values():
+        with suppress(ConfigError, ScheduleError):
+            found.take_whole(_as_run(x, device, memory), memory)
+    any_order = (x for x in found.first[:BEST] if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches)
+    for x in [x for x in any_order if not x.plan.sharding][:2]:
+        _any_order(found, x, device, memory)
+    # Weights live as long as a run's memory allows: it must know how much there is, and what gathers take.
     for layout, x in found.best.items():
         if x.plan.sharding:
-            parallel = replace(x.config.parallel, memory_limit_gib=memory / GIB)
+            link = device.flops / device.speed(replicas(x.plan, x.config))
+            limit = x.config.parallel.memory_limit_gib or memory / GIB
+            parallel = replace(x.config.parallel, memory_limit_gib=limit, data_parallel_flops_per_byte=round(link))
             found.best[layout] = replace(x, config=replace(x.config, parallel=parallel))
     return found
+
+
+def _tight(found: Search, device: Device, memory: float, progress: Callable[[float, str], None]) -> None:
+    """Take the plans that hold too much, with their activations moved where that may be faster than what fits."""
+    found.tight.sort(key=itemgetter(0))
+    for n, (least, config, plan) in enumerate(found.tight):
+        if n % (len(found.tight) // 50 + 1) == 0:
+            progress(1.0, f"{n} of {len(found.tight)} plans that hold too much")
+        if least > found.limit(layout_of(config)):
+            found.lost[SLOWER] += 1
+            continue
+        try:
+            screen(found, plan, config, device, memory, least, moves=True)
+        except (ConfigError, ScheduleError):
+            found.lost["out of memory"] += 1
+
+
+def _as_run(x: Timed, device: Device, memory: float) -> Timed:
+    """A plan under its own batch, with what a run with its flags moves for the limit."""
+    if not x.moves:
+        return under(x.plan, x.config, x.config, device)
+    limit = memory
+    while True:  # by the clock of a run, which knows no messages, it may hold less
+        config = _limited(x.config, limit)
+        if x.plan.sharding:
+            made = under(x.plan, config, config, device, Room(limit, as_run=True))
+        else:
+            made = timed(plan_of(config, pieces_of(config, config.model)), config, device)
+        if made.peak <= memory:
+            return made
+        limit -= max(1.1 * (made.peak - memory), 1e-3 * memory)
+
+
+def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
+    """Take a layout's plans under a table that is searched, as a run with these flags searches it."""
+    name = next(name for name, entry in SCHEDULES.items() if entry.searched)
+    config = _limited(cells.under(x.config, name, None), memory)
+    with suppress(ConfigError, ScheduleError):
+        plan = plan_of(config, pieces_of(config, config.model), moves=False)
+        found.take_whole(timed(plan, config, device), memory)
+        found.take_whole(timed(moved_within(plan, config), config, device), memory)
+
+
+def _limited(config: Config, memory: float) -> Config:
+    return replace(config, parallel=replace(config.parallel, memory_limit_gib=memory / GIB))
 
 
 def _candidates(
@@ -142,30 +210,33 @@ def _fill(config: Config, costs: Costs) -> float:
     return before / pp * (forth if entry.split else forth + back + weights)
 
 
-def _searched(config: Config, memory: float) -> Config:
-    """The layout under a table that is searched, as a run with these flags searches it."""
-    name = next(name for name, entry in SCHEDULES.items() if entry.searched)
-    cell = cells.under(config, name, None)
-    return replace(cell, parallel=replace(cell.parallel, memory_limit_gib=memory / GIB))
-
-
-def screen(found: Search, plan: Plan, config: Config, device: Device, memory: float, bound: float) -> None:
+def screen(
+    found: Search, plan: Plan, config: Config, device: Device, memory: float, bound: float, *, moves: bool = False
+) -> None:
     """Take a layout's plan under the schedule of a configuration, its step from those of two shorter batches.
 
-    bound: the least step of the layout. Raises: ConfigError, ScheduleError if there is no such plan.
+    Args:
+        bound: the least step of the layout.
+        moves: move activations that have no room; else such a plan is kept for later.
+    Raises: ConfigError, ScheduleError if there is no such plan.
     """
     m, near, far = config.num_microbatches, short(config, 1), short(config, 2)
-    one = under(plan, config, near, device)
     left = m - near.num_microbatches
+    rest = bound * left / m
+    one = under(plan, config, near, device, Room(memory, found.limit(layout_of(config)) - rest) if moves else None)
+    if one.peak > memory and not moves and is_movable(config):
+        found.tight.append((one.step + rest, config, plan))
+        return None
     if one.peak > memory or left == 0:
         return found.take(one, memory)
-    if one.passes + bound * left / m > found.limit(one.layout):
+    if one.passes + rest > found.limit(one.layout):
         found.lost[SLOWER] += 1
         return None
-    other, turns = under(plan, config, far, device), left / (far.num_microbatches - near.num_microbatches)
+    other = under(plan, config, far, device, Room(memory) if moves else None)
+    turns = left / (far.num_microbatches - near.num_microbatches)
     parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items() if name != SUMS}
     parts[SUMS] = other.parts[SUMS]  # what shows of gathers is no more under a longer batch
     step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
-    # A chunk's microbatches are all held where it has its weights for all of them.
-    peak = one.peak + turns * (other.peak - one.peak) if plan.sharding else one.peak
+    # A chunk's microbatches are all held where it has its weights for all of them, but for those that leave.
+    peak = one.peak + turns * (other.peak - one.peak) if plan.sharding and not moves else one.peak
     return found.take(replace(one, step=step, peak=peak, parts=parts), memory)

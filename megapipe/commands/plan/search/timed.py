@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.commands.plan.links import Device, sums, with_messages
 from megapipe.commands.plan.search.cells import Layout, layout_of
 from megapipe.config import Config
+from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of, pieces_of
+from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
-from megapipe.schedule.simulate import memory_steps, run_clock
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.schedule.memory.solve import solve
+from megapipe.schedule.memory.weigh import HAIR
+from megapipe.schedule.simulate import Clock, memory_steps, run_clock
+from megapipe.schedule.views.moved import MOVES, without_moves, without_shares
+from megapipe.schedule.weights.sharded import Living, whole_at_most, with_sharded_weights
 
-SUMS = "gradient sums"
+SUMS, MOVED = "gradient sums", "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
 """How long weights live in a search: the stage at work and the next one's; a run chooses by its own table."""
 
@@ -37,6 +43,11 @@ class Timed:
         return layout_of(self.config)
 
     @property
+    def moves(self) -> bool:
+        """Does its table copy activations to the host, or compute them again, one by one?"""
+        return not self.plan.schedule.kinds.isdisjoint(MOVES)
+
+    @property
     def passes(self) -> float:
         """The step without what shows of gradients and weights on their way over data parallel."""
         return self.step - self.parts[SUMS]
@@ -48,36 +59,75 @@ def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sched
     return SCHEDULES[name].generate(ranks, microbatches, **({} if chunks is None else {"chunks": chunks}))
 
 
-def under(plan: Plan, config: Config, batch: Config, device: Device) -> Timed:
-    """A layout's plan under the schedule of a configuration and the batch of another; errors as above."""
+class Room(NamedTuple):
+    """Memory of a device that a plan must fit by moving activations.
+
+    Attributes:
+        most: seconds of its passes that are too many.
+        as_run: choose by what a run knows, which is no time of messages.
+    """
+
+    memory: float
+    most: float = inf
+    as_run: bool = False
+
+
+def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None) -> Timed:
+    """A layout's plan under the schedule of a configuration and the batch of another.
+
+    room: move what has none there. Raises: ConfigError, ScheduleError if there is no such plan.
+    """
     par = config.parallel
     name, chunks = par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
+    if room is not None:
+        there = _within(replace(there, copies=Copies.of(config, LIMIT)), batch, device, room)
     return replace(timed(there, batch, device), config=config)
+
+
+def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
+    """The plan with the activations moved that have no room; errors as above."""
+    schedule, costs = plan.schedule, plan.costs
+    if not room.as_run:
+        costs = with_messages(in_seconds(plan, config, device), plan, config, device)
+    living = whole_at_most(schedule, costs, AHEAD) if plan.sharding else [0.0] * len(schedule.ranks)
+    rooms = tuple(room.memory / HAIR - state - whole for state, whole in zip(plan.state_bytes, living, strict=True))
+    held, place = costs.memory(schedule.placement)[0], schedule.placement
+    if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
+        raise ScheduleError("a rank has no room for one microbatch of a stage")
+    return replace(plan, schedule=solve([schedule], costs, rooms, tries=0, most=room.most).schedule)
 
 
 def timed(plan: Plan, config: Config, device: Device) -> Timed:
     """A plan's step under its own batch."""
-    schedule, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
+    whole, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
+    schedule = without_shares(whole) if plan.sharding else whole
+    held = without_moves(schedule) if schedule.kinds & MOVES else schedule
     clock = run_clock(schedule, costs)
-    ranks, makespan, shows = len(schedule.ranks), max(ends[-1] for ends in clock.end), sums(plan, config, device)
+    ranks, makespan, shows = len(schedule.ranks), _end(clock), sums(plan, config, device)
+    moves = 0.0 if held is schedule else makespan - _end(run_clock(held, costs))
     if plan.sharding:
-        table = with_sharded_weights(schedule, costs, AHEAD)
-        clock, schedule = run_clock(table, costs), table
-        shows += max(map(max, clock.end)) - makespan
-    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
+        schedule = with_sharded_weights(schedule, costs, AHEAD) if schedule.kinds == whole.kinds else whole
+        clock = run_clock(schedule, costs)
+        shows += _end(clock) - makespan
+    most = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
     share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
-    passes = sum(map(len, plan.schedule.ranks)) / ranks * costs.overhead
+    passes = sum(map(len, held.ranks)) / ranks * costs.overhead
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
         "tp and cp messages": share * (work_of(costs) - work_of(alone)),
         "small passes": passes,
-        "bubble": makespan - share * work_of(costs) - passes,
+        "bubble": makespan - moves - share * work_of(costs) - passes,
+        MOVED: moves,
         SUMS: shows,
     }
-    return Timed(config, plan, schedule.name, makespan + shows, max(map(add, held, plan.state_bytes)), parts)
+    return Timed(config, plan, schedule.name, makespan + shows, max(map(add, most, plan.state_bytes)), parts)
+
+
+def _end(clock: Clock) -> float:
+    return max(map(max, clock.end))
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
