@@ -90,7 +90,7 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
         module = module.to(torch.bfloat16 if train.bf16 else torch.float16)
     if (names := config.parallel.offload_modules) and not name_modules(module) and span.count:
         raise ConfigError(
-            f"--offload-modules {' '.join(names)} names parts of megapipe's layers, and this model has others. "
+            f"--offload-modules {' '.join(names)} is of the layers of megapipe, and this model has others. "
             "Leave it out."
         )
     if train.compile and not compile_layers(module) and span.count:

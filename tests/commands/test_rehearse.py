@@ -13,7 +13,7 @@ from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.commands.plan.rehearsed_rank import Alone, Rehearsed, answers_of, rank_alone, run_on
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.schedule import Pass
+from megapipe.schedule import Kind, Pass
 from megapipe.schedule.measured.costs import Ran
 
 MODEL = (
@@ -76,6 +76,20 @@ def test_a_few_ranks_of_many_make_the_step_of_1f1b(n):
     assert told.passes == pytest.approx((m * n + 3) * (f + b), rel=near)
     assert told.step == pytest.approx(told.passes + u)
     assert told.bubble == pytest.approx(3 / (m * n + 3), rel=10 * near)
+
+
+def test_copies_take_what_they_took_on_the_rank_that_was_rehearsed():
+    """And of others by their bytes."""
+    flags = "--num-layers 8 --pipeline-model-parallel-size 4 --fine-grained-activation-offloading --offload-time 0.01"
+    config, plan = rehearse.prepared(f"{MODEL} --global-batch-size 16 {flags}".split(), 4)
+    took = {Kind.F: 1.0, Kind.BW: 2.0, Kind.O: 0.25, Kind.L: 0.5}
+    ran = [Ran(x, n, n + took[x.kind]) for n, (x,) in enumerate(plan.schedule.ranks[0])]
+    copies = [x for x in ran if x.item.kind in (Kind.O, Kind.L)]
+    passes = [x for x in ran if x not in copies]
+    told = rehearse.forecast(config, plan, {0: Rehearsed((0,), [passes], 0.0, {}, [copies])}).costs
+    per_byte = 0.25 / plan.costs.o[0]
+    assert told.o == pytest.approx(tuple(per_byte * x for x in plan.costs.o))
+    assert told.l == pytest.approx(tuple(2 * x for x in told.o))
 
 
 def test_two_of_sixty_four_ranks_are_rehearsed(capsys):

@@ -11,9 +11,11 @@ from programs import ROOT, run_ranks
 from tiny import GPT2, LLAMA
 from torch import nn
 
+from megapipe.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
+from megapipe.models.build import stage_module
 from megapipe.models.gpt import GPTModel
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.partition.spans import LayerSpan
@@ -153,3 +155,17 @@ def test_a_file_and_a_module_are_found(monkeypatch):
     assert find_provider("own_provider:provider").__name__ == "provider"
     with pytest.raises(ConfigError, match=r"cannot import nothing\.py"):
         find_provider("nothing.py:provider")
+
+
+@pytest.mark.parametrize(
+    "section, given, text",
+    [
+        ("train", {"compile": True}, "--compile compiles the layers of megapipe"),
+        ("parallel", {"offload_modules": ("core_attn",)}, "--offload-modules core_attn is of the layers of megapipe"),
+    ],
+)
+def test_what_is_of_our_layers_is_refused_for_others(section, given, text):
+    config, span = Config(model=GPT2), LayerSpan(0, 1, True, True)
+    config = replace(config, **{section: replace(getattr(config, section), **given)})
+    with pytest.raises(ConfigError, match=f"^{text}, and this model has others. Leave it out.$"):
+        stage_module(config, lambda *_: nn.Linear(2, 2), span, Axis())

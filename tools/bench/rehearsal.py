@@ -133,7 +133,7 @@ def _rank(config: Config, plan: Plan, answers: Answers, steps: int) -> tuple[Reh
         real.append(timed_step(run))
         mesh.world.barrier()
         mine.append(timed_step(alone))
-    seen = rehearsed(alone, mine[1:]), real[1:], sum(parts_of(run).values())
+    seen = rehearsed(alone, mine[1:]), [(row, took) for row, _, took in real[1:]], sum(parts_of(run).values())
     mesh.close()
     return seen
 

@@ -199,8 +199,10 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     """The whole run, from ranks of it. Stages of ranks that were not rehearsed cost what equal ones do, or by FLOPs."""
     place, ranks = plan.schedule.placement, range(plan.schedule.placement.num_ranks)
     count = len(next(iter(shown.values())).steps)
-    rows = [[shown[r].passes(n, place.stages_on(r)) if r in shown else [] for r in ranks] for n in range(count)]
-    alone = _filled(config, plan, measured_costs(rows, place, plan.costs, plan.schedule.cuts))
+    own = [(shown[r], place.stages_on(r)) if r in shown else None for r in ranks]
+    rows = [[x[0].of(x[0].steps[n], x[1]) if x else [] for x in own] for n in range(count)]
+    copies = [[x[0].of(x[0].copies[n], x[1]) if x and x[0].copies else [] for x in own] for n in range(count)]
+    alone = _filled(config, plan, measured_costs(rows, place, plan.costs, plan.schedule.cuts, copies))
     costs, table = with_messages(alone, plan, config, device), unpaired(plan.schedule)
     before, after = _lengths(alone, table), _lengths(costs, table)
 

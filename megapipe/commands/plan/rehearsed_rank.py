@@ -50,17 +50,19 @@ class Rehearsed:
         steps: the passes of each timed step.
         beside: seconds of a step outside its passes: gradients to zero, norm, update (U).
         parts: bytes by what they are for; on a GPU also `other`, up to the allocator's peak.
+        copies: O and L of each timed step, none where the table has none.
     """
 
     stages: tuple[int, ...]
     steps: list[list[Ran]]
     beside: float
     parts: dict[str, float]
+    copies: Sequence[list[Ran]] = ()
 
-    def passes(self, step: int, stages: Sequence[int]) -> list[Ran]:
-        """Passes of a timed step, as a rank with other numbers for its stages runs them."""
+    def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
+        """Passes, or copies, of a timed step, as a rank with other numbers for its stages runs them."""
         renamed = dict(zip(self.stages, stages, strict=True))
-        return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in self.steps[step]]
+        return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
 
     @property
     def peak(self) -> float:
@@ -197,11 +199,11 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
     return rehearsed(training, [timed_step(training) for _ in range(steps + 1)][1:])
 
 
-def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], float]]) -> Rehearsed:
+def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
     """Numbers of the steps that were timed, and of one more for its memory."""
-    beside = median(took - (row[-1].end - row[0].begin) for row, took in timed) if timed else 0.0
+    beside = median(took - (row[-1].end - row[0].begin) for row, _, took in timed) if timed else 0.0
     own = training.run.plan.schedule.placement.stages_on(training.run.mesh.pp.rank)
-    return Rehearsed(own, [row for row, _ in timed], beside, parts_of(training))
+    return Rehearsed(own, [x for x, *_ in timed], beside, parts_of(training), [x for _, x, _ in timed])
 
 
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
@@ -247,8 +249,8 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device) * 0.01
 
 
-def timed_step(training: Training) -> tuple[list[Ran], float]:
-    """The passes of one step, and seconds of all of it. Pairs run one after the other."""
+def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
+    """The passes and copies of one step, and seconds of all of it. Pairs run one after the other."""
     schedule, costs = training.run.stages.schedule, training.run.plan.costs
     paired = any(len(step) > 1 for row in schedule.ranks for step in row)
     if paired:
@@ -258,7 +260,8 @@ def timed_step(training: Training) -> tuple[list[Ran], float]:
     training.driver.whole()
     synchronize(training.run.mesh.device)
     took = time.perf_counter() - began
-    ran = training.run.stages.stopwatch.ran(training.run.mesh.pp.rank)
+    watch = training.run.stages.stopwatch
+    ran, copies = watch.ran(training.run.mesh.pp.rank), watch.copied()
     if paired:
         training.run.stages.follow(schedule, costs)
-    return ran, took
+    return ran, copies, took
