@@ -139,7 +139,8 @@ def _attention(model: ModelConfig, load: Load) -> Work:
     scores = 2 * load.scores(queries, model.window)
     products = 2.0 * load.tokens * h * (qkv + queries)
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
-    rotated = (queries + model.query_groups * model.head_dim) * (model.position_embedding_type == "rope")
+    keys, apart = model.query_groups * model.head_dim, queries * (model.heads > model.query_groups)
+    changed = model.qk_layernorm or model.position_embedding_type == "rope"
     norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
     blocks = load.meets or model.attention_dropout > 0
@@ -149,7 +150,10 @@ def _attention(model: ModelConfig, load: Load) -> Work:
         (load.bytes(h, 0), "attn_norm"),
         (load.bytes(h * (not model.recompute_norms), 0), "qkv_linear"),
         (load.bytes(0, qkv), "core_attn qkv_linear" if model.qk_layernorm else "core_attn"),
-        (load.bytes(0, rotated) + logs, "core_attn"),
+        # Queries of a group lie apart in the product, and are copied out of it: norms keep them so, and attention
+        # what norms or rotations make of queries and keys.
+        (load.bytes(0, apart * model.qk_layernorm), "qkv_linear"),
+        (load.bytes(0, queries + keys if changed else apart) + logs, "core_attn"),
         (load.bytes(0, queries), "attn_proj core_attn" if blocks else "attn_proj"),
     )
     return Work(

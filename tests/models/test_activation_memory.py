@@ -69,6 +69,19 @@ def test_activations_of_a_layer_are_those_of_the_formula(tp, sequence_parallel, 
         assert for_w == formula.mem_w
 
 
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_queries_are_counted_as_often_as_they_are_kept(groups, normed, rope):
+    """Those of groups without rotations were not, 1 of 16 tensors of [s, b, h]; nor those that norms of heads make."""
+    grouped = {"group_query_attention": True, "num_query_groups": groups} if groups < A else {}
+    model = replace(GPT2_OF_256, attention_dropout=0.0, qk_layernorm=normed, **grouped)
+    model = replace(model, position_embedding_type="rope" if rope else "learned_absolute")
+    held, _ = run_threads(lambda mesh: kept(mesh, model), tp=1)[0]
+    angles = 4 * S * H // A * 2 * rope  # cos and sin, the same for all layers
+    assert held - angles == pytest.approx(pieces(model, S, B, element_bytes=2).layers[0].held, rel=0.01)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_plan_predicts_what_a_layer_holds_with_attention_dropout(dropout):
     """At 512 tokens, width 64 and 8 heads the scores that were kept made it 21.24 MB where 2.10 were predicted."""
