@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -207,6 +207,8 @@ def _copied(pairs: Sequence[tuple[Tensor, Tensor]], behind: Sequence[Future[Any]
     return began, time.perf_counter()
 
 
+# One stream: cuBLAS keeps memory for each.
+_stream_beside = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 Capture = Callable[[Callable[[], Sequence[Tensor]]], tuple[Sequence[Tensor], Callable[[], None]]]
 """function -> its results, whose memory stays, and what runs its kernels again, on the same memory."""
 
@@ -214,10 +216,9 @@ Capture = Callable[[Callable[[], Sequence[Tensor]]], tuple[Sequence[Tensor], Cal
 def graph_pool(device: torch.device) -> Capture:
     """A private pool of memory, in which it captures functions as CUDA graphs, one after the other. No GPU has run it.
 
-    On a stream beside: torch's own context would wait for the whole device, and empty the allocator's cache. Other
-    threads may go on with calls of theirs, as NCCL's watchdog does.
+    torch's own context would wait for the whole device. Other threads may go on meanwhile, as NCCL's watchdog does.
     """
-    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    pool, side = torch.cuda.graph_pool_handle(), _stream_beside(device)
 
     def capture(function: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)

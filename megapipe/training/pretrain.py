@@ -266,8 +266,11 @@ def _built(
 
 def _capture(stages: Stages, plan: Plan, report: Reporter) -> None:
     """CUDA graphs, where --cuda-graph-impl asks for them and the run can have them; the line says which."""
-    config, device = stages.config, stages.mesh.device
+    config, mesh, device = stages.config, stages.mesh, stages.mesh.device
     if said := graphs_line(config, plan.schedule, device.type):
         report.say(said)
         if device.type == "cuda" and not why_not(config, plan.schedule):
-            stages.capture(Graphs(partial(graph_pool, device), config.parallel.cuda_graph_warmup_steps, report.say))
+            tell = (
+                partial(print, flush=True) if mesh.dp_cp.rank == 0 else lambda text: None
+            )  # each rank has other stages
+            stages.capture(Graphs(partial(graph_pool, device), config.parallel.cuda_graph_warmup_steps, tell))

@@ -118,7 +118,7 @@ class Graphs:
 
     Args:
         pool: makes a private pool of memory to capture in, see device.graph_pool.
-        say: prints a line on the speaking rank.
+        say: prints a line on what became of a stage of this rank.
     """
 
     def __init__(self, pool: Callable[[], Capture], warmup: int, say: Callable[[str], None]) -> None:

@@ -23,6 +23,7 @@ from megapipe.plan.graphs import graphs_line
 from megapipe.schedule import build
 from megapipe.schedule.memory.slots import in_flight
 from tools.proofs.equivalence import Training, differing_bits, train
+from tools.proofs.equivalence_case import table
 from tools.proofs.gpu.captured import Pool
 from tools.proofs.gpu.graphs import case_of, passes, with_graphs, without
 
@@ -121,6 +122,25 @@ def test_gradients_that_moved_are_captured_again():
     ranks, said = alone(moving)
     assert said == ["CUDA graphs: F and B of 1 microbatch(es) in flight on stage 0"] * 2
     assert differing_bits(ranks, alone(graphs=False)[0]) == []
+
+
+def test_a_batch_that_grows_captures_what_more_is_in_flight():
+    def growing(training: Training) -> None:
+        step = training.step
+
+        def grow_and_step(number):
+            if number == 2:
+                training.case = replace(training.case, microbatches=4)
+                training.config = training.case.config
+                training.pipeline.take(training.config, table(training.case))
+            return step(number)
+
+        training.step = grow_and_step
+
+    case = replace(case_of("gpipe", 1), microbatches=2)
+    ranks, said = alone(growing, case=case)
+    assert said == [f"CUDA graphs: F and B of {n} microbatch(es) in flight on stage 0" for n in (2, 4)]
+    assert differing_bits(ranks, alone(growing, graphs=False, case=case)[0]) == []
 
 
 @pytest.mark.parametrize(
