@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.distributed.axis import Axis
+from megapipe.distributed.axis import Axis, Pending
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import Products
-from megapipe.tensor_parallel.weight_grad import accumulate_weight_grad, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import InTwo, accumulate_weight_grad, current_weight_grads
 
 
 class _Linear(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             grad_bias = bias_grad(ctx.bias, grad)
         if owed is not None:
-            owner.submit(lambda: _weight_pass(products, owed, closes.backward(grad).wait(), opens.forward(x).wait()))
+            owner.submit(InTwo(lambda: _weight_pass(products, owed, closes.backward(grad), opens.forward(x))))
         elif whole is not None:
             grad_weight = accumulate_weight_grad(ctx.weight, dy, whole.wait(), owner, products)
         return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
@@ -69,8 +69,12 @@ class _Linear(torch.autograd.Function):
 _linear: Callable[..., Tensor] = eager(_Linear.apply)
 
 
-def _weight_pass(products: Products, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    products.add_weight_grad(main_grad, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+def _weight_pass(products: Products, main_grad: Tensor, grad: Pending, x: Pending) -> Callable[[], None]:
+    def multiply() -> None:
+        dy, whole = grad.wait(), x.wait()
+        products.add_weight_grad(main_grad, dy.reshape(-1, dy.shape[-1]), whole.reshape(-1, whole.shape[-1]))
+
+    return multiply
 
 
 def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:

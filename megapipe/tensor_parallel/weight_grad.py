@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,20 +19,32 @@ from torch import Tensor
 from megapipe.distributed.axis import at_waits
 from megapipe.tensor_parallel.products import PLAIN, Products
 
+Job: TypeAlias = "Callable[[], None] | InTwo"
+
+
+class InTwo(NamedTuple):
+    """A product that waits for other ranks. begin: asks them, and returns what waits and multiplies."""
+
+    begin: Callable[[], Callable[[], None]]
+
+    def __call__(self) -> None:
+        self.begin()()
+
+
 _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
 
 
 class _Backward(threading.local):
     """The B pass that this thread runs: two of one stage may run together."""
 
-    owes: list[Callable[[], None]] | None = None
+    owes: list[Job] | None = None
 
 
 class WeightGrads:
     """The weight-gradient products of one stage, in the order of its backward passes."""
 
     def __init__(self) -> None:
-        self._owed: dict[int, list[Callable[[], None]]] = {}
+        self._owed: dict[int, list[Job]] = {}
         self._backward = _Backward()
 
     @contextmanager
@@ -60,11 +73,15 @@ class WeightGrads:
             self._backward.owes = None
 
     def run(self, microbatch: int) -> None:
-        """The W pass of a microbatch."""
-        for number, job in enumerate(self._owed.pop(microbatch)):
-            if number and at_waits.give_turn is not None:
+        """The W pass of a microbatch: what a product waits for travels during the one before."""
+        jobs = iter(self._owed.pop(microbatch))
+        multiply, first = _begun(next(jobs, None)), True
+        while multiply is not None:
+            if not first and at_waits.give_turn is not None:
                 at_waits.give_turn()  # a pass that only computes, cut where another one's transfer may be over
-            job()
+            then, first = _begun(next(jobs, None)), False
+            multiply()
+            multiply = then
 
     @property
     def owed(self) -> tuple[int, ...]:
@@ -76,13 +93,17 @@ class WeightGrads:
         """Is the stage in a B pass, so that its products are owed?"""
         return self._backward.owes is not None
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Job) -> None:
         """Do a product now, or keep it if the stage is in a B pass."""
         owes = self._backward.owes
         if owes is None:
             job()
         else:
             owes.append(job)
+
+
+def _begun(job: Job | None) -> Callable[[], None] | None:
+    return job.begin() if isinstance(job, InTwo) else job
 
 
 def current_weight_grads() -> WeightGrads | None:

@@ -51,7 +51,7 @@ def kept(mesh: ProcessMesh, model: ModelConfig, tokens: int = S) -> tuple[int, i
         y = layer(x)
     with stage.deferring(0):
         y.backward(torch.randn(y.shape).bfloat16())
-    cells = [cell.cell_contents for job in stage._owed[0] for cell in job.__closure__ or ()]
+    cells = [cell.cell_contents for job in stage._owed[0] for cell in getattr(job, "begin", job).__closure__ or ()]
     owed = [c for c in cells if isinstance(c, torch.Tensor) and c.dtype == torch.bfloat16]
     return size(saved), size(owed)
 
