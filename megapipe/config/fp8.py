@@ -11,6 +11,10 @@ FP8 = Idle(lambda c: c.model.fp8_format is None, "products have the type of the 
 DELAYED = Idle(
     lambda c: c.model.fp8_recipe != "delayed", "scales follow from the step itself, without --fp8-recipe delayed"
 )
+SHARED_SCALES = Idle(
+    lambda c: c.model.fp8_format is not None and c.model.fp8_recipe in ("delayed", "tensorwise"),
+    "rows of a layer in FP8 share a scale and are multiplied at once, with --fp8-recipe delayed or tensorwise",
+)
 ENDS = needs("first_last_layers_bf16", "all layers are alike")
 
 

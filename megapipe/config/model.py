@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.fp8 import FP8Config
+from megapipe.config.fp8 import SHARED_SCALES, FP8Config
 from megapipe.config.mla import HEADS, ROPE, STRETCHED, MLAConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.mtp import MTPConfig
@@ -178,6 +178,10 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
         bool, FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)
     ] = False
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP: 1/t of the activations there."""
+    tp_comm_overlap: Annotated[
+        bool, FREE, SHARED_SCALES, needs("tensor_model_parallel_size", "nothing is sent", least=2)
+    ] = False
+    """Multiply in pieces of the rows while those of other tensor-parallel ranks travel."""
     per_layer_overrides: Annotated[str | None, MUST] = None
     """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
     no_attention: Annotated[bool, NO_FLAG, MUST] = False

@@ -141,12 +141,17 @@ class Axis:
         exchange = self._exchange(x, lambda parts: _combine([part[mine] for part in parts], out, torch.add))
         return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
-    def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
+    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
         """Around the ring: x goes to the rank after, the rank before's comes; its receive is posted first.
 
         lane: shifts that are under way side by side have different ones, and begin in one order on all ranks.
+        into: where what comes is to be left.
         """
-        out, before, after = torch.empty_like(x), (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        out, before, after = (
+            torch.empty_like(x) if into is None else into,
+            (self.rank - 1) % self.size,
+            (self.rank + 1) % self.size,
+        )
         assert self.group is not None
         if self.device.type == "cuda":
             # Both in one group: NCCL runs what is posted apart in order, and in a ring each rank would wait for the

@@ -80,11 +80,12 @@ ddp-average-in-collective: gradients are added up and divided in float32
 overlap-p2p-communication overlap-p2p-communication-warmup-flush: the schedule's table orders messages and passes; there
     is nothing to set
 defer-embedding-wgrad-compute wgrad-deferral-limit=#: zero-bubble schedules defer weight gradients
-tp-comm-overlap tp-comm-overlap-rs-dgrad no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag
-    no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
+tp-comm-overlap-rs-dgrad no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs
+    no-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
     disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs
-    no-async-tensor-model-parallel-allreduce tp-comm-overlap-cfg=* tp-comm-bootstrap-backend=nccl|mpi|gloo: collectives
-    over tensor-parallel ranks do not overlap with products
+    tp-comm-overlap-cfg=* tp-comm-bootstrap-backend=nccl|mpi|gloo: --tp-comm-overlap overlaps every collective of a
+    linear layer with its products, or none
+no-async-tensor-model-parallel-allreduce: the sum of an input's gradient is under way during the weight's product
 pipeline-model-parallel-comm-backend=nccl: what --distributed-backend says
 hierarchical-context-parallel-sizes=#|...: keys travel in one ring; --cp-comm-type a2a+p2p is p2p
 disable-gloo-process-groups use-sharp create-all-gather-group: one process group per mesh axis

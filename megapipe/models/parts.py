@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -46,12 +47,16 @@ _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm,
 def parts_of(config: ModelConfig) -> Parts:
     """The parts that --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
     parts = _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL
-    if (fp8 := recipe_of(config)) is None:
-        return parts
-    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each. And it has not
-    # seen the weights that come quantised.
-    linear = parts if knows(fp8) and not config.fp8_param_gather else _LOCAL
-    return replace(parts, column=partial(linear.column, fp8=fp8), row=partial(linear.row, fp8=fp8))
+    fp8, given = recipe_of(config), dict[str, Any]()
+    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each. Nor has it seen
+    # weights that come quantised, and its own pieces ask for buffers that it must be given beforehand.
+    theirs = (fp8 is None or (knows(fp8) and not config.fp8_param_gather)) and not config.tp_comm_overlap
+    linear = parts if theirs else _LOCAL
+    if fp8 is not None:
+        given["fp8"] = fp8
+    if config.tp_comm_overlap:
+        given["in_pieces"] = True
+    return replace(parts, column=partial(linear.column, **given), row=partial(linear.row, **given)) if given else parts
 
 
 def recipe_of(config: ModelConfig) -> Recipe | None:

@@ -13,39 +13,44 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis, Pending
+from megapipe.tensor_parallel.pieces import Pieces
 
 
 class Edge(NamedTuple):
     """forward: of the tensor. backward: of its gradient. Both may work in place on what they are given.
 
     first: is this rank's the first of the summands, which takes what is to be added once?
+    pieces: products beside it are made in pieces, while those of others travel.
     """
 
     forward: Callable[[Tensor], Pending] = Pending
     backward: Callable[[Tensor], Pending] = Pending
     first: bool = True
+    pieces: Pieces | None = None
 
 
 INSIDE = Edge()
 """An edge at which nothing happens."""
 
 
-def opening(tp: Axis, sequence_parallel: bool) -> Edge:
+def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     """Into a region: from the whole [s, ...], or from this rank's [s/t, ...] under sequence parallelism."""
     if tp.size == 1:
         return INSIDE
+    pieces = Pieces(tp, sequence_parallel) if in_pieces else None
     if sequence_parallel:
-        return Edge(tp.start_all_gather, tp.start_reduce_scatter)
-    return Edge(backward=tp.start_all_reduce)
+        return Edge(tp.start_all_gather, tp.start_reduce_scatter, pieces=pieces)
+    return Edge(backward=tp.start_all_reduce, pieces=pieces)
 
 
-def closing(tp: Axis, sequence_parallel: bool) -> Edge:
+def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     """Out of a region, where each rank has a summand [s, ...]: to the sum, or to this rank's [s/t, ...] of it."""
     if tp.size == 1:
         return INSIDE
+    pieces = Pieces(tp, sequence_parallel) if in_pieces else None
     if sequence_parallel:
-        return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0)
-    return Edge(tp.start_all_reduce, first=tp.rank == 0)
+        return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0, pieces)
+    return Edge(tp.start_all_reduce, first=tp.rank == 0, pieces=pieces)
 
 
 class _Across(torch.autograd.Function):

@@ -10,6 +10,7 @@ A row layer's input is always the slice that a column layer made, and its bias i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.opens, ctx.closes, ctx.products = weight, bias, opens, closes, products
         ctx.weight_grads = current_weight_grads()
         # A product adds a bias at no cost, which one of the summands then brings along.
-        y = products.forward(opens.forward(x).wait(), weight, bias if closes.first else None)
-        return closes.forward(y).wait()
+        multiply, width = partial(products.forward, weight=weight, bias=bias if closes.first else None), len(weight)
+        if opens.pieces is not None:
+            return opens.pieces.gathered(x, multiply, width)[0]
+        if closes.pieces is not None:
+            return closes.pieces.summed(x, multiply, width)
+        return closes.forward(multiply(opens.forward(x).wait())).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,9 +57,16 @@ class _Linear(torch.autograd.Function):
         deferring = owner is not None and owner.is_deferring
         owed: Tensor | None = getattr(ctx.weight, "main_grad", None) if needs_weight and deferring else None
         whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
-        dy = closes.backward(grad).wait()
-        # It is summed during the products below.
-        grad_x = opens.backward(products.input_grad(dy, weight)) if needs_x else None
+        multiply, width = partial(products.input_grad, weight=weight), weight.shape[1]
+        if needs_x and closes.pieces is not None:
+            made, dy = closes.pieces.gathered(grad, multiply, width)
+            grad_x: Pending | None = Pending(made)
+        elif needs_x and owed is not None and opens.pieces is not None:
+            dy, grad_x = grad, Pending(opens.pieces.summed(grad, multiply, width))
+        else:
+            dy = closes.backward(grad).wait()
+            # It is summed during the products below.
+            grad_x = opens.backward(multiply(dy)) if needs_x else None
         grad_weight = grad_bias = None
         if needs_bias:
             grad_bias = bias_grad(ctx.bias, grad)
@@ -100,6 +112,7 @@ class ColumnParallelLinear(nn.Module):
         blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
         init_std: standard deviation of the initial weight, as in Layout.
         fp8: how its products are quantised; None for those in the type of its operands.
+        in_pieces: multiply while rows of other ranks travel, if the products allow it.
     """
 
     def __init__(
@@ -114,11 +127,12 @@ class ColumnParallelLinear(nn.Module):
         init_std: float | None = 0.02,
         tied_to: str | None = None,
         fp8: Recipe | None = None,
+        in_pieces: bool = False,
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
         assert output_size % (blocks * tp.size) == 0, f"{output_size} outputs do not divide over {tp.size} ranks"
-        self._opens = opening(tp, sequence_parallel)
+        self._opens = opening(tp, sequence_parallel, in_pieces and self.products.by_rows)
         rows = output_size // tp.size
         shape = (output_size,) if blocks == 1 else (blocks, output_size // blocks)
         dim = len(shape) - 1
@@ -140,6 +154,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: the output is this rank's share of the sequence.
         init_std: standard deviation of the initial weight, as in Layout.
         fp8: how its products are quantised; None for those in the type of its operands.
+        in_pieces: multiply while rows of other ranks travel, if the products allow it.
     """
 
     def __init__(
@@ -152,11 +167,12 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         init_std: float | None = 0.02,
         fp8: Recipe | None = None,
+        in_pieces: bool = False,
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
         assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"
-        self._closes = closing(tp, sequence_parallel)
+        self._closes = closing(tp, sequence_parallel, in_pieces and self.products.by_rows)
         self.weight = set_layout(
             nn.Parameter(torch.empty(output_size, input_size // tp.size)),
             Layout((output_size, input_size), 1, std=init_std),

@@ -42,6 +42,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` that leaves its result in out [..., out], which is contiguous and of x's type."""
+    if not out.is_cuda:
+        return out.copy_(linear(x, weight, bias))
+    rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=into)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=into)
+    return out
+
+
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     large = x.numel() * weight.shape[0] >= _ONEDNN_FROM
     return large and _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
@@ -86,15 +98,21 @@ def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 class Products:
-    """The three products of a linear layer, in the type of what is multiplied. `fp8` has others."""
+    """The three products of a linear layer, in the type of what is multiplied. `fp8` has others.
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b, with x [..., in], weight [out, in] and bias [out] -> [..., out]."""
-        return linear(x, weight, bias)
+    Attributes:
+        by_rows: a row of the first two depends on no other, so that they may be made in pieces.
+    """
 
-    def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy W, with dy [..., out] -> [..., in]."""
-        return linear(dy, weight.t())
+    by_rows = True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """x W^T + b, with x [..., in], weight [out, in] and bias [out] -> [..., out]; left in `out` if there is one."""
+        return linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
+
+    def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """dy W, with dy [..., out] -> [..., in]; left in `out` if there is one."""
+        return linear(dy, weight.t()) if out is None else linear_into(out, dy, weight.t())
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """dy^T x, with dy [n, out] and x [n, in] -> [out, in]."""

@@ -12,11 +12,13 @@ from math import inf
 from pathlib import Path
 
 from megapipe.config import Config, ModelConfig
+from megapipe.config.fp8 import SHARED_SCALES
 from megapipe.errors import ConfigError
 from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
 from megapipe.schedule import Costs
 from megapipe.schedule.costs import PerStage
+from megapipe.tensor_parallel.pieces import PIECES
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         b = b if model.sequence_parallel else f  # two all-reduces each way
         again = f * (model.recompute_granularity == "full")
         forth, back = device.seconds(f, t, 4), device.seconds(b + again, t, 6)
+        if model.tp_comm_overlap and not SHARED_SCALES.where(config):
+            one = (_of_layer(costs.f, plan), _of_layer(costs.b, plan))
+            forth, back = (_showing(sent, here, model, t) for sent, here in zip((forth, back), one, strict=True))
     if c > 1:
         f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
         forth, back = forth + device.seconds(f, t * c), back + device.seconds(b, t * c, 2)
@@ -115,6 +120,19 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         attention_b=_less(costs.attention_b, b_all, longer_b),
         comm=device.seconds(hidden, extent) if len(plan.schedule.ranks) > 1 else 0.0,
     )
+
+
+def _of_layer(times: PerStage, plan: Plan) -> float:
+    """Seconds of a layer's pass, with its part of the model's ends."""
+    stages = plan.schedule.placement.chain
+    return sum(times[:stages] if isinstance(times, tuple) else [times] * stages) / sum(plan.counts)
+
+
+def _showing(sent: float, computed: float, model: ModelConfig, ranks: int) -> float:
+    """Seconds of a layer's collectives that are beside no product made in pieces."""
+    last = 0.0 if model.sequence_parallel else sent / PIECES
+    beside = 1 - 1 / (ranks if model.sequence_parallel else PIECES)
+    return last + max(0.0, sent - last - beside * computed)
 
 
 def replicas(plan: Plan, config: Config) -> int:

@@ -91,8 +91,8 @@ class Alone(Axis):
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
         return Pending(x[: x.shape[0] // self.size].clone())
 
-    def start_shift(self, x: Tensor, lane: int = 0) -> Pending:
-        return Pending(x.clone())
+    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
+        return Pending(x.clone() if into is None else into.copy_(x))
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return x.clone()

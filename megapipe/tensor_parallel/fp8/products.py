@@ -76,14 +76,21 @@ class Scaled(Products, nn.Module):
         """Quantise each weight once from now on: none may change before this is said again. Or each time again."""
         self.weights = {} if on else None
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    @property
+    def by_rows(self) -> bool:  # type: ignore[override]
+        """Is a scale of a row's own?"""
+        return self.recipe.block(INPUT) is not None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         a, b = self.quantised(_rows(x), INPUT), self._weight(weight)
         # Its sums are of one product: fewer bits of them do, as in Transformer Engine.
-        return multiply(a, b, x.dtype, bias, fast=True).view(*x.shape[:-1], -1)
+        y = multiply(a, b, x.dtype, bias, fast=True).view(*x.shape[:-1], -1)
+        return y if out is None else out.copy_(y)
 
-    def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         a, b = self.quantised(_rows(dy), GRADIENT), self._weight(weight, transposed=True)
-        return multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
+        dx = multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
+        return dx if out is None else out.copy_(dx)
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The product in float32."""

@@ -31,6 +31,7 @@ ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
 TP, SEQUENCE = "--tensor-model-parallel-size 2 ", "--tensor-model-parallel-size 2 --sequence-parallel "
+PIECES = "--tp-comm-overlap "
 CP, EP = "--context-parallel-size 2 ", "--expert-model-parallel-size 2 "
 VALIDATION = "--enable-optimizer-post-validation --post-validation-after 0 "
 PAIRS, DEPTH = "--overlap-moe-expert-parallel-comm ", "--mtp-num-layers 1 "
@@ -50,6 +51,9 @@ AXES = {
     "tp dp zero-3": (2, 2, SEQUENCE + FSDP),
     "tp": (1, 2, TP),
     "tp sequence": (1, 2, SEQUENCE + LLAMA),
+    "tp overlapped": (1, 2, SEQUENCE + PIECES),
+    "tp overlapped, four ranks": (1, 4, "--tensor-model-parallel-size 4 --sequence-parallel " + PIECES),
+    "tp overlapped whole": (1, 2, TP + PIECES + LLAMA),
     "cp ring": (1, 2, CP + LLAMA),
     "cp heads": (1, 2, CP + "--cp-comm-type a2a " + LLAMA),
     "cp gathered": (1, 2, CP + "--cp-comm-type all_gather " + LLAMA),

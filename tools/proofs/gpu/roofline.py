@@ -65,12 +65,32 @@ MODELS = {
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seconds, kernels, bytes and FLOPs of what runs inside, by the name of the operation."""
+    """Seconds, kernels, bytes and FLOPs of what runs inside, by the name of the operation.
+
+    Attributes:
+        waited: seconds for what travels beside, see `send`; travelled: of all that.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds = defaultdict[str, float](float)
         self.kernels, self.bytes, self.flops = Counter[str](), 0.0, 0.0
+        self.waited = self.travelled = self._link_free = 0.0
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return sum(self.seconds.values()) + self.waited
+
+    def send(self, seconds: float) -> float:
+        """Begin to send for so long, behind what is being sent. Returns: when it is over."""
+        self._link_free = max(self.now, self._link_free) + seconds
+        self.travelled += seconds
+        return self._link_free
+
+    def wait_for(self, end: float) -> None:
+        """Nothing is computed until then."""
+        self.waited += max(0.0, end - self.now)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
