@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megapipe.config import Config
 from megapipe.plan.slices import FLAG, number_of
-from megapipe.plan.split import is_searched
 from megapipe.schedule import Schedule
 from megapipe.schedule.transforms.cuts import DOCUMENTS
 
@@ -33,8 +32,6 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
         f"--model-provider {model.model_provider}": model.model_provider is not None,
     }
     yield from (f"{given} does not go with {other}. Leave one of them out." for other, there in others.items() if there)
-    if is_searched(name):
-        yield f"{given} does not go with --pipeline-schedule {name}, which is searched. Use zb-h1 or interleaved-zb."
     if not model.has_experts:
         return
     if model.by_sinkhorn:

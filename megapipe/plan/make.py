@@ -234,7 +234,8 @@ def _of_batch(plan: Plan, config: Config, *, paired: bool) -> Plan:
     place, count = plan.schedule.placement, config.num_microbatches
     if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
-        empty = replace(plan, schedule=Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks))
+        of_count = Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks, cuts=plan.schedule.cuts)
+        empty = replace(plan, schedule=of_count)
         made = _searched(config, empty, None if limit is None else limit * GIB, fixed=True)
     elif (schedule := schedule_of(config, count)).placement == place:
         made = replace(plan, schedule=schedule)
@@ -259,10 +260,11 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
         fixed: in the plan's own split alone.
     """
     from megapipe.schedule.search.auto import Candidate, limits, search_among  # only who searches pays for loading it
+    from megapipe.schedule.search.sliced import fastest_slices
 
     drafts, candidates = {}, []
     for place in (plan.schedule.placement,) if fixed else placements(config):
-        empty = Schedule(plan.schedule.name, place, plan.schedule.num_microbatches, ((),) * place.num_ranks)
+        empty = replace(plan.schedule, placement=place, ranks=((),) * place.num_ranks)
         auto = config.parallel.pipeline_model_parallel_layout == AUTO
         counts = plan.counts if fixed else balanced(plan.pieces, place.chain) if auto else counts_of(config, place)
         draft = drafts[place] = replace(plan, schedule=empty, counts=counts)
@@ -273,8 +275,11 @@ def _searched(config: Config, plan: Plan, limit: float | None, *, fixed: bool = 
     try:
         late = config.parallel.enable_optimizer_post_validation  # steps follow each other without a barrier
         objective = "period" if late else "makespan"
-        m = plan.schedule.num_microbatches
-        found = search_among(candidates, m, objective=objective, effort=effort, portable=True).schedule
+        m, cuts = plan.schedule.num_microbatches, plan.schedule.cuts
+        if cuts:
+            found = fastest_slices(candidates, m, cuts, effort=effort, portable=True)
+        else:
+            found = search_among(candidates, m, objective=objective, effort=effort, portable=True).schedule
     except ScheduleError:  # no split can hold one microbatch: `make_plan` says what is needed
         return plan
     return replace(drafts[found.placement], schedule=found)

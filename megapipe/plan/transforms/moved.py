@@ -113,7 +113,7 @@ def within(schedule: Schedule, costs: Costs, room: Memory, *, any_order: bool) -
     """The table, or with any order one that is faster, with what has to leave for a room of so many bytes on each
     rank; None if that is not enough. Same arguments, same result: every rank solves by itself."""
     bases, plain = [schedule], {Kind.F, Kind.B, Kind.W, Kind.BW}
-    if any_order and schedule.kinds <= plain and not schedule.placement.depths:
+    if any_order and schedule.kinds <= plain and not (schedule.placement.depths or schedule.cuts):
         place, m = schedule.placement, schedule.num_microbatches
         bases += searched(place.num_ranks, m, costs, room, place=place, portable=True)
     try:

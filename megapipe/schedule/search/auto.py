@@ -106,7 +106,7 @@ def search(
     Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
     """
     check_size("zb-auto", ranks, microbatches, chunks or 1)
-    places = _placements(ranks, microbatches, placement, chunks, costs, objective)
+    places = placements(ranks, microbatches, placement, chunks, costs, objective)
     candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
     return search_among(
         candidates,
@@ -167,10 +167,10 @@ def _worth(schedule: Schedule, costs: Costs, period: bool) -> tuple[float, float
     return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
 
 
-def _placements(
+def placements(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs, objective: str
 ) -> list[Placement]:
-    """Placements to try."""
+    """Placements to try. Raises: ScheduleError if arguments make no sense."""
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
     if placement not in (None, "loop", "v"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, is_file
@@ -11,12 +12,17 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
-from megapipe.schedule.simulate import run_clock
+from megapipe.schedule.search.auto import Candidate, placements
+from megapipe.schedule.search.sliced import fastest_slices
+from megapipe.schedule.simulate import run_clock, simulate
 from megapipe.schedule.text import load
 from megapipe.schedule.transforms.cuts import Cutting, shares
 from megapipe.schedule.transforms.slices import in_place, slices
 from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
+
+_EFFORT = 4.0
+"""Of a search, about seconds of a core."""
 
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
@@ -34,7 +40,10 @@ def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 def references(
     name: str, ranks: int | None, microbatches: int | None, costs: Costs, *, cutting: Cutting, chunks: int | None = None
 ) -> dict[str, Schedule]:
-    """Tables that one in slices is measured against: of one document, if it has several, and of no slices."""
+    """Tables that one in slices is measured against: of one document, if it has several, and of no slices. None of one
+    that was searched."""
+    if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
+        return {}
     size = ranks, microbatches, costs
     one = whole = None
     if cutting.documents > 1:
@@ -77,14 +86,20 @@ def told_slices(
     said[0] += f", {documents} documents" if documents > 1 else ""
     if is_file(name):
         return in_place(load(name), cuts, begins), said
-    if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
-        raise ScheduleError(f"{name} is searched for whole microbatches. Cut another, such as zb-h1 --slices {count}")
     if ranks is None or microbatches is None:
         raise ScheduleError(f"show {name} --slices needs --pp and --microbatches, such as --pp 4 --microbatches 8")
 
     def made_for(number: int) -> Schedule:
         return build(name, ranks, number, chunks=chunks, costs=costs)
 
+    if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
+        size = microbatches, cuts
+        room = memory or max(
+            simulate(slices(partial(build, "1f1b", ranks), *size, costs, documents=begins), costs).peak
+        )
+        shapes = placements(ranks, microbatches, None, chunks, costs, "makespan")
+        candidates = [Candidate(place, costs, (room,) * ranks) for place in shapes]
+        return fastest_slices(candidates, *size, documents=begins, effort=_EFFORT), said
     if name.lower() in SLICED:
         if begins:
             raise ScheduleError(f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved.")

@@ -10,6 +10,7 @@ from megapipe.commands import schedules
 from megapipe.commands.emulate.device import Shared
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Kind
+from megapipe.schedule.views import sliced
 
 ASKED = ["show", "1f1b", "--pp", "4", "--microbatches", "4", "--slices", "2", "--attention-share", "0.6"]
 
@@ -62,9 +63,13 @@ def test_flags_of_slices_need_slices(flags):
         schedules.main([*ASKED[:6], *flags])
 
 
-def test_a_searched_schedule_is_not_cut():
-    with pytest.raises(ScheduleError, match=r"zb-auto is searched for whole microbatches\. Cut another, such as zb-h1"):
-        schedules.main(["show", "zb-auto", *ASKED[2:8]])
+def test_an_order_of_slices_is_searched(capsys, monkeypatch):
+    monkeypatch.setattr(sliced, "_EFFORT", 0.3)
+    asked = ["show", "zb-auto", "--pp", "2", "--microbatches", "2", "--slices", "2", "--chunks", "1"]
+    assert schedules.main(asked) == 0
+    assert "zb-auto: makespan 6.5," in capsys.readouterr().out  # 6 of work, and a slice before the second rank begins
+    with pytest.raises(ScheduleError, match=r"zb-auto finds no order of 2 slices in memory 0\.7\. Allow more, or take"):
+        schedules.main([*asked, "--memory", "0.7"])
 
 
 def test_an_emulated_device_takes_what_its_slice_takes():
