@@ -249,6 +249,8 @@ class Flags:
     """Cases alone whose microbatches go in several slices."""
     only_memory: bool = False
     """Cases alone whose activations go to the host or are computed again: O, L and R."""
+    only_shares: bool = False
+    """Cases alone whose ranks keep shares of gradients, or weights too, between runs of passes: AF, AB and RS."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -271,7 +273,8 @@ def main(argv: Sequence[str]) -> None:
 
         def wanted(case: Case) -> bool:
             sliced, moves = len(case.slices) > 1, bool(table(case).kinds & {Kind.O, Kind.R})
-            return (sliced or not options.only_slices) and (moves or not options.only_memory)
+            shared = case.sharding != "none" or not options.only_shares
+            return shared and (sliced or not options.only_slices) and (moves or not options.only_memory)
 
         count, case, found = fuzz(options.seconds, options.seed, options.schedules, most=options.cases, wanted=wanted)
     if found and case is not None:
