@@ -64,6 +64,7 @@ class Costs:
             the keys, for those behind it.
         mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
             first to the end of their reduction; what a rank has for ever, its shares of both, is not counted.
+        mem_lent: the first stage's, of one that has some of them: they are whole while either is.
     Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 
@@ -97,6 +98,7 @@ class Costs:
     mem_r: PerStage = 0.0
     mem_a: PerStage = 0.0
     mem_g: PerStage = 0.0
+    mem_lent: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -168,6 +170,10 @@ class Costs:
     def keys(self, stage: int, placement: Placement) -> float:
         """mem_k of a stage."""
         return self._at("mem_k", stage, placement)
+
+    def lent(self, stage: int, placement: Placement) -> float:
+        """mem_lent of a stage."""
+        return self._at("mem_lent", stage, placement)
 
     def of_step(self, step: Step, placement: Placement, table: Schedule | None = None) -> float:
         """Duration of a step: of one pass, or of two run together. table: says how microbatches are cut."""

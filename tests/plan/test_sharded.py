@@ -65,6 +65,10 @@ def test_weights_shared_by_both_ends_have_their_gradients_whole_between_runs() -
     made = parse(Config, [*shared, "--pipeline-model-parallel-size", "2"])
     one = make_plan(Config(**{**vars(made), "world_size": 2 * DP}).with_batch(32))
     words = 4.0 * 128 * 64
+    assert not any(one.costs.mem_lent)  # the head is on another rank, and has a weight of its own
+    made = parse(Config, shared)
+    here = make_plan(Config(**{**vars(made), "world_size": DP}).with_batch(32)).costs
+    assert here.mem_lent == (0.0, 0.0, 0.0, here.mem_a[0])
     assert one.state_bytes == tuple(x + words for x in apart.state_bytes)
 
 

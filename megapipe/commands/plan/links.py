@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from math import inf
+from operator import add
 from pathlib import Path
 
 from megapipe.config import Config, ModelConfig
@@ -106,7 +107,8 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     assert isinstance(b_all, tuple)
     if plan.sharding:
         n, ranks = config.weight_replicas, replicas(plan, config)
-        whole = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_g))
+        own, lent, left = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_lent, costs.mem_g))
+        whole = tuple(map(add, own, lent)), left
         a, g = (tuple(device.seconds((n - 1) / n * x, ranks) for x in sizes) for sizes in whole)
         costs = replace(costs, a=a, g=g)
     longer_f = tuple(x + n * forth for x, n in zip(f_all, layers, strict=True))

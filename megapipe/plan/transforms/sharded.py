@@ -75,15 +75,15 @@ class Sharding(NamedTuple):
         shared = ((dense, self.replicas), (experts, self.same))
         sent = [sum(both) for both in zip(*([x / n * (n - 1) for x in own] for own, n in shared), strict=True)]
         whole = [sum(both) for both in zip(dense, experts, strict=True)]
-        gathered = [[x + own[0] * (0 < lends == i) for i, x in enumerate(own)] for own in (sent, whole)]
+        came = [x + sent[0] * (0 < lends == i) for i, x in enumerate(sent)]
         unit = self.link * self.tp * (sum(costs.f) / work if isinstance(costs.f, tuple) and work else 1.0)
         if not (costs.a or costs.g):
             sends = (self.replicas - 1) / self.replicas
-            a = tuple(unit * (self.element * x - less * sends) for x, less in zip(gathered[0], lighter, strict=True))
+            a = tuple(unit * (self.element * x - less * sends) for x, less in zip(came, lighter, strict=True))
             costs = replace(costs, a=a, g=tuple(unit * self.gradient * x for x in sent))
-        came = (self.element * x - less for x, less in zip(gathered[1], lighter, strict=True))
-        mem_a = tuple(x if self.weights else 0.0 for x in came)
-        return replace(costs, mem_a=mem_a, mem_g=tuple(self.gradient * x for x in whole))
+        mem_a = tuple((self.element * x - less) * self.weights for x, less in zip(whole, lighter, strict=True))
+        lent = tuple(mem_a[0] * (0 < lends == i) for i in range(len(mem_a)))
+        return replace(costs, mem_a=mem_a, mem_g=tuple(self.gradient * x for x in whole), mem_lent=lent)
 
     def least(self, schedule: Schedule, costs: Costs) -> list[float]:
         """Bytes that are whole on each rank however shortly they live."""

@@ -62,17 +62,44 @@ def memory_steps(
 
 def _whole(schedule: Schedule, costs: Costs, clock: _Clock, rank: int) -> Iterator[tuple[float, float, int]]:
     """Times, sizes and steps of the weights and gradients that are whole for a while."""
-    *_, weights, gradients = costs.memory(schedule.placement)
+    place = schedule.placement
+    *_, weights, gradients = costs.memory(place)
     end, begun, free = clock.end[rank], list[float](), 0.0
     for step, starts, ends in zip(schedule.ranks[rank], clock.start[rank], end, strict=True):
         computes = step[0].kind.traits.lane is Lane.COMPUTE
         # A step beside is begun where it stands in the row, though its lane may have to end another first.
         begun.append(starts if computes else free)
         free = ends if computes else free
+    borrow = {stage for stage in place.stages_on(rank) if costs.lent(stage, place)}
+    of_first = list[tuple[_Moment, _Moment]]()
     for kind, stage, first, last, waits in lives(schedule, rank):
-        size = (weights if kind is Kind.AF else gradients)[stage]
-        yield begun[first], size, first
-        yield max(end[last], begun[waits] if waits >= 0 else 0.0), -size, max(last, waits)
+        takes = begun[first], first
+        gives = max(end[last], begun[waits] if waits >= 0 else 0.0), max(last, waits)
+        first_too = kind is Kind.AF and bool(borrow) and stage in {0, *borrow}
+        if first_too:
+            of_first.append((takes, gives))
+        if stage or not first_too:
+            size = (weights if kind is Kind.AF else gradients)[stage]
+            yield takes[0], size, takes[1]
+            yield gives[0], -size, gives[1]
+    for (taken, first), (given, last) in _united(of_first):
+        yield taken, weights[0], first
+        yield given, -weights[0], last
+
+
+_Moment = tuple[float, int]
+"""A time, and the step of a row."""
+
+
+def _united(whiles: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Moment]]:
+    """The times in which any of some is."""
+    found: list[tuple[_Moment, _Moment]] = []
+    for takes, gives in sorted(whiles):
+        if found and takes < found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], gives)
+        else:
+            found.append((takes, gives))
+    return found
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:

@@ -138,10 +138,22 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     found = []
     for rank, row in enumerate(schedule.ranks):
         own = place.stages_on(rank)
+        borrow = {stage for stage in own if costs.lent(stage, place)}
         pairs = max((len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0)
-        sizes = sorted((weights[s] for s in own), reverse=True)[: max(way.weights, pairs) if way.weights else 0]
-        found.append(sum(sizes) + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]))
+        of_weights = _largest(own, weights, max(way.weights, pairs) if way.weights else 0, borrow)
+        found.append(of_weights + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]))
     return found
+
+
+def _largest(own: Sequence[int], sizes: Sequence[float], count: int, borrow: set[int]) -> float:
+    """The most that so many of these stages have; those that borrow of the first have its with them."""
+
+    def most(stages: Iterable[int], count: int) -> float:
+        return sum(sorted((sizes[s] for s in stages), reverse=True)[:count])
+
+    if not (count and borrow):
+        return most(own, count)
+    return max(most({*own} - borrow, count), sizes[0] + most({*own} - {0}, count))
 
 
 class _Played:
