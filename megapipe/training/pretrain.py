@@ -206,6 +206,8 @@ class Training:
         seconds = config.parallel.distributed_timeout_seconds_after_init
         run.report.pause()
         last = progress.iteration if config.data.skip_train else progress.last_iteration(config)
+        gc.collect()
+        gc.freeze()  # modules, model and tables stay: no collection within a step need walk them
         if config.train.manual_gc:
             gc.disable()
         with closing(self.saving):
@@ -250,7 +252,7 @@ class Training:
         if iteration == began + 1 or (every and iteration % every == 0):
             gc.collect()
         if iteration == began + 1:
-            gc.freeze()  # modules, model and tables stay: a full collection within a step need not walk them
+            gc.freeze()  # nor what the step has made to stay
 
 
 def _built(
