@@ -45,7 +45,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _vocabulary_problems(config, name, placement)
         yield from _depth_problems(config, name, schedule_of(config, microbatches or usual))
         yield from _pair_problems(config)
-        yield from _sharding_problems(config, name, placement)
+        yield from _sharding_problems(config)
         if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
             yield from slice_problems(config, name, schedule_of(config, microbatches or usual))
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
@@ -156,18 +156,11 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
                 )
 
 
-def _sharding_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
+def _sharding_problems(config: Config) -> Iterator[str]:
     """Tables in which no run of passes has a stage's weights for itself."""
     par = config.parallel
-    if not par.shards_grads or config.weight_replicas == 1:
-        return
-    if par.vocab_parallel_pipeline:
+    if par.shards_grads and config.weight_replicas > 1 and par.vocab_parallel_pipeline:
         yield f"{par.splits_by} does not go with --vocab-parallel-pipeline. Leave one of them out."
-    if place.num_chains > 1:
-        yield (
-            f"--pipeline-schedule {name} has two copies of the model, whose weights {par.splits_by} does not split. "
-            "Use dualpipe-v, or --use-distributed-optimizer in its place."
-        )
 
 
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:

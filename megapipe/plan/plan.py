@@ -92,7 +92,8 @@ class Plan:
         position that borrows them, 0 for none."""
         place, works = self.schedule.placement, list(self.works[: self.schedule.placement.chain])
         last = place.main - 1
-        if not self.tied or place.rank_of[0] != place.rank_of[last]:
+        firsts = place.rank_of[: place.chain * place.num_chains : place.chain]
+        if not self.tied or place.rank_of[last] not in firsts:
             return works, 0
         works[last] = replace(works[last], parameters=works[last].parameters - self.vocab_weights)
         return works, last

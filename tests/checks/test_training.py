@@ -85,11 +85,6 @@ def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
             "Leave --use-megatron-fsdp out, or use --optimizer adam.",
         ),
         (
-            "--use-megatron-fsdp --pipeline-schedule dualpipe",
-            "--pipeline-schedule dualpipe has two copies of the model, whose weights --use-megatron-fsdp does not "
-            "split. Use dualpipe-v, or --use-distributed-optimizer in its place.",
-        ),
-        (
             "--use-megatron-fsdp --vocab-parallel-pipeline",
             "--use-megatron-fsdp does not go with --vocab-parallel-pipeline. Leave one of them out.",
         ),

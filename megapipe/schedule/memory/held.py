@@ -70,21 +70,23 @@ def _whole(schedule: Schedule, costs: Costs, clock: _Clock, rank: int) -> Iterat
         # A step beside is begun where it stands in the row, though its lane may have to end another first.
         begun.append(starts if computes else free)
         free = ends if computes else free
-    borrow = {stage for stage in place.stages_on(rank) if costs.lent(stage, place)}
+    own = place.stages_on(rank)
+    borrow = {stage for stage in own if costs.lent(stage, place)}
+    lender = next((stage for stage in own if place.is_first(stage)), -1) if borrow else -1
     of_first = list[tuple[_Moment, _Moment]]()
     for kind, stage, first, last, waits in lives(schedule, rank):
         takes = begun[first], first
         gives = max(end[last], begun[waits] if waits >= 0 else 0.0), max(last, waits)
-        first_too = kind is Kind.AF and bool(borrow) and stage in {0, *borrow}
+        first_too = kind is Kind.AF and bool(borrow) and stage in {lender, *borrow}
         if first_too:
             of_first.append((takes, gives))
-        if stage or not first_too:
+        if stage != lender or not first_too:
             size = (weights if kind is Kind.AF else gradients)[stage]
             yield takes[0], size, takes[1]
             yield gives[0], -size, gives[1]
     for (taken, first), (given, last) in _united(of_first):
-        yield taken, weights[0], first
-        yield given, -weights[0], last
+        yield taken, weights[lender], first
+        yield given, -weights[lender], last
 
 
 _Moment = tuple[float, int]

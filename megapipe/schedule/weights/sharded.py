@@ -59,7 +59,7 @@ def with_sharded_weights(schedule: Schedule, costs: Costs = UNIT, living: Living
 
     Args:
         living: of all ranks, or of each; (): every stage is gathered once a step and reduced once.
-    Raises: ScheduleError for a table that has such passes, two copies of the model or a shared vocabulary.
+    Raises: ScheduleError for a table that has such passes, or a shared vocabulary.
     """
     _refuse(schedule)
     clock = run_clock(schedule, costs)
@@ -139,13 +139,14 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     for rank, row in enumerate(schedule.ranks):
         own = place.stages_on(rank)
         borrow = {stage for stage in own if costs.lent(stage, place)}
+        first = {stage for stage in own if place.is_first(stage)} if borrow else set()
         pairs = max((len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0)
-        of_weights = _largest(own, weights, max(way.weights, pairs) if way.weights else 0, borrow)
+        of_weights = _largest(own, weights, max(way.weights, pairs) if way.weights else 0, first, borrow)
         found.append(of_weights + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]))
     return found
 
 
-def _largest(own: Sequence[int], sizes: Sequence[float], count: int, borrow: set[int]) -> float:
+def _largest(own: Sequence[int], sizes: Sequence[float], count: int, first: set[int], borrow: set[int]) -> float:
     """The most that so many of these stages have; those that borrow of the first have its with them."""
 
     def most(stages: Iterable[int], count: int) -> float:
@@ -153,7 +154,7 @@ def _largest(own: Sequence[int], sizes: Sequence[float], count: int, borrow: set
 
     if not (count and borrow):
         return most(own, count)
-    return max(most({*own} - borrow, count), sizes[0] + most({*own} - {0}, count))
+    return max(most({*own} - borrow, count), most(first, 1) + most({*own} - first, count))
 
 
 class _Played:
@@ -190,10 +191,9 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
 def _refuse(schedule: Schedule) -> None:
     if there := sorted(schedule.kinds & (GATHERS | REDUCES | {Kind.A, Kind.G, Kind.V})):
         raise ScheduleError(f"{schedule.name} has {' and '.join(there)} already. Shard the table without.")
-    place = schedule.placement
-    if place.num_chains > 1 or place.vocabulary:
-        what = "keeps two copies of the model" if place.num_chains > 1 else "shares the vocabulary among ranks"
-        raise ScheduleError(f"{schedule.name} {what}: its weights are not sharded between runs. Take another table.")
+    if schedule.placement.vocabulary:
+        what = "shares the vocabulary among ranks: its weights are not sharded between runs"
+        raise ScheduleError(f"{schedule.name} {what}. Take another table.")
 
 
 def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living) -> tuple[Step, ...]:

@@ -32,7 +32,7 @@ GRADS = {**FSDP, "data_parallel_sharding_strategy": "optim_grads"}
         ("1f1b", 1, FSDP, {"bf16": True}),
         ("zb-v", 2, {**FSDP, "overlap_grad_reduce": True, "ddp_num_buckets": 2}, {}),
         ("interleaved", 2, {**GRADS, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
-        ("zb-h1", 2, {"use_torch_fsdp2": True}, {"bf16": True, "grad_reduce_in_bf16": True}),
+        ("dualpipe", 2, {"use_torch_fsdp2": True}, {"bf16": True, "grad_reduce_in_bf16": True}),
     ],
 )
 def test_a_run_has_the_bits_of_one_without(schedule, pp, ours, flags):

@@ -23,6 +23,7 @@ from megapipe.schedule import (
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.lower import forward_only
 from megapipe.schedule.passes import Placement
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.weights.runs import runs, sums
 
 WHOLE = "0AF0 0F0 0F1 1AF0 1F0 1F1 1BW1 1BW0 1RS0 0AB1 0BW1 0BW0 0RS0"
@@ -101,7 +102,7 @@ def test_a_file_of_either_form_keeps_them_and_an_evaluation_gathers_for_its_forw
     assert [str(x) for (x,) in forward_only(table).ranks[0]] == ["0AF0", "0F0", "0F1", "1AF0", "1F0", "1F1"]
 
 
-def test_a_vocabulary_or_a_model_in_two_copies_is_not_gathered() -> None:
-    plain = build("dualpipe", 2, 4)
-    row = (*plain.ranks[0], (Pass(Kind.RS, 0, 1),))
-    assert "do not go with two copies of the model" in refusal(replace(plain, ranks=(row, plain.ranks[1])))
+def test_a_vocabulary_is_not_gathered() -> None:
+    plain = with_vocabulary(build("1f1b", 2, 4))
+    row = (*plain.ranks[0], (Pass(Kind.RS, 0, 3),))
+    assert "do not go with a vocabulary that ranks share" in refusal(replace(plain, ranks=(row, plain.ranks[1])))

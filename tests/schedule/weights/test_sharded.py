@@ -79,12 +79,18 @@ def test_a_gradient_waits_for_all_reductions_but_the_last() -> None:
     assert time.peak == (whole_at_most(table, slow, Living(2, 1))[0],)
 
 
-def test_what_a_table_has_already_or_has_twice_is_not_sharded() -> None:
+def test_what_a_table_has_already_is_not_sharded() -> None:
     table = with_sharded_weights(build("zb-v", 2, 4), LINK)
     with pytest.raises(ScheduleError, match="zb-v has AF and RS already"):
         with_sharded_weights(table)
-    with pytest.raises(ScheduleError, match="dualpipe keeps two copies of the model"):
-        with_sharded_weights(build("dualpipe", 2, 4))
+
+
+def test_each_copy_of_a_model_is_gathered_on_its_own_rank() -> None:
+    """DualPipe on two ranks: the first has stage 0, and stage 3, the last of the other chain."""
+    table = with_sharded_weights(build("dualpipe", 2, 4), LINK)
+    verify(table)
+    gathered = [{x.stage for step in row for x in step if x.kind is Kind.AF} for row in table.ranks]
+    assert gathered == [{0, 3}, {1, 2}]
 
 
 def test_show_draws_gathers_on_their_lane_and_says_what_they_take(
