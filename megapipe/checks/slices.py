@@ -34,6 +34,12 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     yield from (f"{given} does not go with {other}. Leave one of them out." for other, there in others.items() if there)
     if not model.has_experts:
         return
+    over, tokens = par.expert_model_parallel_size * par.etp, par.tensor_model_parallel_size * par.context_parallel_size
+    if par.pipeline_slice_cuts == DOCUMENTS and over > tokens and model.moe_token_dispatcher_type == "allgather":
+        yield (
+            f"--pipeline-slice-cuts documents gives data-parallel ranks slices of other lengths, and experts over "
+            f"{over} ranks gather as many tokens of each. Use --moe-token-dispatcher-type alltoall."
+        )
     if model.by_sinkhorn:
         yield f"{given}: sinkhorn chooses by all tokens of a microbatch. Use --moe-router-load-balancing-type none."
     if model.capacity_factor is not None:

@@ -205,3 +205,16 @@ UPCYCLED = "--moe-use-upcycling --load dense --save made --save-interval 5"
 )
 def test_experts_that_would_not_begin_as_the_dense_model_are_named(flags, lines, tmp_path):
     assert problems(flags.replace("--load dense", f"--load {tmp_path}")) == lines
+
+
+def test_slices_that_end_with_documents_are_of_other_lengths_on_ranks_that_gather_tokens():
+    """Gathered were as many of each rank, and tokens went to experts that nobody had chosen: found by the fuzzer."""
+    flags = (
+        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16 "
+        "--pipeline-slices 2 --pipeline-slice-cuts documents --reset-attention-mask --eod-mask-loss"
+    )
+    assert problem(flags, 4) == (
+        "--pipeline-slice-cuts documents gives data-parallel ranks slices of other lengths, and experts over 2 ranks "
+        "gather as many tokens of each. Use --moe-token-dispatcher-type alltoall."
+    )
+    validate(config(f"{flags} --moe-token-dispatcher-type alltoall", 4), has_cuda=False)

@@ -157,7 +157,8 @@ def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
     ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
     metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
-    follows = case.documents in ("attention", "both") and rng.random() < 0.5
+    gathers = case.dispatcher == "allgather" and case.ep * (case.etp or case.tp) > case.tp * case.cp
+    follows = case.documents in ("attention", "both") and not gathers and rng.random() < 0.5
     return replace(case, slices=lengths, follows=follows, paired=False, joined=None, metrics=metrics)
 
 

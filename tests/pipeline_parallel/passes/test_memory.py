@@ -99,8 +99,13 @@ def test_what_was_copied_before_a_wrong_guess_is_given_back(moves: Activations) 
     assert moves.host.bytes == 2 * BYTES
 
 
+def again(module):
+    return {"recompute_granularity": "selective", "recompute_modules": (module,)}
+
+
 T = 2 * 16 * 64 * 4
 """Bytes of a tensor [s, b, h] of float32."""
+LATENT = {**STYLES["latent"], "normalization": "LayerNorm", "qk_layernorm": False}
 LLAMA = {**STYLES["llama"], "num_query_groups": 2, "ffn_hidden_size": 96}
 
 
@@ -116,6 +121,12 @@ LLAMA = {**STYLES["llama"], "num_query_groups": 2, "ffn_hidden_size": 96}
         (("expert_fc1",), LLAMA | EXPERTS, T),
         (("moe_act",), LLAMA | EXPERTS, 2 * (2 * 32 / 64 * T + 4 * 32)),  # of 2 experts each: gate and up, a weight
         (("expert_fc1",), {}, 0),
+        (("qkv_linear",), LATENT, T + 26 / 64 * T),  # the latents of queries, 12, of keys and values, 10, and 4 rotated
+        (("core_attn",), LATENT, 3 * 32 / 64 * T),  # 4 heads of 8
+        (("qkv_linear", "core_attn"), LATENT | again("mla_up_proj"), T + 30 / 64 * T),  # and these once more
+        (("core_attn",), again("core_attn"), 3 * T),
+        (("qkv_linear",), again("layernorm"), 0),  # which the norm's own input makes again
+        (("attn_norm",), again("layernorm"), T + 2 * 4 * 32),
     ],
 )
 def test_what_goes_is_what_the_named_modules_saved(modules, more, saved):
