@@ -40,6 +40,7 @@ class Pieces:
         modules: of --offload-modules; all of what is held may be copied where there is none.
         copied_byte: time of a byte to the host, or back; None: of FLOPS_PER_BYTE.
         hidden: bytes of hidden states, where they are and on a rank with a share of the vocabulary, which sees all.
+        wide: bytes of a gradient of keys, which slices add up in float32, over those of a key.
     """
 
     embedding: Work
@@ -50,6 +51,7 @@ class Pieces:
     shares: int = 1
     depths: tuple[Work, ...] = ()
     hidden: tuple[float, float] = (0.0, 0.0)
+    wide: float = 1.0
     modules: tuple[str, ...] = ()
     copied_byte: float | None = None
 
@@ -121,6 +123,7 @@ class Pieces:
             attention_b=part("scores_b", counted[1]),
             mem_b=tuple(x + stage.kept_keys for x, stage in zip(held, stages, strict=True)),
             mem_k=tuple(stage.keys for stage in stages),
+            wide_k=self.wide,
         )
 
     def on(self, ranks: int) -> Pieces:
@@ -196,7 +199,8 @@ def pieces(
     depth = _depth(model, load) + head
     hidden = load.bytes(h, 0), float(load.element * tokens * h)
     layers, depths = layers * (model.layers // different), (depth,) * model.depths
-    return Pieces(embedding, layers, head, depths=depths, hidden=hidden, modules=modules)
+    wide = 4 / element_bytes
+    return Pieces(embedding, layers, head, depths=depths, hidden=hidden, modules=modules, wide=wide)
 
 
 def _depth(model: ModelConfig, load: Load) -> Work:

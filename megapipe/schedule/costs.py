@@ -47,8 +47,8 @@ class Costs:
             within a rank costs nothing.
         attention_f, attention_b, attention_w: the share of f, b and w that is causal attention, which grows with the
             place in the sequence where a slice lies; all else grows with its length.
-        mem_k: keys and values of a microbatch, which mem_b counts. Cut in slices their gradients take as much again,
-            from the backward of the last slice to that of their own.
+        mem_k: keys and values of a microbatch, which mem_b counts. Cut in slices their gradients take `wide_k` times as
+            much beside, from the backward of the last slice to that of their own.
         s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
             gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
             many stages it has.
@@ -92,6 +92,7 @@ class Costs:
     attention_b: PerStage = 0.0
     attention_w: PerStage = 0.0
     mem_k: PerStage = 0.0
+    wide_k: float = 1.0
     o: PerStage = 0.0
     l: PerStage = 0.0
     mem_o: PerStage | None = None
@@ -167,9 +168,9 @@ class Costs:
         names = "mem_b", "mem_w", "mem_s", "mem_b" if self.mem_o is None else "mem_o", "mem_r", "mem_a", "mem_g"
         return [self._by_stage(name, placement) for name in names]
 
-    def keys(self, stage: int, placement: Placement) -> float:
-        """mem_k of a stage."""
-        return self._at("mem_k", stage, placement)
+    def gradients_of_keys(self, stage: int, placement: Placement) -> float:
+        """The gradients of mem_k of a stage."""
+        return self.wide_k * self._at("mem_k", stage, placement)
 
     def lent(self, stage: int, placement: Placement) -> float:
         """mem_lent of a stage."""

@@ -15,7 +15,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import MOST, SHARES, Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
-_SINGLE = ("fb", "overhead", "piece", *SHARES)
+_SINGLE = ("fb", "overhead", "piece", "wide_k", *SHARES)
 """Costs that are the same on every stage."""
 
 

@@ -9,7 +9,7 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import changes, make_plan
 from megapipe.plan.slices import lengths
-from megapipe.schedule import Kind
+from megapipe.schedule import Kind, build
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
@@ -68,6 +68,8 @@ def test_recomputed_layers_keep_their_keys_for_later_slices():
     # An input of [s, b, h] in float32, and keys and values as wide each.
     assert costs.mem_b[1] == 3 * 1024 * 64 * 4
     assert costs.mem_k[1] == 2 * 1024 * 64 * 4
+    half = make_plan(config(*given, "--bf16")).costs
+    assert half.gradients_of_keys(1, build("1f1b", 4, 4).placement) == costs.mem_k[1], "added up in float32"
 
 
 COPIED = "--fine-grained-activation-offloading", "--offload-time", "0.1"
