@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from megapipe.config.batch import BatchSizes
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
+from megapipe.config.fp8 import SHARED_SCALES
 from megapipe.config.model import ModelConfig
 from megapipe.config.notes import LISTED, NO_FLAG, needs
 from megapipe.config.parallel import ParallelConfig
@@ -70,10 +71,21 @@ class Config:
         return asked and self.parallel.splits_optimizer and self.weight_replicas > 1
 
     @property
+    def overlaps_tp(self) -> bool:
+        """Do tensor-parallel ranks multiply in pieces?"""
+        asked = self.model.tp_comm_overlap and self.parallel.tensor_model_parallel_size > 1
+        return asked and not SHARED_SCALES.where(self)
+
+    @property
     def gathers_later(self) -> bool:
         """Does a step leave the gathering of weights to the next one's beginning? In eight bits always: scales that
         follow from earlier steps are known then."""
         return self.parallel.overlap_param_gather or self.gathers_fp8
+
+    def settled(self, model: ModelConfig) -> Config:
+        """The configuration of a model; flags that have nothing to act on choose no layers in it."""
+        model = replace(model, fp8_param_gather=self.gathers_fp8, tp_comm_overlap=self.overlaps_tp)
+        return replace(self, model=model)
 
     @property
     def of_optimizer(self) -> dict[str, Any]:

@@ -102,7 +102,8 @@ def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "trans
     Raises: ConfigError if Transformer Engine is asked for and not usable.
     """
     impl, text = _choose(config, on_gpu)
-    return impl, text + _precision(config, impl, on_gpu)
+    beside = ", linear layers of plain torch (--tp-comm-overlap)" if impl != "local" and config.overlaps_tp else ""
+    return impl, text + beside + _precision(config, impl, on_gpu)
 
 
 def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
@@ -125,10 +126,11 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
     model = config.model
     if model.fp8_format is None:
         return ""
-    text = f", products of linear layers in FP8 ({model.fp8_format}, {model.fp8_recipe}"
+    gathered = ", weights gathered so" if config.gathers_fp8 else ""
+    text = f", products of linear layers in FP8 ({model.fp8_format}, {model.fp8_recipe}{gathered}"
     if not on_gpu:
         return f"{text}: rounded to it and multiplied in float32)"
-    own = model.fp8_recipe == "delayed" or model.no_fp8_wgrad or config.gathers_fp8
+    own = model.fp8_recipe == "delayed" or model.no_fp8_wgrad or config.gathers_fp8 or config.overlaps_tp
     if impl != "local" and not own:
         return f"{text})"
     if model.fp8_recipe in ("delayed", "tensorwise"):

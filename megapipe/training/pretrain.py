@@ -102,7 +102,7 @@ def pretrain(
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
-    config = dataclasses.replace(config, model=model)
+    config = config.settled(model)
     plan = make_plan(config)
     refuse_save(config.checkpoint, look(config.checkpoint))
     data = datasets(config, tokenizer)

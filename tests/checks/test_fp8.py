@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megapipe.checks.fp8 import fp8_problems
+from megapipe.checks.training import training_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.device import require_fp8
 from megapipe.errors import ConfigError
@@ -103,3 +104,16 @@ def test_the_line_at_start_says_how_products_are_computed(recipe, on_gpu, text):
     said = choose_layers(config, on_gpu)[1]
     assert said.startswith(f"layers of plain torch (local), products of linear layers in FP8 (hybrid, {recipe}")
     assert said.endswith(text)
+
+
+def test_a_run_whose_weights_travel_in_eight_bits_says_so_and_leaves_none_to_compare():
+    model = replace(MODEL, fp8_param_gather=True)
+    parallel = ParallelConfig(use_distributed_optimizer=True)
+    train = TrainConfig(bf16=True, check_weight_hash_across_dp_replicas_interval=5)
+    config = Config(model=model, parallel=parallel, train=train, world_size=2)
+    assert "in FP8 (hybrid, delayed, weights gathered so: rounded" in choose_layers(config, False)[1]
+    assert (
+        "--check-weight-hash-across-dp-replicas-interval 5 compares weights that --fp8-param-gather leaves no rank "
+        "whole. Leave one of them out."
+    ) in list(training_problems(config))
+    assert replace(config, world_size=1).settled(model).model.fp8_param_gather is False

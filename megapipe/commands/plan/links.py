@@ -13,7 +13,6 @@ from operator import add
 from pathlib import Path
 
 from megapipe.config import Config, ModelConfig
-from megapipe.config.fp8 import SHARED_SCALES
 from megapipe.errors import ConfigError
 from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
@@ -89,7 +88,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         b = b if model.sequence_parallel else f  # two all-reduces each way
         again = f * (model.recompute_granularity == "full")
         forth, back = device.seconds(f, t, 4), device.seconds(b + again, t, 6)
-        if model.tp_comm_overlap and not SHARED_SCALES.where(config):
+        if config.overlaps_tp:
             one = (_of_layer(costs.f, plan), _of_layer(costs.b, plan))
             forth, back = (_showing(sent, here, model, t) for sent, here in zip((forth, back), one, strict=True))
     if c > 1:
