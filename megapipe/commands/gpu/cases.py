@@ -48,6 +48,8 @@ DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
 PP8 = f"{DEEP} --pipeline-model-parallel-size 8 --pipeline-schedule"
 WIDE = f"{GPT3_1_3B} --num-layers 32 --micro-batch-size 1 --pipeline-model-parallel-size 8 --pipeline-schedule zb-v"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+ZERO_FP8 = f"{FP8} tensorwise {EXACT} --use-distributed-optimizer"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 SHARED = "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline --pipeline-schedule zb-h1"
 LATE = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"
@@ -158,8 +160,12 @@ CASES = (
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
     Case("pp 2: CUDA graphs", f"{PP2} {GRAPHS} --pipeline-schedule zb-h1", "deterministic", ranks=2, devices=GPU),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
-    Case("tp 2, sequence parallel", "--tensor-model-parallel-size 2 --sequence-parallel", "float32", 1e-4, ranks=2),
+    Case("tp 2, sequence parallel", TP2, "float32", 1e-4, ranks=2),
+    Case("tp 2: 1.3B", f"{GPT3_1_3B} {TP2}", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
+    Case("tp 2: 1.3B, in pieces", f"{GPT3_1_3B} {TP2} --tp-comm-overlap", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
     Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),
+    Case("dp 2: FP8", ZERO_FP8, "bf16", 2e-2, ranks=2, devices=GPU),
+    Case("dp 2: FP8, its weights gathered so", f"{ZERO_FP8} --fp8-param-gather", "dp 2: FP8", ranks=2, devices=GPU),
     Case("16 layers", DEEP),
     Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
     Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),
