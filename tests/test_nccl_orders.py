@@ -169,7 +169,8 @@ def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_on
     launched, replayed = json.loads(launches)
     # F, B and W of 8 microbatches; beside them copies to and from the buffers, the loss and the update.
     assert replayed["graphs"] == 24
-    assert sum(replayed.values()) < sum(launched.values()) / 6
+    assert replayed["kernels"] + replayed["graphs"] < launched["kernels"] / 6
+    assert (replayed["loss"], replayed["norm"]) == (launched["loss"], launched["norm"])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

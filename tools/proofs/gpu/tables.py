@@ -40,12 +40,12 @@ def waits() -> None:
     print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True)
 
 
-STAGES = "zb-h1 --global-batch-size 8 --num-layers 8 --swiglu --normalization RMSNorm --disable-bias-linear "
+STAGE = "--pipeline-schedule zb-h1 --global-batch-size 8 --num-layers 8 --swiglu --normalization RMSNorm "
 
 
 def launches() -> None:
-    """What the host of the busiest of two ranks launches in a step of 8 microbatches, without and with graphs; JSON."""
-    print(json.dumps([started_kernels(PP + STAGES + given, 2) for given in ("", GRAPHS)]), flush=True)
+    """What a host launches in a step of 8 microbatches of 8 layers, without graphs and with them, as JSON."""
+    print(json.dumps([started_kernels(STAGE + given) for given in ("", GRAPHS)]), flush=True)
 
 
 MESSAGE = 0.05
