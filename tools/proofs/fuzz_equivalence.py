@@ -170,7 +170,8 @@ def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int
     """Ranks of depths of multi-token prediction; of two copies of a model their ends share the outer ranks."""
     if case.slices or rng.random() < 0.6:
         return ()
-    where = (0, place.num_ranks - 1) if place.num_chains > 1 else range(place.num_ranks)
+    copies = table(replace(case, file=None)).placement.num_chains  # a CSV has no chain without passes
+    where = (0, place.num_ranks - 1) if copies > 1 else range(place.num_ranks)
     return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
