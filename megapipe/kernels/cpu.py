@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megapipe.compiled import compiled
 
-SOURCES = (Path(__file__).with_name("cpu.c"),)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("exp.h", "cpu.c"))
 FLAGS = (
     "-O3",
     "-march=native",
