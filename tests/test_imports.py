@@ -34,8 +34,8 @@ MAY_IMPORT = {
     "plan": "config errors optim partition schedule tensor_parallel",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
     "checkpoint": "config distributed errors optim",
-    "training": "checkpoint checks config convert data distributed errors flags models optim partition "
-    "pipeline_parallel plan schedule tensor_parallel",
+    "training": "checkpoint checks config convert data distributed errors flags kernels models optim "
+    "partition pipeline_parallel plan schedule tensor_parallel",
     "convert": "checkpoint config data distributed errors models optim partition schedule tensor_parallel",
     "testing": "checkpoint config data distributed errors models partition pipeline_parallel schedule tensor_parallel "
     "training",

@@ -28,10 +28,18 @@ FLAGS = (
 )
 
 
+left_out: frozenset[str] = frozenset()
+"""Libraries that another rank has not, see alike.py."""
+
+
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled loops; None where they cannot be made."""
+def _made() -> ctypes.CDLL | None:
     return compiled("kernels", SOURCES, FLAGS)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled loops; None where they cannot be made, or are left out."""
+    return None if "loops" in left_out else _made()
 
 
 def has_loops(*tensors: Tensor) -> bool:

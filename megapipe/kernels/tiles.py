@@ -14,24 +14,28 @@ import torch
 from torch import Tensor
 
 from megapipe.compiled import compiled
-from megapipe.kernels.cpu import FLAGS
+from megapipe.kernels import cpu
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("exp.h", "tiles.h", "tiles.c", "attention.c"))
-_FLAGS = ("-O2", *FLAGS[1:])
+_FLAGS = ("-O2", *cpu.FLAGS[1:])
 """As fast as with -O3, which compiles for three seconds in place of one."""
 _FROM = 1 << 20
 """Multiplications: below, laying the operands out takes longer than it saves."""
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled product; None where it cannot be made or run."""
+def _made() -> ctypes.CDLL | None:
     made = compiled("tiles", _SOURCES, _FLAGS) if torch.cpu._is_amx_tile_supported() else None
     if made is None or not made.tiles_allowed():
         return None
     p, n = ctypes.c_void_p, ctypes.c_int64
     made.product.argtypes = (p, n, n, p, n, n, p, n, n, n, n, p, n)
     return made
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled products; None where they cannot be made or run, or are left out."""
+    return None if "tiles" in cpu.left_out else _made()
 
 
 def has_tiles(x: Tensor, weight: Tensor) -> bool:
@@ -86,7 +90,7 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention_(*tensors: Tensor, backward: bool = False) -> None:
-    """Of q, k and v write out; or, backward, of q, k, v and the gradient of out write those of the three."""
+    """Attention of q, k, v into out; backward, of these and the gradient of out into the gradients of the three."""
     b, heads, s, d = tensors[0].shape
     groups = tensors[1].shape[1]
     places = (_Place * 7)(*(_Place(x.data_ptr(), *x.stride()[:3]) for x in tensors))

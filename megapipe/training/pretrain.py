@@ -51,6 +51,7 @@ from megapipe.training.check import DatasetsProvider, as_here, check, start_bloc
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
+from megapipe.training.guards.kernels import use_alike
 from megapipe.training.guards.model import check_ownership, room
 from megapipe.training.guards.process import Stopping, triggered
 from megapipe.training.guards.ranks import contents, facts
@@ -156,7 +157,7 @@ class Training:
         report = Reporter(config, mesh, plan)
         report.say(f"{arguments(config)}\n{start_block(config)}\n{seams.beside(config)}".rstrip())
         report.say(reads(config, data))
-        report.say(f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}")
+        report.say("\n".join((_using(mesh, layers), *use_alike(mesh))))
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
         modules = _built(config, provider, own, plan, mesh)
@@ -253,6 +254,10 @@ class Training:
             gc.collect()
         if iteration == began + 1:
             gc.freeze()  # nor what the step has made to stay
+
+
+def _using(mesh: ProcessMesh, layers: str) -> str:
+    return f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}"
 
 
 def _built(
