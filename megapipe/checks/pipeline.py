@@ -45,7 +45,6 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _vocabulary_problems(config, name, placement)
         yield from _depth_problems(config, name, schedule_of(config, microbatches or usual))
         yield from _pair_problems(config)
-        yield from _sharding_problems(config)
         if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
             yield from slice_problems(config, name, schedule_of(config, microbatches or usual))
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
@@ -154,13 +153,6 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
                     f"{place.num_ranks - 1}: --pipeline-model-parallel-layout {par.pipeline_model_parallel_layout} has "
                     f"m on rank {apart[0]}. List m with E or L, or use dualpipe-v."
                 )
-
-
-def _sharding_problems(config: Config) -> Iterator[str]:
-    """Tables in which no run of passes has a stage's weights for itself."""
-    par = config.parallel
-    if par.shards_grads and config.weight_replicas > 1 and par.vocab_parallel_pipeline:
-        yield f"{par.splits_by} does not go with --vocab-parallel-pipeline. Leave one of them out."
 
 
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:

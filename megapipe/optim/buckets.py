@@ -7,7 +7,7 @@ other, and its sum can begin while the layers before them are still computed (Li
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -35,14 +35,14 @@ def buckets_of(
     params: Mapping[str, nn.Parameter],
     least: int | None = None,
     number: int | None = None,
-    apart: Collection[str] = (),
+    apart: Sequence[Collection[str]] = (),
 ) -> list[Bucket]:
     """Buckets in the order in which they are done; the last one has `first` 0.
 
     Args:
         least: elements of each but that.
         number: how many there are at most, instead; neither: one.
-        apart: names of those that travel otherwise than the rest, in buckets of their own.
+        apart: names of those that travel otherwise than the rest, each kind in buckets of their own.
     """
     layer_of = {name: int(match[1]) for name in params if (match := _LAYER.search(name))}
     numbers = sorted(set(layer_of.values()))
@@ -60,9 +60,9 @@ def buckets_of(
     return [bucket for all_of_it in (*made, last) for bucket in _alike(all_of_it, apart)]
 
 
-def _alike(bucket: Bucket, apart: Collection[str]) -> list[Bucket]:
+def _alike(bucket: Bucket, apart: Sequence[Collection[str]]) -> list[Bucket]:
     """Experts by themselves, as other ranks have the same ones; before the rest, which they are done with."""
-    kinds: dict[tuple[bool, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[bool, ...], dict[str, nn.Parameter]] = {}
     for name, param in bucket.params.items():
-        kinds.setdefault((not layout_of(param).experts, name not in apart), {})[name] = param
+        kinds.setdefault((not layout_of(param).experts, *(name not in one for one in apart)), {})[name] = param
     return [bucket._replace(params=kinds[kind]) for kind in sorted(kinds)] or [bucket]

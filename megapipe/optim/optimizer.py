@@ -28,7 +28,7 @@ from megapipe.optim.rule import Factors, Groups, Part, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.optim.sharded.gathers import Gathers
-from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
+from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits, stays
 from megapipe.optim.ties import Ties
 
 
@@ -112,7 +112,8 @@ class Optimizer:
         eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
         data_parallel = mesh, self.live, self.distributed, shards_grads, shards_weights
         storage = Storage(train, groups, ties.names, eight, *data_parallel)
-        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets, eight) for stage in stages]
+        rows = [n for n, param in self.params.items() if self.distributed and shards_grads and stays(param)]
+        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets, (eight, rows)) for stage in stages]
         for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
             name = min(bucket.params, default="")
             here = name not in twins or census[name].rank == mesh.pp.rank
@@ -125,15 +126,14 @@ class Optimizer:
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
         self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(1))]
-        twice = [twin for _, twin in self._twins]
-        dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
+        twice, dtype = [twin for _, twin in self._twins], torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
-        ready = [[(bucket.first, bucket.layers) for bucket in of] for of in of_stages]
-        sharded = [b for b in self.buffers if isinstance(b, ShardedBuffers)]
-        self.reduction = Reduction(mesh, self.chunks, ready, twice, self.params, ties, sharded, dtype)
-        self.gathers = Gathers(
-            self.chunks, lenders, drops=self.distributed and shards_weights, in_eight_bits=bool(eight)
-        )
+        ready = [[(x.first, x.layers) for x in of if x.params.keys().isdisjoint(rows)] for of in of_stages]
+        comes = [b for b in self.buffers if isinstance(b, ShardedBuffers)]
+        self._whole = [b for b in self.buffers if b.own and b.own[0] in rows]
+        runs = [[b for b in chunk if b not in self._whole] for chunk in self.chunks] if self._whole else self.chunks
+        self.reduction = Reduction(mesh, runs, ready, twice, self.params, ties, comes, self._whole, dtype)
+        self.gathers = Gathers(runs, lenders, drops=self.distributed and shards_weights, in_eight_bits=bool(eight))
         self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
         ties.share()
         self._send_to_twins()
@@ -260,6 +260,8 @@ class Optimizer:
         for buffers in () if rounded else self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
+        for finish in [buffers.start_gather() for buffers in self._whole]:
+            finish()
         self.gathers.updated()
         if not self.gathers_later:
             self.gathers.settle()

@@ -35,7 +35,7 @@ class Reduction:
         twins: those of them that exist on another rank too, in one order on both.
         params: of all stages by name.
         ties: weights that are used several times.
-        sharded: buffers whose gradients are reduced after each run of passes.
+        sharded: buffers whose gradients are reduced after each run of passes; whole: others, at the end of all.
         dtype: what gradients are rounded to on their way over data parallel, if not their own.
     """
 
@@ -46,6 +46,7 @@ class Reduction:
     params: Mapping[str, nn.Parameter]
     ties: Ties
     sharded: Sequence[ShardedBuffers] = ()
+    whole: Sequence[FlatBuffers] = ()
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
     _early: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
@@ -102,6 +103,8 @@ class Reduction:
         """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
         for finish in [self.start(chunk) for chunk in range(len(self.chunks)) if chunk not in self._begun]:
             finish()
+        for buffers in self.whole:
+            self._start(buffers)()
         for sharded in self.sharded:
             sharded.sum_tied(self.mesh.tp, self.dtype)
         # After data parallel, and in one order on both ranks: a sum of two sums has the same bits on either.

@@ -88,10 +88,14 @@ class Plan:
 
     @property
     def _own_works(self) -> tuple[list[Work], int]:
-        """The work of each position, without the weights of a head that its rank has with the embedding, and the
-        position that borrows them, 0 for none."""
+        """The work of each position, without the rows of a shared vocabulary, and without the weights of a head that
+        its rank has with the embedding, and the position that borrows them, 0 for none."""
         place, works = self.schedule.placement, list(self.works[: self.schedule.placement.chain])
         last = place.main - 1
+        if place.vocabulary:
+            rows = 2 * self.vocab_weights // self.pieces.shares
+            left = (x.parameters - rows * (span.share is not None) for x, span in zip(works, self.spans, strict=False))
+            return [replace(x, parameters=n) for x, n in zip(works, left, strict=True)], 0
         firsts = place.rank_of[: place.chain * place.num_chains : place.chain]
         if not self.tied or place.rank_of[last] not in firsts:
             return works, 0
@@ -148,7 +152,10 @@ class Plan:
             shares, span = self.pieces.shares, self.spans[stage]
             if self.tied and (span.loss and embeds if shares == 1 else span.share is not None):
                 total -= (each - self.gradient) * words / shares  # one weight, and a gradient for each use
-            if self.tied and self.sharding and (span.embedding or (span.loss and not embeds)):
+            if self.sharding and span.share is not None:  # rows are whole for ever
+                more = self.sharding.element + self.gradient - sum(self.sharding.kept())
+                total += more * (1 if self.tied else 2) * words / shares
+            elif self.tied and self.sharding and (span.embedding or (span.loss and not embeds)):
                 total += self.gradient * words  # whole until those of the other use are added
         for first in range(0, len(self.spans), chain) if self.pieces.shares == 1 else ():
             gradients, weights = lent([self.spans[s] for s in stages if first <= s < first + chain], tied=self.tied)

@@ -84,10 +84,6 @@ def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
             "--optimizer muon needs whole parameters, and --use-megatron-fsdp splits them over data-parallel ranks. "
             "Leave --use-megatron-fsdp out, or use --optimizer adam.",
         ),
-        (
-            "--use-megatron-fsdp --vocab-parallel-pipeline",
-            "--use-megatron-fsdp does not go with --vocab-parallel-pipeline. Leave one of them out.",
-        ),
     ],
 )
 def test_shares_refuse_what_needs_the_whole(flags, sentence):

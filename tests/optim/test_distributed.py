@@ -50,9 +50,10 @@ NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh trains 
 ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 
 
-def compare(dp: int, pp: int = 1, ours: dict[str, int] = ZERO, **how) -> list[tuple[Result, Result]]:
+def compare(dp: int, pp: int = 1, ours: dict[str, int] = ZERO, both=(), **how) -> list[tuple[Result, Result]]:
     datasets()
-    plain, split = (run_threads(partial(trained, parallel=parallel, **how), dp=dp, pp=pp) for parallel in ({}, ours))
+    ways = dict(both), {**dict(both), **ours}
+    plain, split = (run_threads(partial(trained, parallel=parallel, **how), dp=dp, pp=pp) for parallel in ways)
     return list(zip(plain, split, strict=True))
 
 

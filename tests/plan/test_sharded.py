@@ -48,6 +48,17 @@ def test_a_rank_keeps_a_share_of_what_the_strategy_names(flags: list[str], kept:
     assert made.state_bytes == (pytest.approx(kept * parameters),)
 
 
+def test_rows_of_a_shared_vocabulary_are_whole_for_ever() -> None:
+    """Embedding and head of 128 x 64, half of each on a rank; what is left of a rank is gathered."""
+    flags = [FSDP, "--pipeline-model-parallel-size", "2", "--vocab-parallel-pipeline"]
+    made, rows = plan(*flags)[0], 2 * 128 * 64 / 2
+    parameters = [sum(made.works[s].parameters for s in made.schedule.placement.stages_on(rank)) for rank in (0, 1)]
+    kept = [18 / DP * (n - rows) + (2 + 4 + 12 / DP) * rows for n in parameters]
+    assert made.state_bytes == pytest.approx(kept)
+    of_first = made.works[0].parameters - rows
+    assert made.costs.mem_a[0] == 2 * of_first
+
+
 def test_two_stages_weights_and_two_stages_gradients_are_whole_at_most() -> None:
     made, _ = plan(FSDP)
     verify(made.schedule)

@@ -125,7 +125,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
         batch, memory = 1 if case.variable else rng.choice((1, 1, 2)), rng.choice([*MOVED, "none", "none"])
         case = replace(case, batch=batch, memory=memory, vocabulary=shares)
-        case = case if shares else replace(case, **_drawn_passes(rng, split=dp * cp > 1))
+        case = replace(case, **_drawn_passes(rng, split=dp * cp > 1, whole=shares))
         routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:
             parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
@@ -175,13 +175,13 @@ def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int
     return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
-def _drawn_passes(rng: random.Random, *, split: bool) -> dict[str, Any]:
+def _drawn_passes(rng: random.Random, *, split: bool, whole: bool) -> dict[str, Any]:
     """Which passes run together; what ranks have shares of, if there are several with the same weights, and how many
     stages of a rank are whole at a time: all of them, or few."""
     passes = {"paired": rng.random() < 0.3, "joined": rng.randrange(10**6) if rng.random() < 0.3 else None}
     living = rng.choice((None, (rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.5)))
     sharding = rng.choice(("none", "none", "none", "grads", "weights")) if split else "none"
-    return {**passes, "sharding": sharding, "living": None if sharding == "none" else living}
+    return {**({} if whole else passes), "sharding": sharding, "living": None if sharding == "none" else living}
 
 
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Storage(NamedTuple):
             if params.keys() & self.eight_bits.keys():
                 make = partial(ShardedEightBits, tied=()) if self.grads else EightBits
                 make = partial(make, products=self.eight_bits, **comes)
-            elif self.grads:
+            elif self.grads and not any(map(stays, params.values())):
                 make = partial(ShardedBuffers, tied=self.tied, **comes)
         return make(
             params,
@@ -72,6 +72,11 @@ def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
         if isinstance(getattr(module, "products", None), Scaled) and module.weight.requires_grad
     )
     return {name: products for name, products in found if products.recipe.kind != "mxfp8"}
+
+
+def stays(param: nn.Parameter) -> bool:
+    """Are its weight and gradient whole beside shares of others, as passes of a vocabulary use it between all runs?"""
+    return layout_of(param).part[1] > 1
 
 
 def dtype_of(name: str) -> torch.dtype | None:

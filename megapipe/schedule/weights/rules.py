@@ -29,8 +29,6 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 def _beside(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -> Iterator[str]:
     """Passes and placements that do not go with sharded weights."""
     place, own = schedule.placement, "weights that are shares" if gathered else "gradients that are shares"
-    if place.vocabulary:
-        yield f"{own} between runs do not go with a vocabulary that ranks share"
     # What reduces or gathers once a step has nothing to do, and V asks for weights that are gone.
     apart = {Kind.G, Kind.V, *({Kind.A} if gathered else ())}
     for item in (next((x for x in seen if x.kind is kind), None) for kind in sorted(apart & schedule.kinds)):

@@ -59,7 +59,7 @@ def with_sharded_weights(schedule: Schedule, costs: Costs = UNIT, living: Living
 
     Args:
         living: of all ranks, or of each; (): every stage is gathered once a step and reduced once.
-    Raises: ScheduleError for a table that has such passes, or a shared vocabulary.
+    Raises: ScheduleError for a table that has such passes.
     """
     _refuse(schedule)
     clock = run_clock(schedule, costs)
@@ -191,9 +191,6 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
 def _refuse(schedule: Schedule) -> None:
     if there := sorted(schedule.kinds & (GATHERS | REDUCES | {Kind.A, Kind.G, Kind.V})):
         raise ScheduleError(f"{schedule.name} has {' and '.join(there)} already. Shard the table without.")
-    if schedule.placement.vocabulary:
-        what = "shares the vocabulary among ranks: its weights are not sharded between runs"
-        raise ScheduleError(f"{schedule.name} {what}. Take another table.")
 
 
 def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living) -> tuple[Step, ...]:

@@ -23,6 +23,7 @@ from megapipe.training.steps.stages import with_overlap
 from ..test_distributed import compare
 
 FSDP = {"use_megatron_fsdp": True}
+VOCABULARY = {"vocab_parallel_pipeline": True}.items()
 GRADS = {**FSDP, "data_parallel_sharding_strategy": "optim_grads"}
 
 
@@ -30,7 +31,7 @@ GRADS = {**FSDP, "data_parallel_sharding_strategy": "optim_grads"}
     ("schedule", "pp", "ours", "flags"),
     [
         ("1f1b", 1, FSDP, {"bf16": True}),
-        ("zb-v", 2, {**FSDP, "overlap_grad_reduce": True, "ddp_num_buckets": 2}, {}),
+        ("zb-v", 2, {**FSDP, "overlap_grad_reduce": True, "ddp_num_buckets": 2}, {"both": VOCABULARY}),
         ("interleaved", 2, {**GRADS, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
         ("dualpipe", 2, {"use_torch_fsdp2": True}, {"bf16": True, "grad_reduce_in_bf16": True}),
     ],

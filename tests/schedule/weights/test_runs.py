@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megapipe.schedule import (
@@ -25,6 +23,7 @@ from megapipe.schedule.lower import forward_only
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.weights.runs import runs, sums
+from megapipe.schedule.weights.sharded import with_sharded_weights
 
 WHOLE = "0AF0 0F0 0F1 1AF0 1F0 1F1 1BW1 1BW0 1RS0 0AB1 0BW1 0BW0 0RS0"
 """Two stages on one rank, two microbatches: stage 1 stays whole from its forwards to its backwards."""
@@ -102,7 +101,10 @@ def test_a_file_of_either_form_keeps_them_and_an_evaluation_gathers_for_its_forw
     assert [str(x) for (x,) in forward_only(table).ranks[0]] == ["0AF0", "0F0", "0F1", "1AF0", "1F0", "1F1"]
 
 
-def test_a_vocabulary_is_not_gathered() -> None:
-    plain = with_vocabulary(build("1f1b", 2, 4))
-    row = (*plain.ranks[0], (Pass(Kind.RS, 0, 3),))
-    assert "do not go with a vocabulary that ranks share" in refusal(replace(plain, ranks=(row, plain.ranks[1])))
+def test_the_rows_of_a_vocabulary_are_not_gathered() -> None:
+    """Each rank's first stage has them, and looks tokens up before the gather of its run's first F."""
+    table = with_sharded_weights(with_vocabulary(build("1f1b", 2, 4)))
+    verify(table)
+    row = [x for step in table.ranks[1] for x in step]
+    assert row.index(Pass(Kind.E, 1, 0)) < row.index(Pass(Kind.AF, 1, 0)) < row.index(Pass(Kind.F, 1, 0))
+    assert {x.kind for one in runs(table, 1) for x in one.passes} <= {Kind.F, Kind.B, Kind.BW}
