@@ -23,15 +23,14 @@ from megapipe.tensor_parallel.pieces import Pieces
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
 @pytest.mark.parametrize(("style", "schedule", "pp"), [(GPT2, "1f1b", 1), (LLAMA, "zb-h1", 2)], ids=["BW", "B and W"])
-def test_two_ranks_have_the_same_bits_as_without_it(style, schedule, pp, sequence_parallel):
-    """Two summands have one sum, and rows do not depend on each other."""
+def test_ranks_have_the_numbers_of_whole_products(style, schedule, pp, sequence_parallel):
+    """To float64's rounding: a kernel may add up otherwise for fewer rows."""
     plain, pieces = (
         run_threads(
             partial(
                 run_step,
                 model=replace(style, sequence_parallel=sequence_parallel, tp_comm_overlap=overlap),
                 schedule=build(schedule, pp, 4),
-                dtype=torch.float32,
             ),
             tp=2,
             pp=pp,
@@ -39,8 +38,9 @@ def test_two_ranks_have_the_same_bits_as_without_it(style, schedule, pp, sequenc
         for overlap in (False, True)
     )
     for (losses, gradients), (found, others) in zip(plain, pieces, strict=True):
-        assert losses == found
-        assert all(torch.equal(gradient, others[name][0]) for name, (gradient, *_) in gradients.items())
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, (gradient, *_) in gradients.items():
+            torch.testing.assert_close(others[name][0], gradient, rtol=1e-12, atol=1e-14)
 
 
 @dataclass(frozen=True)
