@@ -9,6 +9,7 @@ from short_run import run_of, train
 from tiny import STYLES
 
 from megapipe.commands.plan import main as plan_command
+from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
@@ -147,7 +148,8 @@ def _host(mesh, config):
     training = run_of(mesh, config)
     loss = [training.driver.whole().losses["lm loss"] for _ in range(2)]
     stages = training.run.stages
-    return loss, stages.host.sizes, stages.stopwatch.copied()
+    found = loss, stages.host.sizes, stages.stopwatch.copied()
+    return *found, parts_of(training)["activations"]
 
 
 def test_a_run_has_the_same_losses_and_copies_its_share():
@@ -159,6 +161,8 @@ def test_a_run_has_the_same_losses_and_copies_its_share():
     assert ranks[-1][0] == [loss for loss, _ in plain[-1]]
     (first,) = ranks[0][1][0]
     assert 0.3 < first.copied / first.saved < 0.6
+    # A rehearsal counts what the plan predicts.
+    assert ranks[0][3] == pytest.approx(make_plan(moved).timeline.peak[0], rel=0.15)
 
 
 def test_a_run_copies_as_many_bytes_of_named_modules_as_planned():
@@ -167,7 +171,9 @@ def test_a_run_copies_as_many_bytes_of_named_modules_as_planned():
     config = Config(**{**vars(config), "parallel": type(config.parallel)(**{**vars(config.parallel), **asked})})
     ranks, made = run_threads(partial(_host, config=config), pp=2), make_plan(config)
     assert ranks[0][1][0][0].copied == made.costs.mem_o[0]
-    for (_, _, copies), row in zip(ranks, made.schedule.ranks, strict=True):  # each is timed, in the order of the table
+    for (_, _, copies, _), row in zip(
+        ranks, made.schedule.ranks, strict=True
+    ):  # each is timed, in the order of the table
         assert [x.item for x in copies] == [x for step in row for x in step if x.kind in (Kind.O, Kind.L)]
         assert all(x.begin <= x.end and x.waited >= 0 for x in copies)
 
