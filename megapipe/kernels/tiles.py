@@ -1,7 +1,8 @@
 """Products and causal attention by a processor's tiles (tiles.c, attention.c), if Linux lends them to C compiled here.
 
-Products of float32 take 0.6 to 0.7 of MKL's time and lie nearer to the exact one: 32 numbers of a sum are added before
-they meet its other parts. Two things differ: numbers below 1e-33 lose their last bits, and infinities become NaN.
+Products of float32 take 0.64 to 0.84 of MKL's time and lie nearer to the exact one, of numbers of usual size. Their bits
+are not MKL's, numbers below 1e-31 are held less exactly (to 4e-7 at 1e-32, 2e-3 at 1e-36), and infinities and what is
+above 3.39e38 become NaN.
 """
 
 from __future__ import annotations
