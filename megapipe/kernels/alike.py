@@ -11,7 +11,7 @@ _LIBRARIES = {"loops": cpu.library, "tiles": tiles.library}
 
 def own() -> list[str]:
     """Libraries that this machine has: compiled C, and its processor's tiles."""
-    leave_out(())
+    leave_out(("float32",))
     return [name for name, library in _LIBRARIES.items() if library() is not None]
 
 

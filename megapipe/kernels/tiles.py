@@ -1,8 +1,8 @@
 """Products and causal attention by a processor's tiles (tiles.c, attention.c), if Linux lends them to C compiled here.
 
-Products of float32 take 0.64 to 0.84 of MKL's time and lie nearer to the exact one, of numbers of usual size. Their bits
-are not MKL's, numbers below 1e-31 are held less exactly (to 4e-7 at 1e-32, 2e-3 at 1e-36), and infinities and what is
-above 3.39e38 become NaN.
+Those of float32, which --float32-by-tiles asks for, take 0.64 to 0.84 of MKL's time and lie nearer to the exact product
+of numbers of usual size. Their bits are not MKL's, numbers below 1e-31 are held less exactly (to 4e-7 at 1e-32, 2e-3 at
+1e-36), and infinities and what is above 3.39e38 become NaN.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def has_tiles(x: Tensor, weight: Tensor) -> bool:
     """Can `product` take x [..., in] and weight [out, in], and does it pay?"""
     return (
         x.dtype == weight.dtype == torch.float32
+        and "float32" not in cpu.left_out
         and x.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _FROM
         and type(x) is Tensor
@@ -83,7 +84,7 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Can `attention_` take these? See `causal_attention`."""
     return (
         q.dtype == k.dtype == v.dtype
-        and q.dtype in (torch.bfloat16, torch.float32)
+        and (q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and "float32" not in cpu.left_out))
         and q.shape[-1] == v.shape[-1]
         and all(x.device.type == "cpu" and type(x) is Tensor and x.stride(-1) == 1 for x in (q, k, v))
         and library() is not None

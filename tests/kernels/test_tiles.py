@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.kernels import tiles
+from megapipe.kernels import alike, tiles
 from megapipe.models.attention import cpu
 
 pytestmark = pytest.mark.skipif(tiles.library() is None, reason="no tiles, or no C compiler here")
+
+
+@pytest.fixture(autouse=True)
+def float32_by_tiles() -> Iterator[None]:
+    alike.leave_out(())
+    yield
+    alike.leave_out(("float32",))
+
+
+def test_float32_goes_by_tiles_where_it_is_asked_for() -> None:
+    x = torch.ones(128, 128)
+    assert tiles.has_tiles(x, x)
+    alike.leave_out(("float32",))
+    assert not tiles.has_tiles(x, x)
+    assert not tiles.has_attention(x[None, None], x[None, None], x[None, None])
+    assert tiles.has_attention(*[x[None, None].bfloat16()] * 3)
 
 
 @pytest.mark.parametrize(("rows", "out", "into"), [(64, 256, 512), (37, 101, 700), (200, 999, 33)])

@@ -2,7 +2,7 @@
 
 torch's kernel takes three times as long in bf16, because its tiles are too small for fast matrix products. Kept for
 backward are q, k and v, which the model holds anyway; the probabilities are computed again (Chen et al. 2016).
-A processor with tiles does a head at once (`kernels/attention.c`), in 0.35 of the time of blocks, float32 in 0.5.
+A processor with tiles does a head at once (`kernels/attention.c`), in 0.35 of their time; float32 if asked, in 0.5.
 """
 
 from __future__ import annotations
