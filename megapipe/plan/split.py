@@ -228,9 +228,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
     Raises: ConfigError if --pipeline-costs names the stages of none.
     """
     ranks, costs = config.parallel.pipeline_model_parallel_size, given_costs(config)
-    places = [
-        place for v in _filled(config) for place in ([loop(ranks, v)] if v != 2 else [loop(ranks, v), vee(ranks)])
-    ]
+    places = [x for v in _filled(config) for x in ([loop(ranks, v)] if v != 2 else [loop(ranks, v), vee(ranks)])]
     if costs is None:
         return tuple(places)
     timed = [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
@@ -253,7 +251,9 @@ def given_costs(config: Config) -> Costs | None:
 
 def _of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     try:
-        costs.durations(behind(place, (0,) * config.model.depths))  # lists name depths behind the stages, if any
+        chain = behind(place, (0,) * config.model.depths)  # lists name depths behind the stages, if any
+        costs.durations(chain)
+        costs.memory(chain)
         costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)
     except ScheduleError as error:
         raise ConfigError(

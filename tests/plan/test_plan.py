@@ -135,6 +135,10 @@ def test_given_costs_are_what_is_searched_and_predicted(tmp_path):
     assert f"--pipeline-costs {file}: Costs.f names 4 stages, but the model is cut in 2." in problems(
         f"{flags} 1f1b", 2
     )
+    file.write_text(dump_costs(replace(given, mem_r=(1.0,))))
+    assert f"--pipeline-costs {file}: Costs.mem_r names 1 stages, but the model is cut in 4." in problems(
+        f"{flags} zb-v", 2
+    )
     refused = problems(f"{flags} zb-auto --pipeline-model-parallel-layout auto", 2)
     assert f"--pipeline-costs {file} times the stages of one split, --pipeline-model-parallel-layout auto" in refused
     file.write_text("[]")
