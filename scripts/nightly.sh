@@ -30,6 +30,7 @@ for layout in "--use-distributed-optimizer" "--tensor-model-parallel-size 2" "--
 done
 python tools/gpu_check.py --device cpu
 python -m tools.proofs.gpu orders
+python -m tools.proofs.gpu.graphs
 python tools/proofs/inputs/fuzz.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/mutants.py --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"
 python tools/proofs/drawn_starts.py --seed "${SEED:-$(date +%j)}"
