@@ -80,8 +80,8 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
     return reduce(torch.add, given) if given else None
 
 
-def _copying(copy: Copy) -> Begun:
-    return Begun(copy, copy.span)
+def _copying(wait: Copy | Callable[[], None]) -> Begun:
+    return Begun(wait, wait.span if isinstance(wait, Copy) else None)  # an emulated lane only says when it is over
 
 
 PASSES: Mapping[Kind, Begin] = {
