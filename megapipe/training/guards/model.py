@@ -41,8 +41,10 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
         print(fits(plan.peak_bytes[mesh.pp.rank], mesh, memory), flush=True)
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for the host's memory
-        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
+    except (RuntimeError, TypeError, MemoryError) as error:  # torch has no class of its own for the host's memory
+        if not isinstance(error, MemoryError) and not re.search(
+            "allocate memory|out of memory|[Oo]verflow", str(error)
+        ):
             raise
         needed = plan.peak_bytes[mesh.pp.rank] / GIB
         raise ConfigError(

@@ -23,8 +23,9 @@ from megapipe.training.guards.model import fits, room
 def test_a_model_that_no_memory_holds_is_refused_with_what_it_needs():
     mesh, plan = ProcessMesh.single(), make_plan(short_run.config(STYLES["gpt2"]))
     sentence = r"^rank 0 has no memory for its stages, which need .* GiB by the plan\. Use"
-    with pytest.raises(ConfigError, match=sentence), room(mesh, plan):
-        torch.empty(2**60)
+    for sizes in ((2**60,), (2**40, 2**40), (10**20, 2)):  # more than there is, bytes and rows beyond 64 bits
+        with pytest.raises(ConfigError, match=sentence), room(mesh, plan):
+            torch.empty(sizes)
     with pytest.raises(RuntimeError, match="shape"), room(mesh, plan):
         torch.zeros(2).view(3)
 
