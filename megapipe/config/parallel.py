@@ -150,7 +150,7 @@ class ParallelConfig:
     activation_offload_fraction: Annotated[float, UP_TO_1, COPIES] = 1.0
     """Part of each microbatch's bytes that is copied to the host, the first of its forward."""
     offload_modules: Annotated[tuple[Module, ...], COPIES] = ()
-    """Of what these parts of a layer saved, their inputs; all that a forward saved where none is named."""
+    """The parts of a layer whose saved inputs are copied; all that a forward saved where none is named."""
     cpu_offload: bool = False
     """The same, under the name of sail-sg's zero-bubble fork."""
     offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None

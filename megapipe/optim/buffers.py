@@ -241,12 +241,13 @@ class FlatBuffers:
     def copy_main_to_model(self) -> None:
         """Round the updated main parameters to the model's dtype."""
         if self.rounds:
-            self.model[self.share].copy_(self.main)
+            self.own_weights.copy_(self.main)
 
     def copy_model_to_main(self) -> None:
         """Start from the model's weights, for example after loading those alone."""
+        self.take_share()
         if self.rounds:
-            self.main.copy_(self.model[self.share])
+            self.main.copy_(self.own_weights)
 
 
 def _at_an_end(param: nn.Parameter) -> bool:

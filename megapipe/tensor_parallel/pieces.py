@@ -16,7 +16,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 
 PIECES = 4
-"""Of a product whose sum each rank has whole: only the last piece's is waited for."""
+"""The pieces of a product whose sum each rank has whole: only the last one's sum is waited for."""
 
 
 class Multiply(Protocol):

@@ -21,6 +21,8 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build
 from megapipe.tensor_parallel.rng import Stream
 
+STEP = {"data_iterator": None, "num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1}
+
 
 class Told(nn.Module):
     """One stage with all; of the engine's `Request` it writes down the randomness of each microbatch."""
@@ -97,11 +99,8 @@ def test_microbatches_of_several_lengths_are_refused_only_where_the_vocabulary_i
     def body(mesh: ProcessMesh) -> int:
         reported = get_forward_backward_func(mesh=mesh, schedule="1f1b", config=config)(
             forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
-            data_iterator=None,
             model=Layers(),
-            num_microbatches=2,
-            seq_length=1,
-            micro_batch_size=1,
+            **STEP,
         )
         return len(reported)
 
@@ -114,11 +113,8 @@ def test_an_engine_that_is_told_no_more_trains_with_seed_0(monkeypatch: pytest.M
     model = Layers()
     engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
-        data_iterator=None,
         model=model,
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
+        **STEP,
     )
     assert [(one.seed, one.sample) for one in seen] == [(0, 0), (0, 1)]
     assert model.w.grad.item() == 1, "the mean of two losses, unscaled"
@@ -132,11 +128,8 @@ def test_a_layers_own_loss_of_seven_tokens_weighs_as_they_do(
     monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
     engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), torch.tensor(7), {})),
-        data_iterator=None,
         model=Layers(),
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
+        **STEP,
         calculate_per_token_loss=per_token,
         loss_scale=lambda: 6.0,
     )
@@ -148,11 +141,8 @@ def test_an_engine_that_is_told_no_more_sends_no_shapes() -> None:
         run = engine.ForwardBackward(mesh, "1f1b", config=SimpleNamespace(hidden_size=1))
         return run(
             forward_step_func=lambda _, model: (model().expand(5, 1, 1), lambda out: (out.sum(), {})),
-            data_iterator=None,
             model=Layers(),
-            num_microbatches=2,
-            seq_length=1,
-            micro_batch_size=1,
+            **STEP,
         )
 
     with pytest.raises(ConfigError, match=r"gives \[5, 1, 1\] .* and stages pass on \[s, b, h\] = \[1, 1, 1\]"):
@@ -165,11 +155,8 @@ def test_a_table_of_ones_own_is_verified_before_its_first_step() -> None:
     with pytest.raises(ScheduleError, match=r"mine is not valid:\n  rank 0: 0BW1 is missing"):
         get_forward_backward_func(mesh=ProcessMesh.single(), schedule=wrong, config=SimpleNamespace(hidden_size=1))(
             forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
-            data_iterator=None,
             model=Layers(),
-            num_microbatches=2,
-            seq_length=1,
-            micro_batch_size=1,
+            **STEP,
         )
 
 
@@ -177,11 +164,8 @@ def test_a_config_that_says_nothing_of_sequence_parallel_has_whole_sequences() -
     def body(mesh: ProcessMesh) -> int:
         reported = get_forward_backward_func(mesh=mesh, schedule="1f1b", config=SimpleNamespace(hidden_size=1))(
             forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {"n": len(out)})),
-            data_iterator=None,
             model=Layers(),
-            num_microbatches=2,
-            seq_length=1,
-            micro_batch_size=1,
+            **STEP,
         )
         return len(reported)
 

@@ -193,12 +193,3 @@ class ShardedBuffers(FlatBuffers):
     def take_share(self) -> None:
         if self._weights is not None and self._weights.there:
             self.shard.copy_(self.model[self.share])
-
-    def copy_main_to_model(self) -> None:
-        if self.rounds:
-            self.shard.copy_(self.main)
-
-    def copy_model_to_main(self) -> None:
-        self.take_share()
-        if self.rounds:
-            self.main.copy_(self.shard)

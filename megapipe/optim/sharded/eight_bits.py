@@ -183,15 +183,6 @@ class _InEightBits(FlatBuffers):
         if self._model.there:
             self.shard.copy_(self.model[self.share])
 
-    def copy_main_to_model(self) -> None:
-        if self.rounds:
-            self.shard.copy_(self.main)
-
-    def copy_model_to_main(self) -> None:
-        self.take_share()
-        if self.rounds:
-            self.main.copy_(self.shard)
-
 
 class EightBits(_InEightBits):
     """Such weights under ZeRO-1. Arguments as of ShardedBuffers, and of each weight its products."""

@@ -22,7 +22,7 @@ from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
 
 _EFFORT = 4.0
-"""Of a search, about seconds of a core."""
+"""The effort of a search, about seconds of a core."""
 
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
