@@ -1,7 +1,6 @@
 """What keeps the code small enough to read: no long file, no long function, nothing global that changes."""
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,9 @@ from megapipe.schedule import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for room in ("megapipe", "tools", "examples") for path in (ROOT / room).rglob("*.py"))
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION, FILES_OF_A_FOLDER = 300, 60, 12
+LINES_OF_A_FILE = 400
+LINES_OF_A_FUNCTION = 80
+FILES_OF_A_FOLDER = 15
 
 
 def findings(source: str) -> Iterator[str]:
@@ -47,43 +48,21 @@ def waits_to_be_filled(value: ast.expr) -> bool:
     return (isinstance(value, ast.List) and not value.elts) or (isinstance(value, ast.Dict) and not value.keys)
 
 
-FRAGMENTS = re.compile(
-    r"(The same|Of|What|Whether|Which|Where|When|How|Why|Who|From|With|Without|By|In|On|At|As|For|To|Behind|Beside"
-    r"|Between|Until|Those|Under|Over)\b"
-)
-"""Words after which a reader must look for the noun that a docstring is about."""
-
-
-def fragments(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if FRAGMENTS.match(first):
-                yield first
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_reader_can_hold_each_file_and_function(path):
     assert list(findings(path.read_text())) == []
 
 
-def test_a_docstring_begins_with_the_noun_it_is_about():
-    package = (path for path in SOURCES if ROOT / "megapipe" in path.parents)
-    found = [f"{path.relative_to(ROOT)}: {text}" for path in package for text in fragments(path.read_text())]
-    assert found == [], "such as `The steps of a run.`, not `Of a run.`"
-
-
 def test_the_rules_find_what_they_are_for():
-    assert list(findings("\n" * 301)) == ["301 lines"]
-    assert list(findings("def f():\n" + "    x = 1\n" * 61)) == ["line 1: f has 62 lines"]
+    assert list(findings("\n" * 401)) == ["401 lines"]
+    assert list(findings("def f():\n" + "    x = 1\n" * 81)) == ["line 1: f has 82 lines"]
     assert list(findings("def f():\n    global a")) == ["line 2: global a"]
-    assert list(fragments('"""Of a run."""\ndef f():\n    """Offers."""')) == ["Of a run."]
     changing = ["a = {}", "b: list[int] = []", "c = threading.local()", "d = dict()"]
     assert len(list(findings("\n".join(changing)))) == len(changing)
     assert not list(findings("A = {1: 2}\nB = [1]\nC = ()\nD = dict(x=1)"))
 
 
-def test_a_reader_finds_a_file_among_twelve():
+def test_a_reader_finds_a_file_among_fifteen():
     files = [path for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")) if path.name != "__init__.py"]
     folders = Counter(str(path.parent.relative_to(ROOT)) for path in files)
     assert {folder: n for folder, n in folders.items() if n > FILES_OF_A_FOLDER} == {}
