@@ -30,6 +30,22 @@ def expert_problems(config: Config) -> Iterator[str]:
     yield from _balance(model)
     yield from _limits(model)
     yield from _split(config)
+    yield from _mapping(config)
+
+
+def _mapping(config: Config) -> Iterator[str]:
+    """Refuse an order of ranks in which a rank would stand at two places of the pipeline."""
+    par = config.parallel
+    of_layer = par.tensor_model_parallel_size * par.context_parallel_size
+    of_experts = par.etp * par.expert_model_parallel_size
+    if par.use_tp_pp_dp_mapping and par.pipeline_model_parallel_size > 1 and of_layer != of_experts:
+        yield (
+            f"--use-tp-pp-dp-mapping numbers the pipeline before data parallel, so that the dense layers and the "
+            f"experts must have equally many ranks in it: --tensor-model-parallel-size "
+            f"{par.tensor_model_parallel_size} x --context-parallel-size {par.context_parallel_size} = {of_layer}, "
+            f"--expert-tensor-parallel-size {par.etp} x --expert-model-parallel-size "
+            f"{par.expert_model_parallel_size} = {of_experts}. Leave --use-tp-pp-dp-mapping out, or make both equal."
+        )
 
 
 def _layers(model: ModelConfig) -> Iterator[str]:

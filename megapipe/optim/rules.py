@@ -55,11 +55,12 @@ def _is_rounded(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """The part in float32, a piece at a time, with its pairs of (kept, updated) to copy back."""
+    """The part in the type of its update, a piece at a time, with its pairs of (kept, updated) to copy back."""
+    dtype = wide_of(part.value)
     for start in range(0, part.value.numel(), PIECE):
         kept = {kind: x[start : start + PIECE] for kind, x in {"": part.value, **part.state}.items()}
-        wide = {kind: x.to(wide_of(x)) for kind, x in kept.items()}
-        grad = part.grad[start : start + PIECE].to(wide[""].dtype)
+        wide = {kind: x.to(dtype) for kind, x in kept.items()}
+        grad = part.grad[start : start + PIECE].to(dtype)
         piece = replace(
             part,
             value=wide[""],
@@ -134,9 +135,11 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Is it one of Muon's? Embeddings and the output head are not, whose rows are tokens."""
+    """Return whether Muon updates it. Embeddings and the output head have a row for each token, and stay AdamW's."""
     (name,) = part.names
-    return part.value.ndim > 1 and "embedding" not in name and "output_layer" not in name
+    # The first dimension of experts counts them: their biases [experts, outputs] are no matrix.
+    dimensions = part.value.ndim - int(part.layout.experts)
+    return dimensions > 1 and "embedding" not in name and "output_layer" not in name
 
 
 NEWTON_SCHULZ = {

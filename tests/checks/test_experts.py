@@ -115,6 +115,16 @@ def test_experts_that_do_not_divide_over_tensor_parallel_ranks_are_named():
             "their own. Add --sequence-parallel.",
         ),
         (
+            # The ranks of an expert would be on both stages of the pipeline.
+            "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+            "--sequence-parallel --expert-tensor-parallel-size 1",
+            4,
+            "--use-tp-pp-dp-mapping numbers the pipeline before data parallel, so that the dense layers and the "
+            "experts must have equally many ranks in it: --tensor-model-parallel-size 2 x --context-parallel-size 1 "
+            "= 2, --expert-tensor-parallel-size 1 x --expert-model-parallel-size 1 = 1. Leave --use-tp-pp-dp-mapping "
+            "out, or make both equal.",
+        ),
+        (
             "--expert-tensor-parallel-size 3 --moe-ffn-hidden-size 32",
             3,
             "--moe-ffn-hidden-size 32 does not divide by --expert-tensor-parallel-size 3: 32 = 3 x 10 + 2. "

@@ -64,6 +64,23 @@ def test_an_update_is_torchs_adamw_whose_state_is_rounded_after_it(names, monkey
             assert torch.equal(optimizer.state()[name][key].float(), values[[*dict(net.named_parameters())].index(key)])
 
 
+def test_a_float64_model_may_keep_its_moments_in_bf16():
+    """The update of float64 weights with rounded moments called itself without end."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4, bias=False).double()
+    plain = net.weight.detach().clone().requires_grad_()
+    train = replace(
+        TRAIN, bf16=False, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
+    optimizer = Optimizer([net], train, SINGLE)
+    net.weight.main_grad.fill_(0.25)  # a power of two: its moments are exact in bf16 after one step
+    optimizer.step(TRAIN.lr)
+    plain.grad = torch.full_like(plain, 0.25)
+    betas = (TRAIN.adam_beta1, TRAIN.adam_beta2)
+    torch.optim.AdamW([plain], TRAIN.lr, betas, TRAIN.adam_eps, TRAIN.weight_decay).step()
+    torch.testing.assert_close(net.weight.detach(), plain.detach(), rtol=1e-12, atol=1e-14)
+
+
 def test_memory_is_what_the_plan_counts():
     lion = f"{Path(__file__).parents[2]}/examples/own_optimizer.py:lion"  # keeps one number, and was planned as Adam
     of_others = (replace(TRAIN, optimizer=name) for name in ("sgd", lion))

@@ -14,7 +14,7 @@ from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.errors import ConfigError
 from megapipe.models.attention.layer import SelfAttention
 from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.rule import Group, usual_groups
+from megapipe.optim.rule import Group, Part, usual_groups
 from megapipe.optim.rules import NEWTON_SCHULZ, find_rule, newton_schulz
 from megapipe.pipeline_parallel.threads import run_threads
 
@@ -168,6 +168,24 @@ def test_newton_schulz_makes_all_singular_values_about_one(coefficients, product
     values = torch.linalg.svdvals(newton_schulz(x, 5, NEWTON_SCHULZ[coefficients], products))
     assert values.min() > 0.6
     assert values.max() < 1.3
+
+
+def test_muon_leaves_the_biases_of_experts_to_adamw():
+    """A stack of biases [experts, outputs] has two dimensions and is no matrix: it ended in an IndexError."""
+    weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 5), (3, 4)))
+    plain = bias.clone().requires_grad_()
+    grads = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    names = ("layers.0.experts.weight",), ("layers.0.experts.bias",)
+
+    def part(name, value, grad):
+        state = {kind: torch.zeros_like(value) for kind in ("exp_avg", "exp_avg_sq")}
+        return Part(name, value, grad.clone(), state, 0.1, 0.1, Layout(tuple(value.shape), experts=True))
+
+    train = replace(TRAIN, optimizer="muon")
+    find_rule(train).update([part(*given) for given in zip(names, (weight, bias), grads, strict=True)], 0)
+    plain.grad = grads[1]
+    torch.optim.AdamW([plain], 0.1, (train.adam_beta1, train.adam_beta2), train.adam_eps, 0.1).step()
+    torch.testing.assert_close(bias, plain.detach(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("layer, groups, channels", [(0, 2, 8), (1, 4, 6)])
