@@ -1,0 +1,192 @@
+"""Run every legal combination of two or three choices, and compare each case with one process.
+
+    python -m tools.proofs.cover --strength 2 --results pairs.jsonl
+    python -m tools.proofs.cover --strength 3 --results triples.jsonl
+    python -m tools.proofs.cover --case '{"pp": "2", "schedule": "zb-v"}'
+
+A case is a whole run of `pretrain` in processes over gloo. What it computes must be what one process computes: in
+float64 all losses, gradient norms, evaluations, weights and optimizer states to 1e-7 of the largest. Which values go
+together is asked of the checks of a launch; a combination without a legal case is counted as refused, with the
+sentence that refuses it. Results are appended to a file, so that a run that was cut off goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import comb
+from pathlib import Path
+
+import torch
+
+from tools.proofs.cover.array import Array, Row
+from tools.proofs.cover.choices import CHOICES, PLAIN, choices_named, num_layers, problems
+from tools.proofs.cover.judge import Runs, Verdict, name_of
+
+SECONDS = 240.0
+"""How long a start of a case may take; alone on two cores it takes one to five seconds."""
+
+
+def array(strength: int, seed: int, folder: Path) -> Array:
+    """Return the array of a strength, from a file if an earlier start has written it."""
+
+    @cache
+    def asked(row: tuple[str, ...]) -> tuple[str, ...]:
+        return problems(dict(zip(CHOICES, row, strict=True)))
+
+    made = Array(
+        {name: list(values) for name, values in CHOICES.items()},
+        lambda row: asked(tuple(row[name] for name in CHOICES)),
+        choices_named,
+        seed,
+    )
+    for size in range(2, strength + 1):
+        made.extend(size, lambda text: print(text, flush=True))
+    return made
+
+
+def run(rows: Sequence[Row], runs: Runs, jobs: int) -> Iterator[tuple[Row, Verdict]]:
+    """Judge rows, some at a time, each in a process of its own; yield each as it ends."""
+    waiting = list(reversed(rows))
+    children: dict[int, tuple[Row, Path]] = {}
+    while waiting or children:
+        while waiting and len(children) < jobs:
+            row = waiting.pop()
+            answer = runs.folder / f"{name_of(row, num_layers(row))}.json"
+            answer.unlink(missing_ok=True)
+            child = os.fork()
+            if not child:
+                _judge(row, runs, answer)
+            children[child] = row, answer
+        child, _ = os.wait()
+        if child in children:
+            row, answer = children.pop(child)
+            yield row, Verdict(**json.loads(answer.read_text()))
+
+
+def _judge(row: Row, runs: Runs, answer: Path) -> None:
+    try:
+        verdict = runs.judge(row)
+    except BaseException:
+        verdict = Verdict("crashes", (traceback.format_exc(),))
+    answer.write_text(json.dumps(verdict.__dict__))
+    os._exit(0)
+
+
+def short(row: Row) -> str:
+    """Return what to type after --case to run a row again: the values that are not the usual ones."""
+    return json.dumps({name: value for name, value in row.items() if value != PLAIN[name]})
+
+
+def main() -> int:
+    """Make the array, run it, say what was found. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strength", type=int, choices=(2, 3), default=2, help="choices that are combined")
+    parser.add_argument("--seed", type=int, default=0, help="of the array")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--results", type=Path, help="a line for each case, appended")
+    parser.add_argument("--array", type=Path, help="where the rows are kept between starts")
+    parser.add_argument("--case", help="run this one case, as printed")
+    parser.add_argument("--shrink", action="store_true", help="make the case that differs as small as it goes")
+    parser.add_argument("--first", action="store_true", help="stop at the first case that is not as one process")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="cover-") as folder:
+        runs = Runs(Path(folder), options.seconds)
+        if options.case:
+            return _one(PLAIN | json.loads(options.case), runs, shrink=options.shrink)
+        return _all(options, runs)
+
+
+def _smallest(row: Row, runs: Runs) -> Row:
+    """Return a case with the fewest unusual values that is still not as one process."""
+    again = True
+    while again:
+        again = False
+        for name in [name for name, value in row.items() if value != PLAIN[name]]:
+            smaller = row | {name: PLAIN[name]}
+            if not problems(smaller) and (verdict := runs.judge(smaller)).result != "same":
+                row, again = smaller, True
+                print(verdict.result, *verdict.found[:2], f"--case '{short(row)}'", sep="\n  ", flush=True)
+    return row
+
+
+def _one(row: Row, runs: Runs, *, shrink: bool) -> int:
+    if found := problems(row):
+        print("refused:", *found, sep="\n")
+        return 2
+    verdict = runs.judge(row)
+    print(verdict.result, *verdict.found, f"{verdict.seconds:.1f} s", sep="\n")
+    if shrink and verdict.result != "same":
+        print(f"--case '{short(_smallest(row, runs))}'")
+    return int(verdict.result != "same")
+
+
+def _all(options: argparse.Namespace, runs: Runs) -> int:
+    begun = time.monotonic()
+    made, refused = _rows(options)
+    print(f"{len(made)} cases, made in {time.monotonic() - begun:.0f} s", flush=True)
+    known: dict[str, Verdict] = {}
+    if options.results and options.results.exists():
+        for line in options.results.read_text().splitlines():
+            found = json.loads(line)
+            known[short(PLAIN | found.pop("case"))] = Verdict(**found)
+    left = [row for row in made if short(row) not in known]
+    for row, verdict in run(left, runs, options.jobs):
+        known[short(row)] = verdict
+        if options.results:
+            with options.results.open("a") as file:
+                print(json.dumps({"case": json.loads(short(row)), **verdict.__dict__}), file=file)
+        if verdict.result != "same":
+            print(verdict.result, *verdict.found, f"--case '{short(row)}'", sep="\n  ", flush=True)
+            if options.first:
+                os._exit(1)
+        elif len(known) % 20 == 0:
+            print(f"{len(known)} of {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
+    verdicts = [known[short(row)] for row in made]
+    _report(options.strength, made, verdicts, refused)
+    return int(any(verdict.result != "same" for verdict in verdicts))
+
+
+def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
+    """Return the rows of the array, and the refused combinations with the sentences that refuse them."""
+    if options.array and options.array.exists():
+        kept = json.loads(options.array.read_text())
+        return [PLAIN | row for row in kept["rows"]], kept["refused"]
+    made = array(options.strength, options.seed, Path())
+    refused = {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
+    if options.array:
+        rows = [json.loads(short(row)) for row in made.rows]
+        options.array.write_text(json.dumps({"rows": rows, "refused": refused}))
+    return made.rows, refused
+
+
+def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]) -> None:
+    values = sum(map(len, CHOICES.values()))
+    covered = Array({name: list(values) for name, values in CHOICES.items()}, lambda row: (), lambda text: set())
+    covered.rows = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.result == "same"]
+    counts = Counter(verdict.result for verdict in verdicts)
+    said = Counter(why.partition("\n")[0] for why in refused.values())
+    print("\nrefused combinations, by what is said:")
+    for why, count in said.most_common():
+        print(f"  {count:4} {why[:160]}")
+    silent = [key for key, why in refused.items() if "--" not in why]
+    print(
+        f"\n{len(CHOICES)} choices, {values} values; {comb(len(CHOICES), strength)} sets of {strength} choices\n"
+        f"{covered.legal(strength)} legal combinations of {strength} values in {len(rows)} cases, "
+        f"{len(refused)} refused, {len(silent)} of them without a flag's name\n"
+        f"same {counts['same']}, differ {counts['differs']}, crash {counts['crashes']}, hang {counts['hangs']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Run a case in processes of its own, and compare its numbers with those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.layout import whole_name
+from megapipe.errors import UserError
+from megapipe.models.gpt import WORD_EMBEDDINGS
+from tools.proofs.cover.choices import HALF, STEPS, Case, num_layers, one_process, world_size
+from tools.proofs.cover.rank import Numbers, Part, run_rank
+
+TOLERANCE = {"float64": 1e-7, "float32": 1e-3}
+"""Relative to the largest number of a tensor; what is summed in another order differs by rounding."""
+ENDS = re.compile(r"(error:|\w*(\.\w+)*Error\b|AssertionError|megapipe:)")
+"""How a line begins that says why a process ends."""
+ROUNDED = 0.1
+"""The tolerance of losses in 16 and 8 bits, where a layout rounds other sums."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case: "same", "differs", "hangs", "crashes", and the sentences that say so."""
+
+    result: str
+    found: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+class Runs:
+    """Starts of runs as forks of this process, and the numbers of one process, each model trained once.
+
+    Args:
+        folder: for checkpoints, logs and numbers.
+        seconds: how long a start may take.
+    """
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.seconds = seconds
+
+    def judge(self, case: Case) -> Verdict:
+        """Train a case, and compare it with one process."""
+        begun = time.monotonic()
+        name = name_of(case, num_layers(case))
+        here = self.folder / name
+        shutil.rmtree(here, ignore_errors=True)
+        here.mkdir(parents=True)
+        try:
+            found = self._compare(case, here)
+            verdict = Verdict("differs" if found else "same", tuple(found[:6]))
+            if not found:
+                shutil.rmtree(here)
+        except _Ended as error:
+            verdict = Verdict(error.result, (error.text,))
+        return Verdict(verdict.result, verdict.found, time.monotonic() - begun)
+
+    def _compare(self, case: Case, here: Path) -> list[str]:
+        alone, layers = one_process(case), num_layers(case)
+        whole, checkpoint = self.alone(alone, layers)
+        save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
+        match case["resumed"]:
+            case "no":
+                return differences(case, self.start(case, layers, [], here / "all"), whole)
+            case "from-one":
+                load = ["--load", str(checkpoint), "--ckpt-step", str(HALF)]
+                return differences(case, self.start(case, layers, load, here / "second"), whole)
+        first = self.start(case, layers, [*save, "--exit-interval", str(HALF)], here / "first")
+        found = differences(case, first, whole, "before it was saved: ")
+        load = ["--load", str(here / "saved")]
+        if case["resumed"] == "into-one":
+            second = self.start(alone, layers, load, here / "second")
+        else:
+            second = self.start(case, layers, load, here / "second")
+        return found + differences(case, second, whole, "after it was loaded: ")
+
+    def alone(self, case: Case, layers: int) -> tuple[Numbers, Path]:
+        """Return the numbers of one process, and the folder with its checkpoint of HALF the iterations."""
+        here = self.folder / f"alone-{name_of(case, layers)}"
+        done = here / "done"
+        lock = here.with_suffix(".lock")
+        with _locked(lock):
+            if not done.exists():
+                shutil.rmtree(here, ignore_errors=True)
+                here.mkdir(parents=True)
+                save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
+                self.start(case, layers, save, here / "all")
+                done.touch()
+        numbers: Numbers = torch.load(here / "all-0", weights_only=False)
+        return numbers, here / "saved"
+
+    def start(self, case: Case, layers: int, more: Sequence[str], at: Path) -> list[Numbers]:
+        """Run the processes of a case once and return what each of them knows at the end."""
+        size = world_size(case)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
+        env |= {"LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        files = [at.with_name(f"{at.name}-{rank}") for rank in range(size)]
+        children = {}
+        for rank, file in enumerate(files):
+            of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = file.with_suffix(".log")
+            children[_fork(lambda file=file: run_rank(case, layers, more, file), of_rank, log)] = rank
+        _wait(children, files, self.seconds)
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+class _Ended(Exception):
+    """A start that did not come to its end."""
+
+    def __init__(self, result: str, text: str) -> None:
+        super().__init__(text)
+        self.result = result
+        self.text = text
+
+
+def name_of(case: Case, layers: int) -> str:
+    """Return a name for the files of a case."""
+    return sha256(" ".join([str(layers), *sorted(f"{k}={v}" for k, v in case.items())]).encode()).hexdigest()[:16]
+
+
+def _fork(work: Callable[[], None], env: dict[str, str], log: Path) -> int:
+    """Do some work in a process of its own, which prints to a file; return its number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        output = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(env)
+        work()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+        status = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(children: dict[int, int], files: Sequence[Path], seconds: float) -> None:
+    """Wait for the processes of a run, the first that fails or the end of the time.
+
+    Raises: _Ended if one fails or does not end; all of them are killed then.
+    """
+    until = time.monotonic() + seconds
+    left = dict(children)
+    failed: tuple[int, int] | None = None
+    while left and time.monotonic() < until:
+        time.sleep(0.01)
+        for child in list(left):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                rank = left.pop(child)
+                code = os.waitstatus_to_exitcode(status)
+                if code and failed is None:
+                    failed = rank, code
+                    until = min(until, time.monotonic() + 5)  # the others may say more
+    for child in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if failed is not None:
+        rank, code = failed
+        raise _Ended("crashes", f"rank {rank} ends with {code}: {_last_words(files[rank].with_suffix('.log'))}")
+    if left:
+        raise _Ended("hangs", f"ranks {sorted(left.values())} of {len(children)} do not end: {files[0].parent}")
+
+
+def _last_words(log: Path) -> str:
+    text = log.read_text(errors="replace")
+    lines = text.strip().splitlines()
+    found = [
+        n for n, line in enumerate(lines) if re.match(r"(error:|\w*(\.\w+)*Error\b|AssertionError|megapipe:)", line)
+    ]
+    return "\n".join(lines[found[0] :][:8] if found else lines[-8:])
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time in."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def differences(case: Case, ranks: Sequence[Numbers], whole: Numbers, when: str = "") -> list[str]:
+    """Return what is not as in one process, a line each."""
+    found = []
+    for rank, mine in enumerate(ranks):
+        where = f"{when}rank {rank}: "
+        found += [where + line for line in _numbers(case, mine, whole)]
+        at_the_end = max(mine.steps, default=0) == STEPS
+        if at_the_end:
+            found += [where + line for line in _tensors(case, mine, whole)]
+    if not ranks[0].steps:
+        found.append(f"{when}no iteration was trained")
+    return found
+
+
+def _numbers(case: Case, mine: Numbers, whole: Numbers) -> Iterator[str]:
+    for n, step in mine.steps.items():
+        wanted = whole.steps[n]
+        if step.keys() != wanted.keys():
+            yield f"iteration {n} reports {sorted(step)}, not {sorted(wanted)}"
+        for name in step.keys() & wanted.keys():
+            if not _near(case, step[name], wanted[name], exact=name == "skipped"):
+                yield f"iteration {n}: {name} {step[name]!r}, not {wanted[name]!r}"
+    # A part of a run has the last evaluations, or the first ones.
+    count = len(mine.evaluations)
+    last = max(mine.steps, default=0) == STEPS
+    wanted_losses = whole.evaluations[len(whole.evaluations) - count :] if last else whole.evaluations[:count]
+    for n, (a, b) in enumerate(zip(mine.evaluations, wanted_losses, strict=False)):
+        if a.keys() != b.keys() or not all(_near(case, a[name], b[name]) for name in a):
+            yield f"evaluation {n}: {a}, not {b}"
+
+
+def _near(case: Case, a: float, b: float, *, exact: bool = False) -> bool:
+    if exact or not math.isfinite(a) or not math.isfinite(b):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    allowed = TOLERANCE.get(case["precision"], ROUNDED)
+    return abs(a - b) <= allowed * max(abs(b), 1e-3)
+
+
+def _tensors(case: Case, mine: Numbers, whole: Numbers) -> Iterator[str]:
+    allowed = TOLERANCE.get(case["precision"])
+    for kind, parts in mine.tensors.items():
+        if kind not in whole.tensors:
+            yield f"keeps {kind}, which one process does not"
+            continue
+        for name, (tensor, pieces) in parts.items():
+            wanted = _wanted(whole.tensors[kind], name).tensor
+            for dim, (i, n) in pieces.items():
+                wanted = wanted.chunk(n, dim)[i]
+            if allowed is not None and not _close(tensor, wanted, allowed):
+                off = (tensor.double() - wanted.double()).abs().max()
+                yield f"{kind} of {name} differ by {off:.3g} of {wanted.abs().max():.3g}"
+
+
+def _wanted(parts: dict[str, Part], name: str) -> Part:
+    # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
+    return parts.get(whole_name(name)) or parts[WORD_EMBEDDINGS]
+
+
+def _close(a: Tensor, b: Tensor, allowed: float) -> bool:
+    a, b = a.double(), b.double()
+    return bool((a - b).abs().max() <= allowed * max(float(b.abs().max()), 1e-6))

@@ -1,0 +1,192 @@
+"""One rank of a run of a case: the whole of `pretrain`, with its numbers written down at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megapipe.config import Config, ModelConfig
+from megapipe.data.build import Datasets
+from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import layout_of
+from megapipe.models.provider import Provider, gpt_provider
+from megapipe.partition.spans import LayerSpan
+from megapipe.training import evaluation
+from megapipe.training.driver import Driver
+from megapipe.training.forward_step import forward_step
+from megapipe.training.pretrain import Training, pretrain
+from megapipe.training.steps.stages import Stages
+from megapipe.training.steps.step import StepResult
+from tools.proofs.cover.choices import SEQ, VOCAB, Case, config_of
+
+SPOILED_STEP = 4
+"""The iteration, counted from 1, whose gradients are multiplied by a factor."""
+FACTORS = {"large": 1e4, "infinite": math.inf}
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor of the whole model.
+
+    Attributes:
+        pieces: by dimension (i, n): the tensor is piece i of n there.
+    """
+
+    tensor: Tensor
+    pieces: dict[int, tuple[int, int]]
+
+
+@dataclass
+class Numbers:
+    """What a rank knows of its run.
+
+    Attributes:
+        steps: of each iteration its losses, gradient norm and whether it was skipped.
+        evaluations: the losses of each evaluation.
+        tensors: by kind ("weights", or a kind of optimizer state) the parts of this rank.
+    """
+
+    steps: dict[int, dict[str, Any]]
+    evaluations: list[dict[str, float]]
+    tensors: dict[str, dict[str, Part]]
+
+
+class Narrow:
+    """A data set whose token ids are int32."""
+
+    def __init__(self, items: GPTDataset) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, sample: int) -> NDArray[np.int32]:
+        return self.items[sample].astype(np.int32)
+
+
+class _Spoil(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
+    """Train one rank's part of a case and write its Numbers to a file.
+
+    Args:
+        layers: of the model.
+        more: flags of this part of the run: where it begins, ends and saves.
+    """
+    numbers = Numbers({}, [], {})
+    now = [0]
+    _write_down(numbers, now, to)
+
+    def step(data: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
+        output, loss_func = forward_step(data, model)
+        factor = FACTORS.get(case["spoiled"], 1.0)
+        if loss_func is None or factor == 1.0 or now[0] != SPOILED_STEP or not model.training:
+            return output, loss_func
+
+        def spoiled(output: Tensor) -> tuple[Tensor, ...]:
+            loss, *more = loss_func(output)
+            return _Spoil.apply(loss, factor), *more  # type: ignore[no-untyped-call]
+
+        return output, spoiled
+
+    def datasets(config: Config, tokenizer: object) -> Datasets:
+        return _datasets(narrow=case["tokens"] == "int32")
+
+    pretrain(config_of(case, layers, more), _provider(case), step, datasets)
+
+
+def _provider(case: Case) -> Provider:
+    """Return the provider of a case, which makes stages in float64 where the case says so."""
+    wide = case["precision"] == "float64"
+
+    def ours(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+        stage = gpt_provider(config, span, tp)
+        return stage.double() if wide else stage
+
+    def in_megatrons_shape(
+        pre_process: bool, post_process: bool, vp_stage: int | None, config: ModelConfig, span: LayerSpan, tp: Axis
+    ) -> nn.Module:
+        return ours(config, replace(span, embedding=pre_process, loss=post_process), tp)
+
+    return ours if case["provider"] == "ours" else in_megatrons_shape
+
+
+@cache
+def _datasets(*, narrow: bool) -> Datasets:
+    source = MockTokens(VOCAB, VOCAB - 1)
+
+    def part(first: int, last: int) -> Any:
+        documents = np.arange(first, last)
+        items = GPTDataset(source, build_indices(source.lengths, documents, SEQ, 200, 1234), SEQ, VOCAB, documents)
+        return Narrow(items) if narrow else items
+
+    return Datasets(part(0, 100), part(100, 150), part(150, 200))
+
+
+def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
+    """Have this process's run write its numbers down. A callback would do, but it makes each update wait."""
+    ended, run, train, evaluate = Driver.ended, Stages.run, Training.train, evaluation.evaluate
+
+    def at_end(self: Driver, result: StepResult) -> None:
+        ended(self, result)
+        numbers.steps[self.run.progress.iteration] = {
+            **result.losses,
+            **{f"routed {name}": value for name, value in result.routed.losses.items()},
+            "norm": result.grad_norm,
+            "skipped": float(result.skipped),
+        }
+
+    def numbered(self: Stages, *args: Any, iteration: int | None = None, **how: Any) -> Any:
+        now[0] = iteration or 0
+        return run(self, *args, iteration=iteration, **how)
+
+    def evaluated(*args: Any) -> dict[str, float]:
+        now[0] = 0
+        losses = evaluate(*args)
+        numbers.evaluations.append(losses)
+        return losses
+
+    def to_the_end(self: Training) -> int:
+        code = train(self)
+        numbers.tensors.update(_tensors(self))
+        torch.save(numbers, to)
+        return code
+
+    Driver.ended, Stages.run = at_end, numbered  # type: ignore[method-assign, assignment]
+    Training.train, evaluation.evaluate = to_the_end, evaluated  # type: ignore[method-assign]
+
+
+def _tensors(training: Training) -> dict[str, dict[str, Part]]:
+    run = training.run
+    tp = run.mesh.tp
+
+    def part(name: str, tensor: Tensor) -> Part:
+        layout = layout_of(run.optimizer.params[name])
+        return Part(tensor.detach().clone().view(layout.local(tp)), layout.pieces(tp))
+
+    with run.optimizer.gathers.whole():
+        found = {"weights": {name: part(name, x) for name, x in run.optimizer.params.items()}}
+    biases = {f"bias of layer {router.layer}": router.expert_bias for router in run.stages.routers.own}
+    found["weights"] |= {name: Part(x.clone(), {}) for name, x in biases.items() if x is not None}
+    state = run.optimizer.state()
+    return found | {kind: {name: part(name, x) for name, x in of.items()} for kind, of in state.items()}
