@@ -135,4 +135,4 @@ def adamw_(
 ) -> None:
     """One update of float32, see optim/adamw.py."""
     array = (ctypes.c_float * len(rates))(*rates)
-    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, len(value), scale, array)
+    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, value.numel(), scale, array)

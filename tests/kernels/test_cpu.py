@@ -130,6 +130,14 @@ def test_an_update_in_one_sweep_has_the_bits_of_torchs_own_sweeps(
     assert all(torch.equal(a, b) for a, b in zip(swept, updated(), strict=True))
 
 
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (1, 3, 4)])
+def test_an_update_reaches_every_element_whatever_the_shape(shape: tuple[int, ...]) -> None:
+    """A rule that is not elementwise hands over parameters in their shapes. Adam's first step is the rate."""
+    value, grad, first, second = torch.ones(4, *shape)
+    cpu.adamw_(value, grad, first, second, None, torch.ones(()), (1.0, 1.0, -0.5, 1.0, 0.1, 0.9, 0.1, 0.0))
+    assert torch.equal(value, torch.full(shape, 0.5))
+
+
 def test_the_region_of_a_gpu_makes_the_same_update() -> None:
     """Its formula, operation by operation; no GPU has run the kernel that is compiled of it."""
     made = []
