@@ -108,8 +108,10 @@ def with_block_(logits: Tensor, highest: Tensor, total: Tensor) -> None:
 
 
 def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor) -> None:
-    """(e^(logits - log_sum) - is_label) scale in the place of logits [n, block]; all others are [n]."""
-    _run("to_gradient", logits, *logits.shape, log_sum, scale, labels, _half(logits))
+    """(e^(logits - log_sum) - is_label) scale in the place of logits [n, block]; all others are [n].
+
+    Labels may be any integers, in any stride; C reads 64 bits of each."""
+    _run("to_gradient", logits, *logits.shape, log_sum, scale, labels.long().contiguous(), _half(logits))
 
 
 def causal_softmax_(scores: Tensor, tokens: int) -> None:

@@ -157,7 +157,7 @@ def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor,
         _to_gradient_(logits, log_sum, scale, labels)
         return
     if has_loops(logits, log_sum, scale):
-        kernels.to_gradient_(logits, log_sum, scale, labels.contiguous())
+        kernels.to_gradient_(logits, log_sum, scale, labels)
         return
     inside, column = columns_of(labels, slice(0, logits.shape[1]))
     dy = exp_of(logits, log_sum, space).mul_(scale[:, None])

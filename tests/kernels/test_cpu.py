@@ -130,6 +130,15 @@ def test_an_update_in_one_sweep_has_the_bits_of_torchs_own_sweeps(
     assert all(torch.equal(a, b) for a, b in zip(swept, updated(), strict=True))
 
 
+@pytest.mark.parametrize("labels", [torch.tensor([0, 4, 2], dtype=torch.int32), torch.tensor([0, 9, 4, 9, 2, 9])[::2]])
+def test_labels_of_32_bits_or_with_gaps_name_the_same_columns(labels: Tensor) -> None:
+    """C reads 64 bits of each: of two labels of 32 bits it made one, and the gradient was another."""
+    logits = drawn(3, 5)
+    want = logits.softmax(1) - torch.eye(5)[labels.long()]
+    cpu.to_gradient_(logits, logits.logsumexp(1), torch.ones(3), labels)
+    assert_close(logits, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(12,), (3, 4), (1, 3, 4)])
 def test_an_update_reaches_every_element_whatever_the_shape(shape: tuple[int, ...]) -> None:
     """A rule that is not elementwise hands over parameters in their shapes. Adam's first step is the rate."""
