@@ -7,17 +7,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.defaults import rotation
+from megapipe.convert.huggingface.values import expected
 from megapipe.models.attention.rope import YARN_FAST, YARN_ORIGINAL, YARN_SLOW
 
 Json = Mapping[str, Any]
 Reader = Callable[[Json, list[str]], dict[str, Any]]
 _V2, _V3 = FAMILIES = "deepseek_v2", "deepseek_v3"
+_GROUPED = "group_limited_greedy"
+_METHODS = ("greedy", _GROUPED)
 _SAID: dict[str, dict[str, Any]] = {
     _V2: {"norm_topk_prob": False, "scoring_func": "softmax"},
     _V3: {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
 }
-_GROUPED = "group_limited_greedy"
-_METHODS = ("greedy", _GROUPED)
 _GROUP_SCORES = {_V2: 1, _V3: 2}
 """Experts whose scores are a group's."""
 _LATENT_EPSILON = 1e-6
@@ -67,22 +69,27 @@ def copies(model: ModelConfig) -> dict[str, str]:
 
 def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict[str, Any]:
     turned = content["qk_rope_head_dim"]
-    expect = _SAID[family] | {
+    said = _SAID[family] | {
         "attention_bias": False,
         "mlp_bias": False,
         "moe_layer_freq": 1,
-        "num_key_value_heads": content["num_attention_heads"],
         "head_dim": turned,
         "qk_head_dim": content["qk_nope_head_dim"] + turned,
         "rms_norm_eps": _LATENT_EPSILON,  # transformers has this in the norms of latents, whatever is said
     }
-    problems += _others(content, expect)
-    plain = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling", "head_dim")}
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    base = rope.get("rope_theta", content.get("rope_theta", 10000.0))
-    fields = read({**plain, "rope_theta": base, "head_dim": content["qk_nope_head_dim"]}, problems)
+    expect = {key: (value,) for key, value in said.items()}
+    expect["num_key_value_heads"] = (content["num_attention_heads"], None)
+    problems += expected(content, expect)
+    plain = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling")}
+    rope = rotation(content)
+    fields = read({**plain, "rope_theta": rope["rope_theta"], "head_dim": content["qk_nope_head_dim"]}, problems)
     experts, layers, dense = content["n_routed_experts"], content["num_hidden_layers"], content["first_k_dense_replace"]
     sparse = [int(layer >= dense) for layer in range(layers)]
+    if family == _V3 and content["num_experts_per_tok"] == 1:
+        problems.append(
+            "num_experts_per_tok is 1 and norm_topk_prob true, so that every weight is routed_scaling_factor; here the "
+            "weight of one expert is its sigmoid. It cannot be converted"
+        )
     return {
         **fields,
         "group_query_attention": False,
@@ -90,7 +97,7 @@ def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict
         "kv_channels": None,
         "qk_layernorm": True,
         "multi_latent_attention": True,
-        "q_lora_rank": content.get("q_lora_rank"),
+        "q_lora_rank": content["q_lora_rank"],
         "kv_lora_rank": content["kv_lora_rank"],
         "qk_head_dim": content["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": content["qk_rope_head_dim"],
@@ -99,12 +106,13 @@ def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict
         "moe_layer_freq": "1" if all(sparse) else str(sparse),
         "moe_router_topk": content["num_experts_per_tok"],
         "moe_ffn_hidden_size": content["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": (content.get("n_shared_experts") or 0) * content["moe_intermediate_size"]
+        "moe_shared_expert_intermediate_size": (content["n_shared_experts"] or 0) * content["moe_intermediate_size"]
         or None,
+        "moe_router_dtype": "fp32",  # as transformers and DeepSeek's own code, whatever the activations are
         "moe_router_score_function": _SAID[family]["scoring_func"],
         "moe_router_pre_softmax": family == _V2,
         "moe_router_enable_expert_bias": family == _V3,
-        "moe_router_topk_scaling_factor": content.get("routed_scaling_factor") or None,
+        "moe_router_topk_scaling_factor": content["routed_scaling_factor"],
         **_groups(family, content, problems),
         **_rope(rope, problems),
     }
@@ -112,19 +120,22 @@ def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict
 
 def _groups(family: str, content: Json, problems: list[str]) -> dict[str, int]:
     """Fields of the choice among groups of experts, where there are several."""
-    method = content.get("topk_method", _METHODS[0])
-    if family == _V2 and method not in _METHODS:
-        problems.append(f"topk_method is {method}; only {' and '.join(_METHODS)} can be converted")
-    groups, k = content.get("n_group") or 1, content["num_experts_per_tok"]
-    if groups == 1 or (family == _V2 and method != _GROUPED):
+    if family == _V2 and content["topk_method"] not in _METHODS:
+        problems.append(f"topk_method is {content['topk_method']}; only {' and '.join(_METHODS)} can be converted")
+    if family == _V2 and content["topk_method"] != _GROUPED:
         return {}
-    chosen, counted = content.get("topk_group") or 1, _GROUP_SCORES[family]
+    groups, chosen = content["n_group"] or 1, content["topk_group"] or 1
+    k, counted = content["num_experts_per_tok"], _GROUP_SCORES[family]
+    if chosen > groups:
+        problems.append(f"topk_group {chosen} is more than n_group {groups}")
+    if groups == 1:
+        return {}
     found = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     return found if k // chosen == counted else found | {"moe_router_group_score_topk": counted}
 
 
 def _rope(rope: Json, problems: list[str]) -> dict[str, Any]:
-    problems += _others(rope, {"partial_rotary_factor": 1.0})
+    problems += expected(rope, {"partial_rotary_factor": (1.0,)})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_type": "rope"}
@@ -132,12 +143,12 @@ def _rope(rope: Json, problems: list[str]) -> dict[str, Any]:
         problems.append(f"rope_type {kind} is not default or yarn")
         return {}
     expect = {
-        "original_max_position_embeddings": YARN_ORIGINAL,
-        "beta_fast": YARN_FAST,
-        "beta_slow": YARN_SLOW,
-        "truncate": True,
+        "original_max_position_embeddings": (YARN_ORIGINAL,),
+        "beta_fast": (YARN_FAST,),
+        "beta_slow": (YARN_SLOW,),
+        "truncate": (True,),
     }
-    problems += _others(rope, expect)
+    problems += expected(rope, expect)
     if rope.get("attention_factor") is not None:
         problems.append("attention_factor is given; only that of mscale and mscale_all_dim can be converted")
     all_dim = rope.get("mscale_all_dim") or 0.0
@@ -146,12 +157,6 @@ def _rope(rope: Json, problems: list[str]) -> dict[str, Any]:
     if all_dim:
         problems.append("mscale_all_dim is given without mscale")
     return _yarn(rope, 1.0, 0.0)
-
-
-def _others(content: Json, expect: Mapping[str, Any]) -> list[str]:
-    """A text for each key that has another value."""
-    given = [key for key in expect if content.get(key, expect[key]) != expect[key]]
-    return [f"{key} is {content[key]}; only {expect[key]} can be converted" for key in given]
 
 
 def _yarn(rope: Json, mscale: float, all_dim: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.values import expected
 
 Json = Mapping[str, Any]
 
@@ -47,12 +48,12 @@ def names_of(ours: str, family: str, num_experts: int) -> tuple[str, ...] | None
 
 def joined(tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Theirs in order -> ours."""
-    return torch.stack(list(tensors)).view(shape) if len(tensors) > 1 else tensors[0]
+    return torch.stack(list(tensors)).view(shape) if len(shape) > 2 else tensors[0]
 
 
-def parts(tensor: Tensor, number: int) -> Sequence[Tensor]:
-    """Ours -> theirs in order."""
-    return tensor.flatten(0, -3).unbind(0) if number > 1 else (tensor,)
+def parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Ours -> theirs in order: a matrix for each expert, and of a gated layer two."""
+    return tensor.flatten(0, -3).unbind(0) if tensor.dim() > 2 else (tensor,)
 
 
 Reader = Callable[[Json, list[str]], dict[str, Any]]
@@ -71,22 +72,20 @@ def sparse(
     """
 
     def mixtral(content: Json, problems: list[str]) -> dict[str, Any]:
-        return read(content, problems) | _mixtral(content) | {"window_size": _all(content.get("sliding_window"))}
+        return read(content, problems) | _mixtral(content) | {"window_size": _all(content["sliding_window"])}
 
     def qwen2(content: Json, problems: list[str]) -> dict[str, Any]:
-        if content.get("qkv_bias") is False:
-            problems.append("qkv_bias is False; only True can be converted")
-        if content.get("use_sliding_window") and not content.get("layer_types"):
+        problems += expected(content, {"qkv_bias": (True,)})
+        if content["use_sliding_window"] and not content.get("layer_types"):
             problems.append("use_sliding_window is True without layer_types to say in which layers")
         more = {"add_qkv_bias": True, "window_size": window(content, problems)}
-        return read(content, problems) | more | _qwen(content, problems) | _shared(content)
+        return read(content, problems) | more | _qwen(content, problems, _shared(content))
 
     def qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
-        if content.get("attention_bias"):
-            problems.append("attention_bias is True; only False can be converted")
-        width = content.get("sliding_window") if content.get("use_sliding_window") else None
+        problems += expected(content, {"attention_bias": (False,)})
+        width = content["sliding_window"] if content["use_sliding_window"] else None
         more = {"qk_layernorm": True, "window_size": _all(width)}
-        return read(content, problems) | more | _qwen(content, problems)
+        return read(content, problems) | more | _qwen(content, problems, {})
 
     def write_qwen(name: str, model: ModelConfig) -> dict[str, Any]:
         return write(name, model) | _write_qwen(model) | write_window(model)
@@ -108,22 +107,26 @@ def _mixtral(content: Json) -> dict[str, Any]:
         "num_experts": content["num_local_experts"],
         "moe_router_topk": content["num_experts_per_tok"],
         "moe_ffn_hidden_size": content["intermediate_size"],
-        "moe_input_jitter_eps": content.get("router_jitter_noise") or None,
+        "moe_router_pre_softmax": content["num_local_experts"] == 1,  # of one expert both are 1
+        "moe_input_jitter_eps": content["router_jitter_noise"] or None,
     }
 
 
-def _qwen(content: Json, problems: list[str]) -> dict[str, Any]:
-    """The fields beside those of a dense Qwen."""
-    layers, step = content["num_hidden_layers"], content.get("decoder_sparse_step", 1)
-    dense = content.get("mlp_only_layers") or []
+def _qwen(content: Json, problems: list[str], shared: dict[str, Any]) -> dict[str, Any]:
+    """The fields beside those of a dense Qwen, none if no layer has experts. shared: those of the shared expert."""
+    layers, step = content["num_hidden_layers"], content["decoder_sparse_step"]
+    dense = content["mlp_only_layers"] or []
     if not all(type(layer) is int for layer in dense):
         problems.append(f"mlp_only_layers is a list of integers, got {dense}")
     sparse = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
-    return {
-        "num_experts": content["num_experts"] if "num_experts" in content else content["num_local_experts"],
+    if not any(sparse):
+        return {}
+    experts = content["num_experts"] if "num_experts" in content else content["num_local_experts"]
+    return shared | {
+        "num_experts": experts,
         "moe_router_topk": content["num_experts_per_tok"],
         "moe_ffn_hidden_size": content["moe_intermediate_size"],
-        "moe_router_pre_softmax": not content.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": experts == 1 or not content["norm_topk_prob"],
         "moe_layer_freq": "1" if all(sparse) else str(sparse),
     }
 

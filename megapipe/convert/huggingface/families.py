@@ -13,8 +13,9 @@ from megapipe.checkpoint.resume import resume_problems
 from megapipe.config import Config, ModelConfig
 from megapipe.config.typed import shown
 from megapipe.convert.huggingface.deepseek import deepseek
+from megapipe.convert.huggingface.defaults import filled, rotation
 from megapipe.convert.huggingface.experts import sparse
-from megapipe.convert.huggingface.values import unfit
+from megapipe.convert.huggingface.values import expected, unfit
 from megapipe.errors import CheckpointError
 from megapipe.models.attention.rope import HIGH, LOW, ORIGINAL
 
@@ -30,6 +31,7 @@ def from_huggingface(content: Json) -> ModelConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(f"config.json: model_type {shown(family)} is none of {', '.join(FAMILIES)}")
     read, _ = FAMILIES[family]
+    content = filled(family, content)
     if problems := list(unfit(content)):
         raise CheckpointError([f"config.json: {problem}" for problem in problems])
     try:
@@ -77,22 +79,20 @@ def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     }
-    _check(content, expect, problems)
-    dropout = content.get("resid_pdrop", 0.1)
-    if content.get("embd_pdrop", 0.1) != dropout:
-        problems.append(
-            f"embd_pdrop {content.get('embd_pdrop', 0.1)} with resid_pdrop {dropout}: --hidden-dropout is both"
-        )
+    problems += expected(content, expect)
+    embedding, dropout = content["embd_pdrop"], content["resid_pdrop"]
+    if embedding != dropout:
+        problems.append(f"embd_pdrop {embedding} with resid_pdrop {dropout}: --hidden-dropout is both")
     return {
-        "no_bias_gelu_fusion": content.get("activation_function") == "gelu",
+        "no_bias_gelu_fusion": content["activation_function"] == "gelu",
         "num_layers": content["n_layer"],
         "hidden_size": content["n_embd"],
         "num_attention_heads": content["n_head"],
-        "ffn_hidden_size": content.get("n_inner") or 4 * content["n_embd"],
+        "ffn_hidden_size": content["n_inner"] or 4 * content["n_embd"],
         "max_position_embeddings": content["n_positions"],
-        "norm_epsilon": content.get("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": not content.get("tie_word_embeddings", True),
-        "attention_dropout": content.get("attn_pdrop", 0.1),
+        "norm_epsilon": content["layer_norm_epsilon"],
+        "untie_embeddings_and_output_weights": not content["tie_word_embeddings"],
+        "attention_dropout": content["attn_pdrop"],
         "hidden_dropout": dropout,
     }
 
@@ -115,21 +115,21 @@ def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
     """Fields that Llama, Qwen2, Qwen3 and Mistral share."""
-    _check(content, {"hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}, problems)
+    problems += expected(content, {"hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)})
     heads = content["num_attention_heads"]
-    groups = content.get("num_key_value_heads") or heads
+    groups = content["num_key_value_heads"] or heads
     return {
         "num_layers": content["num_hidden_layers"],
         "hidden_size": content["hidden_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else 1,
-        "kv_channels": content.get("head_dim") or content["hidden_size"] // heads,
+        "kv_channels": content["head_dim"] or content["hidden_size"] // heads,
         "ffn_hidden_size": content["intermediate_size"],
         "max_position_embeddings": content["max_position_embeddings"],
-        "norm_epsilon": content.get("rms_norm_eps", 1e-6),
-        "untie_embeddings_and_output_weights": not content.get("tie_word_embeddings", False),
-        "attention_dropout": content.get("attention_dropout", 0.0),
+        "norm_epsilon": content["rms_norm_eps"],
+        "untie_embeddings_and_output_weights": not content["tie_word_embeddings"],
+        "attention_dropout": content["attention_dropout"],
         "hidden_dropout": 0.0,
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
@@ -140,10 +140,9 @@ def _rotary(content: Json, problems: list[str]) -> dict[str, Any]:
 
 
 def _rope(content: Json, problems: list[str]) -> dict[str, Any]:
-    # transformers 5 has all in rope_parameters; before, there were rope_theta and rope_scaling.
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    _check(rope, {"partial_rotary_factor": (1.0, None)}, problems)
-    base: Any = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    rope = rotation(content)
+    problems += expected(rope, {"partial_rotary_factor": (1.0, None)})
+    base: Any = rope["rope_theta"]
     if base is None:
         problems.append("rope_theta is null; it has to be the base of the rotation, as 10000")
         return {}
@@ -158,7 +157,7 @@ def _rope(content: Json, problems: list[str]) -> dict[str, Any]:
         "high_freq_factor": (HIGH,),
         "original_max_position_embeddings": (ORIGINAL,),
     }
-    _check(rope, expect, problems)
+    problems += expected({name: rope[name] for name in expect}, expect)
     return {
         "rotary_base": float(base),
         "use_rope_scaling": True,
@@ -195,7 +194,7 @@ def _write_rotary(architecture: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _llama(content: Json, problems: list[str]) -> dict[str, Any]:
-    attention, mlp = content.get("attention_bias", False), content.get("mlp_bias", False)
+    attention, mlp = content["attention_bias"], content["mlp_bias"]
     if attention != mlp:
         problems.append(f"attention_bias {attention} with mlp_bias {mlp}: there is one switch, --disable-bias-linear")
     return _rotary(content, problems) | {"disable_bias_linear": not mlp}
@@ -207,10 +206,10 @@ def _write_llama(model: ModelConfig) -> dict[str, Any]:
 
 def _window(content: Json, problems: list[str]) -> str | None:
     """Qwen's sliding window, if all layers have it."""
-    layers, width = content["num_hidden_layers"], content.get("sliding_window")
-    if not content.get("use_sliding_window") or width is None:
+    layers, width = content["num_hidden_layers"], content["sliding_window"]
+    if not content["use_sliding_window"] or width is None:
         return None
-    first = min(content.get("max_window_layers", 28), layers)
+    first = min(content["max_window_layers"], layers)
     kinds = content.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
     if 0 < sliding < layers:
@@ -233,10 +232,8 @@ def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
-    _check(content, {"attention_bias": (False,)}, problems)
-    fields = _rotary(content, problems) | {"qk_layernorm": True, "window_size": _window(content, problems)}
-    # Qwen3's default, unlike that of the others, is no function of hidden size and heads.
-    return fields | {"kv_channels": content.get("head_dim", 128)}
+    problems += expected(content, {"attention_bias": (False,)})
+    return _rotary(content, problems) | {"qk_layernorm": True, "window_size": _window(content, problems)}
 
 
 def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
@@ -244,19 +241,13 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mistral(content: Json, problems: list[str]) -> dict[str, Any]:
-    width = content.get("sliding_window", 4096)  # what transformers takes for a file without the key
+    width = content["sliding_window"]
     return _rotary(content, problems) | {"window_size": None if width is None else f"{width - 1},0"}
 
 
 def _write_mistral(model: ModelConfig) -> dict[str, Any]:
     width = None if model.window is None else model.window + 1
     return _write_rotary("MistralForCausalLM", model) | {"sliding_window": width}
-
-
-def _check(content: Json, expect: Mapping[str, tuple[Any, ...]], problems: list[str]) -> None:
-    for key, allowed in expect.items():
-        if key in content and content[key] not in allowed:
-            problems.append(f"{key} is {content[key]}; only {allowed[0]} can be converted")
 
 
 Reader = Callable[[Json, list[str]], dict[str, Any]]

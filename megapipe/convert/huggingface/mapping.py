@@ -95,8 +95,8 @@ def rules(model: ModelConfig, family: str, vocab_size: int, *, prefix: str = "tr
             of_experts := experts.names_of(sparse[2], exactly, model.num_experts or 0)
         ):
             theirs = tuple(prefix + layer.format(sparse[1]) + name for name in of_experts)
-            shape, number = of_layers[sparse[2]], len(theirs)
-            return Tensors(ours, theirs, lambda x: experts.joined(x, shape), lambda x: experts.parts(x, number))
+            shape = of_layers[sparse[2]]
+            return Tensors(ours, theirs, lambda x: experts.joined(x, shape), experts.parts)
         match = _PARAMETER.fullmatch(ours)
         assert match is not None
         n, module, kind = match.groups()
