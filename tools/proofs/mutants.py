@@ -1,6 +1,12 @@
-"""Change one line of the core at a time, and see whether the tests of its room notice.
+"""Change one line of the core at a time, and see whether the tests notice.
 
     python tools/proofs/mutants.py --draw 400 --seed 0 --results mutants.jsonl
+
+The tests of its room judge a mutant. Rooms that many tests run are judged faster, and by all of them, with a record of
+which test runs which line, of the same code:
+
+    python -m pytest -n 2 --cov=megapipe --cov-context=test --cov-report= --junitxml=times.xml
+    python tools/proofs/mutants.py --draw 400 --rooms models data --lines .coverage --times times.xml
 
 A mutant has one operator, comparison, constant or condition changed, or one statement of one line left out. It is made
 in a copy of the repository, where a fork of this process, which has imported torch already, runs the room's tests until
@@ -23,10 +29,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("megapipe", "tests", "tools", "examples", "docs", "scripts", "README.md", "pretrain_gpt.py", "pyproject.toml")
@@ -58,6 +65,12 @@ ROOMS = {
 }
 """Of each room the files of the package, and those of the tests that are to hold them, fast ones first."""
 
+WHOLE = ("models", "convert", "plan", "training", "tensor_parallel", "distributed", "data")
+"""Folders of the package whose mutants are judged by the tests that run the changed line."""
+
+SECONDS_OF_TESTS = 90.0
+"""The fastest tests that run a line are taken until they take so long together; at least one."""
+
 
 class Mutant(NamedTuple):
     """One line of one file, as it is and as it becomes."""
@@ -73,8 +86,7 @@ def draw(rooms: Sequence[str], seed: int) -> list[Mutant]:
     """All mutants of some rooms, each once, in the order of a seed."""
     found: dict[Mutant, None] = {}
     for room in rooms:
-        folder, _, names = ROOMS[room][0].partition(": ")
-        for path in (f"megapipe/{folder}/{name}.py" for name in names.split()):
+        for path in _files(room):
             source = (ROOT / path).read_text()
             lines = source.splitlines()
             for line, start, end, text in _changes(ast.parse(source), lines):
@@ -83,6 +95,46 @@ def draw(rooms: Sequence[str], seed: int) -> list[Mutant]:
     drawn = list(found)
     random.Random(seed).shuffle(drawn)
     return drawn
+
+
+def _files(room: str) -> list[str]:
+    if room in WHOLE:
+        return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megapipe" / room).rglob("*.py"))
+    folder, _, names = ROOMS[room][0].partition(": ")
+    return [f"megapipe/{folder}/{name}.py" for name in names.split()]
+
+
+class Lines:
+    """Which tests run which line, fast ones first, as coverage and a JUnit report have recorded it."""
+
+    def __init__(self, lines: Path, times: Path) -> None:
+        self._data = import_module("coverage").CoverageData(str(lines))
+        self._data.read()
+        self._files = {str(Path(path)): path for path in self._data.measured_files()}
+        self._seconds: dict[str, float] = {}
+        for case in ElementTree.parse(times).iter("testcase"):
+            test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            self._seconds[test] = float(case.get("time", 0))
+
+    def tests(self, mutant: Mutant) -> tuple[list[str], float]:
+        """Return the tests that run a mutant's line, or of a line that imports run those of its file; and seconds."""
+        path = next((whole for whole in self._files if whole.endswith("/" + mutant.path)), None)
+        of_lines = self._data.contexts_by_lineno(self._files[path]) if path else {}
+        found = _named(of_lines.get(mutant.line, ()))
+        if not found:
+            found = set().union(*map(_named, of_lines.values())) if of_lines else set()
+        chosen: list[str] = []
+        seconds = 0.0
+        for test in sorted(found & self._seconds.keys(), key=self._seconds.__getitem__):
+            if chosen and seconds + self._seconds[test] > SECONDS_OF_TESTS:
+                break
+            chosen.append(test)
+            seconds += self._seconds[test]
+        return chosen, seconds
+
+
+def _named(contexts: Iterable[str]) -> set[str]:
+    return {context.rpartition("|")[0] for context in contexts if "|" in context}
 
 
 Change = tuple[int, int, int, str]
@@ -175,8 +227,9 @@ def _negated(test: ast.expr, lines: Sequence[str]) -> Iterator[Change]:
 class Copy:
     """The repository where it may be changed, and forks of this process that run tests there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lines: Lines | None) -> None:
         self.folder, self.output = folder / "copy", folder / "output"
+        self.lines = lines
         self.limits = dict.fromkeys(ROOMS, 600.0)  # seconds
         self.folder.mkdir()
         for name in COPIED:
@@ -194,8 +247,8 @@ class Copy:
         """Run the tests on what is not changed yet, which compiles everything; then forget it of what will be changed:
         a line as long within the same second would pass for the old one. Raises: SystemExit if they fail.
         """
-        for room in dict.fromkeys(mutant.room for mutant in mutants):
-            result, by, seconds = self.run(room)
+        for room in dict.fromkeys(mutant.room for mutant in mutants if mutant.room in ROOMS):
+            result, by, seconds = self.run(self.tests_of(room), self.limits[room])
             print(f"{room}: {seconds:.1f} s without a change", flush=True)
             self.limits[room] = max(60.0, 4 * seconds)
             if result != "survived":
@@ -213,19 +266,28 @@ class Copy:
         lines = source.splitlines()
         lines[mutant.line - 1] = mutant.after
         path.write_text("\n".join(lines) + "\n")
-        result, by, seconds = self.run(mutant.room)
+        if mutant.room in ROOMS:
+            result, by, seconds = self.run(self.tests_of(mutant.room), self.limits[mutant.room])
+        else:
+            assert self.lines is not None
+            tests, expected = self.lines.tests(mutant)
+            result, by, seconds = self.run(tests, max(60.0, 6 * expected)) if tests else ("survived", "no test", 0.0)
         path.write_text(source)
         return {**mutant._asdict(), "result": result, "by": by, "seconds": round(seconds, 1)}
 
-    def run(self, room: str) -> tuple[str, str, float]:
-        """The result, the test that failed, and seconds."""
+    def tests_of(self, room: str) -> list[str]:
+        """Return the files with a room's tests."""
+        folder, _, names = ROOMS[room][1].partition(": ")
+        paths = (Path("tests", folder, name) for name in names.split())
+        return [str(path.with_name(f"test_{path.name}.py")) for path in paths]
+
+    def run(self, tests: Sequence[str], limit: float) -> tuple[str, str, float]:
+        """Run tests until the first fails. Returns the result, the test that failed, and seconds."""
         begun, ended = time.monotonic(), 0
         child = os.fork()
         if not child:
-            folder, _, names = ROOMS[room][1].partition(": ")
-            paths = (Path("tests", folder, name) for name in names.split())
-            self._tests([str(path.with_name(f"test_{path.name}.py")) for path in paths])
-        while not ended and time.monotonic() < begun + self.limits[room]:
+            self._tests(tests)
+        while not ended and time.monotonic() < begun + limit:
             time.sleep(0.02)
             ended, status = os.waitpid(child, os.WNOHANG)
         with contextlib.suppress(ProcessLookupError):
@@ -262,7 +324,7 @@ def report(judged: Sequence[dict[str, object]]) -> str:
         if x["result"] == "survived":
             lines += [f"{x['path']}:{x['line']}", f"- {str(x['before']).strip()}", f"+ {str(x['after']).strip()}", ""]
     lines += ["| room | drawn | killed | of these hang | survived |", "|---|---|---|---|---|"]
-    for room in [*ROOMS, "all"]:
+    for room in [*ROOMS, *WHOLE, "all"]:
         found = Counter(str(x["result"]) for x in judged if room in (x["room"], "all"))
         if total := found.total():
             lines.append(f"| {room} | {total} | {total - found['survived']} | {found['hangs']} | {found['survived']} |")
@@ -274,17 +336,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, default=100, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
+    parser.add_argument("--rooms", nargs="+", choices=[*ROOMS, *WHOLE], default=list(ROOMS))
+    parser.add_argument("--lines", type=Path, help="coverage's data: which test runs which line")
+    parser.add_argument("--times", type=Path, help="a JUnit report: how long each test takes")
     parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="one line each, appended")
     parser.add_argument("--again", action="store_true", help="run those that have survived again")
     args = parser.parse_args()
+    if not args.lines and set(args.rooms) & set(WHOLE):
+        parser.error(f"--rooms {' '.join(WHOLE)} need --lines and --times")
     drawn, known = draw(args.rooms, args.seed)[: args.draw], {}
     for line in args.results.read_text().splitlines() if args.results.exists() else ():
         found = json.loads(line)
         known[Mutant(*(found[name] for name in Mutant._fields))] = found
     left = [m for m in drawn if m not in known or (args.again and known[m]["result"] == "survived")]
     with tempfile.TemporaryDirectory() as folder, args.results.open("a") as results:
-        copy = Copy(Path(folder))
+        copy = Copy(Path(folder), Lines(args.lines, args.times) if args.lines else None)
         copy.check(left)
         for mutant in left:
             known[mutant] = found = copy.judge(mutant)

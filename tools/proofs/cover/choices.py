@@ -17,6 +17,7 @@ from megapipe.config.layers import inline
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
 from megapipe.plan import make_plan
+from megapipe.schedule import entry_of
 from megapipe.training.check import as_here
 
 Case = Mapping[str, str]
@@ -25,6 +26,8 @@ Case = Mapping[str, str]
 SEQ = 16
 VOCAB = 32
 STEPS = 6
+MOST = 8
+"""Processes of a case at most."""
 HALF = 3
 """Iterations of a run that is saved and goes on."""
 
@@ -222,7 +225,7 @@ def one_process(case: Case) -> dict[str, str]:
 
 def num_layers(case: Case) -> int:
     """Return how many layers a case trains: each stage of its pipeline has at least one."""
-    chunks = 1 if case["schedule"] in ("1f1b", "gpipe", "zb-h1", "zb-h2") else 2
+    chunks = 1 if entry_of(case["schedule"]).chunks == 1 else 2
     return max(4, int(case["pp"]) * chunks)
 
 
@@ -243,6 +246,11 @@ def config_of(case: Case, layers: int, more: Sequence[str] = ()) -> Config:
 
 def problems(case: Case) -> tuple[str, ...]:
     """Return what the checks of a launch say against a case; nothing for one that may run."""
+    if (size := world_size(case)) > MOST:
+        return (
+            f"{size} processes are more than the {MOST} of a case: --tensor-model-parallel-size, "
+            "--context-parallel-size, --pipeline-model-parallel-size and data-parallel ranks",
+        )
     if case["provider"] == "megatron" and case["depths"] != "0":
         return ("--mtp-num-layers: a provider in Megatron-LM's signature is refused when it is called for a depth",)
     try:

@@ -28,6 +28,8 @@ from tools.proofs.cover.rank import Numbers, Part, run_rank
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-3}
 """Relative to the largest number of a tensor; what is summed in another order differs by rounding."""
+MOMENTS = {"fp32": 0.0, "bf16": 1e-2}
+"""The same where moments are kept in fewer bits: one that is rounded the other way moves its weight."""
 ENDS = re.compile(r"(error:|\w*(\.\w+)*Error\b|AssertionError|megapipe:)")
 """How a line begins that says why a process ends."""
 ROUNDED = 0.1
@@ -251,12 +253,14 @@ def _numbers(case: Case, mine: Numbers, whole: Numbers) -> Iterator[str]:
 def _near(case: Case, a: float, b: float, *, exact: bool = False) -> bool:
     if exact or not math.isfinite(a) or not math.isfinite(b):
         return a == b or (math.isnan(a) and math.isnan(b))
-    allowed = TOLERANCE.get(case["precision"], ROUNDED)
+    allowed = max(TOLERANCE.get(case["precision"], ROUNDED), MOMENTS[case["moments"]])
     return abs(a - b) <= allowed * max(abs(b), 1e-3)
 
 
 def _tensors(case: Case, mine: Numbers, whole: Numbers) -> Iterator[str]:
     allowed = TOLERANCE.get(case["precision"])
+    if allowed is not None:
+        allowed = max(allowed, MOMENTS[case["moments"]])
     for kind, parts in mine.tensors.items():
         if kind not in whole.tensors:
             yield f"keeps {kind}, which one process does not"
