@@ -13,6 +13,7 @@ sentence that refuses it. Results are appended to a file, so that a run that was
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -28,26 +29,25 @@ from pathlib import Path
 import torch
 
 from tools.proofs.cover.array import Array, Row
-from tools.proofs.cover.choices import CHOICES, PLAIN, choices_named, num_layers, problems
+from tools.proofs.cover.choices import CHOICES, FEW, MOST, PLAIN, choices_named, num_layers, problems, world_size
 from tools.proofs.cover.judge import Runs, Verdict, name_of
 
 SECONDS = 240.0
 """How long a start of a case may take; alone on two cores it takes one to five seconds."""
 
 
-def array(strength: int, seed: int, folder: Path) -> Array:
-    """Return the array of a strength, from a file if an earlier start has written it."""
+def array(strength: int, seed: int) -> Array:
+    """Return the array of a strength, and before it in its rows those of smaller ones."""
 
     @cache
-    def asked(row: tuple[str, ...]) -> tuple[str, ...]:
-        return problems(dict(zip(CHOICES, row, strict=True)))
+    def asked(values: tuple[str, ...], most: int) -> tuple[str, ...]:
+        return problems(dict(zip(CHOICES, values, strict=True)), most)
 
-    made = Array(
-        {name: list(values) for name, values in CHOICES.items()},
-        lambda row: asked(tuple(row[name] for name in CHOICES)),
-        choices_named,
-        seed,
-    )
+    def said(row: Row, fixed: Row) -> tuple[str, ...]:
+        most = min(MOST, max(FEW, world_size(PLAIN | fixed)))
+        return asked(tuple(row[name] for name in CHOICES), most)
+
+    made = Array({name: list(values) for name, values in CHOICES.items()}, said, choices_named, seed)
     for size in range(2, strength + 1):
         made.extend(size, lambda text: print(text, flush=True))
     return made
@@ -100,6 +100,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported is shared with each fork, as long as no search for garbage writes to it
     with tempfile.TemporaryDirectory(prefix="cover-") as folder:
         runs = Runs(Path(folder), options.seconds)
         if options.case:
@@ -162,7 +164,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     if options.array and options.array.exists():
         kept = json.loads(options.array.read_text())
         return [PLAIN | row for row in kept["rows"]], kept["refused"]
-    made = array(options.strength, options.seed, Path())
+    made = array(options.strength, options.seed)
     refused = {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
     if options.array:
         rows = [json.loads(short(row)) for row in made.rows]
@@ -172,7 +174,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
 
 def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]) -> None:
     values = sum(map(len, CHOICES.values()))
-    covered = Array({name: list(values) for name, values in CHOICES.items()}, lambda row: (), lambda text: set())
+    covered = Array({name: list(values) for name, values in CHOICES.items()}, lambda row, fixed: (), lambda text: set())
     covered.rows = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.result == "same"]
     counts = Counter(verdict.result for verdict in verdicts)
     said = Counter(why.partition("\n")[0] for why in refused.values())

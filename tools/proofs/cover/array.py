@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Row = dict[str, str]
-Problems = Callable[[Row], Sequence[str]]
+Problems = Callable[[Row, Row], Sequence[str]]
 Named = Callable[[str], set[str]]
 Pair = tuple[str, str]
 """A choice and one of its values."""
@@ -24,7 +24,7 @@ class Array:
 
     Args:
         choices: the values of each choice, the usual one first.
-        problems: the sentences that refuse a row; none for a legal one.
+        problems: (row, the values in it that are fixed) -> the sentences that refuse the row; none for a legal one.
         named: the choices that a sentence names.
         seed: of the draws.
     Attributes:
@@ -107,7 +107,7 @@ class Array:
         for attempt in range(3):
             row = self._greedy(fixed, missing) if attempt < 2 else self._plain | dict(fixed)
             for _ in range(4 if attempt == 2 else 1):
-                if (legal := self._repaired(row, {name for name, _ in fixed})) is not None:
+                if (legal := self._repaired(row, dict(fixed))) is not None:
                     return legal
         return None
 
@@ -140,15 +140,15 @@ class Array:
             + missing[:, :, number][np.ix_(below, below)].sum()
         )
 
-    def _repaired(self, row: Row, fixed: set[str]) -> Row | None:
+    def _repaired(self, row: Row, fixed: Row) -> Row | None:
         """Change what a row's refusals name, but for the fixed choices, until nothing refuses it."""
         row = dict(row)
         for attempt in range(40):
-            problems = self.problems(row)
+            problems = self.problems(row, fixed)
             if not problems:
                 return row
             self._said.update(problems)
-            named = sorted(set().union(*map(self.named, problems)) - fixed)
+            named = sorted(set().union(*map(self.named, problems)) - fixed.keys())
             changed = [name for name in named if row[name] != self._plain[name]]
             if attempt < 25 and changed and self._dice.random() < 0.6:
                 name = self._dice.choice(changed)

@@ -25,10 +25,12 @@ Case = Mapping[str, str]
 
 SEQ = 16
 VOCAB = 32
-STEPS = 6
+STEPS = 5
+FEW = 4
+"""Processes of a case, if what it is to combine does not need more."""
 MOST = 8
 """Processes of a case at most."""
-HALF = 3
+HALF = 2
 """Iterations of a run that is saved and goes on."""
 
 _LLAMA = "--normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear --position-embedding-type"
@@ -98,7 +100,7 @@ MODEL: dict[str, dict[str, str]] = {
     "batch": {
         "8": "--micro-batch-size 1 --global-batch-size 8",
         "of-2": "--micro-batch-size 2 --global-batch-size 16",
-        "grows": "--micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 8 8 24",
+        "grows": "--micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 8 8 16",
     },
     "evaluation": {"none": "--eval-iters 0", "every-2": "--eval-interval 2 --eval-iters 1"},
     "spoiled": {"no": "", "large": "", "infinite": ""},
@@ -244,11 +246,15 @@ def config_of(case: Case, layers: int, more: Sequence[str] = ()) -> Config:
     return replace(config, world_size=world_size(case))
 
 
-def problems(case: Case) -> tuple[str, ...]:
-    """Return what the checks of a launch say against a case; nothing for one that may run."""
-    if (size := world_size(case)) > MOST:
+def problems(case: Case, most: int = MOST) -> tuple[str, ...]:
+    """Return what the checks of a launch say against a case; nothing for one that may run.
+
+    Args:
+        most: processes that it may have.
+    """
+    if (size := world_size(case)) > most:
         return (
-            f"{size} processes are more than the {MOST} of a case: --tensor-model-parallel-size, "
+            f"{size} processes are more than the {most} of a case: --tensor-model-parallel-size, "
             "--context-parallel-size, --pipeline-model-parallel-size and data-parallel ranks",
         )
     if case["provider"] == "megatron" and case["depths"] != "0":

@@ -29,7 +29,7 @@ from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import StepResult
 from tools.proofs.cover.choices import SEQ, VOCAB, Case, config_of
 
-SPOILED_STEP = 4
+SPOILED_STEP = 3
 """The iteration, counted from 1, whose gradients are multiplied by a factor."""
 FACTORS = {"large": 1e4, "infinite": math.inf}
 

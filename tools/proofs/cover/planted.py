@@ -1,0 +1,291 @@
+"""Thirty planted defects: does the covering array find them?
+
+    python -m tools.proofs.cover.planted --array triples.json --results planted.jsonl
+
+Each is one changed place of the package, of the kinds that reviews have found: a wait or a sum left out under one
+combination of flags, a factor applied twice, a length of the wrong dimension, state of the last step, a mask that is
+drawn otherwise. Cases run in a copy of the repository until the first one notices. Those with the values that a defect
+concerns run first: that changes how soon it is found, not whether.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.proofs.cover.choices import PLAIN
+from tools.proofs.mutants import copy_repository
+
+
+class Planted(NamedTuple):
+    """A defect.
+
+    Attributes:
+        path: of the file in the package.
+        before, after: text that stands there once, and what takes its place.
+        where: values of choices under which it shows, as the author thinks: cases with most of them run first.
+    """
+
+    path: str
+    before: str
+    after: str
+    where: Mapping[str, Sequence[str]]
+
+
+_SPLIT = ("optimizer", "gradients", "weights")
+_CP = ("p2p", "all-gather", "a2a")
+_EXPERTS = ("softmax", "sigmoid", "shared", "jitter", "capacity")
+
+DEFECTS = {
+    "an undone update still counts as a step of Adam": Planted(
+        "training/steps/step.py",
+        "        self.optimizer.steps -= 1\n",
+        "",
+        {"update": ["validated"], "spoiled": ["large"]},
+    ),
+    "an undone update leaves the biases of routers moved": Planted(
+        "training/steps/step.py",
+        "return [*(b.main for b in optimizer.owned), *moments, *stages.moving]",
+        "return [*(b.main for b in optimizer.owned), *moments]",
+        {"update": ["validated"], "router": ["sigmoid"], "spoiled": ["large", "infinite"]},
+    ),
+    "gradients are divided by context-parallel ranks too": Planted(
+        "training/steps/step.py",
+        "else 1 / stages.mesh.dp.size",
+        "else 1 / stages.mesh.dp_cp.size",
+        {"cp": _CP, "loss": ["mean"]},
+    ),
+    "a loss is divided by this rank's tokens alone": Planted(
+        "pipeline_parallel/loss.py",
+        "return share / cp.all_reduce(self.tokens.clone()).clamp(min=1)",
+        "return share / self.tokens.clone().clamp(min=1)",
+        {"cp": _CP, "loss": ["mean"]},
+    ),
+    "the logged loss of a depth counts this rank's tokens alone": Planted(
+        "pipeline_parallel/loss.py",
+        "whole = cp.size if self.tokens is None else cp.all_reduce(self.tokens.clone()).clamp(min=1)",
+        "whole = cp.size if self.tokens is None else self.tokens.clone().clamp(min=1)",
+        {"cp": _CP, "depths": ["1", "2"]},
+    ),
+    "shards of gradients are not summed over tensor parallel": Planted(
+        "optim/reduction.py",
+        "        buffers.sum_over_tp(self.mesh.tp)\n",
+        "        if buffers.shares.size == 1:\n            buffers.sum_over_tp(self.mesh.tp)\n",
+        {"tp": ["2"], "sharding": _SPLIT, "sequence": ["split"]},
+    ),
+    "what was reduced in one step is not reduced in the next": Planted(
+        "optim/reduction.py",
+        "        self._begun.clear()\n",
+        "",
+        {"dp": ["2"], "overlap": ["none"]},
+    ),
+    "loads of experts are not summed over context parallel": Planted(
+        "training/steps/routers.py",
+        "        self.mesh.dp_cp.all_reduce(counts)\n",
+        "        self.mesh.dp.all_reduce(counts)\n",
+        {"cp": _CP, "router": ["sigmoid"]},
+    ),
+    "loads of experts are not summed over sequence parallel": Planted(
+        "training/steps/routers.py",
+        "        if self.model.sequence_parallel:\n            self.mesh.tp.all_reduce(counts)\n",
+        "",
+        {"sequence": ["split"], "router": ["sigmoid"]},
+    ),
+    "loads of experts are not summed over both copies of a model": Planted(
+        "training/steps/routers.py",
+        "        if self._twins is not None:\n            self._twins.all_reduce(counts)\n",
+        "",
+        {"schedule": ["dualpipe", "chimera"], "router": ["sigmoid"]},
+    ),
+    "routers keep what they saw in the last step": Planted(
+        "models/moe/router.py",
+        "        self.seen = {}\n        self._load = {}\n\n    def forward",
+        "        self._load = {}\n\n    def forward",
+        {"router": ["sigmoid"]},
+    ),
+    "keys lack the gradients of the slices behind them": Planted(
+        "models/attention/context.py",
+        "            dkv = dkv.add_(part.grad)\n",
+        "            pass\n",
+        {"slices": ["2", "documents"]},
+    ),
+    "gradients of gathered keys are cut as whole sequences are": Planted(
+        "models/attention/context.py",
+        "    mine = Cut(cut.rank, cut.size)\n    return cp",
+        "    mine = Cut(0, cut.size)\n    return cp",
+        {"cp": ["all-gather"]},
+    ),
+    "the gradient of a depth's projection is the first rank's": Planted(
+        "models/mtp.py",
+        "        return pieces[tp.rank].contiguous(), None, None",
+        "        return pieces[0].contiguous(), None, None",
+        {"tp": ["2"], "depths": ["1", "2"], "sequence": ["whole"]},
+    ),
+    "the last of several chunks is not gathered after an update": Planted(
+        "optim/sharded/gathers.py",
+        "        self._stale = set(range(len(self._chunks)))",
+        "        self._stale = set(range(max(1, len(self._chunks) - 1)))",
+        {"sharding": ["optimizer"], "schedule": ["interleaved", "zb-v", "hanayo"], "dp": ["2"]},
+    ),
+    "recomputation draws outside of its microbatch": Planted(
+        "models/recompute.py",
+        "            output = ctx.context.run(ctx.function, *inputs)",
+        "            output = ctx.function(*inputs)",
+        {"recompute": ["full", "block", "partial"], "dropout": ["hidden", "both"]},
+    ),
+    "an evaluation does not wait for gathered weights": Planted(
+        "training/evaluation.py",
+        "        run.optimizer.gathers.settle()\n",
+        "",
+        {"overlap": ["gather"], "evaluation": ["every-2"]},
+    ),
+    "the loss scale of an open step is not doubled": Planted(
+        "training/driver.py",
+        "return (scale.after(False, self.run.config.train) if self.open else scale).scale",
+        "return scale.scale",
+        {"precision": ["fp16"], "update": ["validated", "after-1"]},
+    ),
+    "a mask is drawn for this rank's part of the sequence": Planted(
+        "tensor_parallel/rng.py",
+        "        rows = share_of(rows, tp.rank, tp.size)\n",
+        "        rows = share_of(rows, 0, tp.size)\n",
+        {"sequence": ["split"], "dropout": ["hidden", "both"]},
+    ),
+    "all data-parallel ranks draw the same masks": Planted(
+        "training/steps/stages.py",
+        "consumed + (i * dp.size + dp.rank) * b",
+        "consumed + (i * dp.size) * b",
+        {"dp": ["2"], "dropout": ["hidden", "both"]},
+    ),
+    "masks of microbatches of two are those of one": Planted(
+        "training/steps/stages.py",
+        "consumed + (i * dp.size + dp.rank) * b",
+        "consumed + (i * dp.size + dp.rank)",
+        {"batch": ["of-2"], "resumed": ["from-one", "into-one"], "dp": ["2"]},
+    ),
+    "the z loss counts once for each rank": Planted(
+        "models/moe/losses.py",
+        "return logits.logsumexp(dim=-1).square().mean() * (weight / ranks)",
+        "return logits.logsumexp(dim=-1).square().mean() * weight",
+        {"router": ["softmax"], "cp": _CP, "sequence": ["split"]},
+    ),
+    "a balancing loss of slices counts by the tokens of one": Planted(
+        "models/moe/router.py",
+        "slope(*of) * stream.weigh(whole, 1.0) / rows",
+        "slope(*of) * stream.weigh(tokens, 1.0) / rows",
+        {"slices": ["2", "documents"], "balance": ["aux", "seq"], "router": _EXPERTS, "loss": ["per-token"]},
+    ),
+    "slices of an expert are not added up": Planted(
+        "models/moe/dispatch.py",
+        "reduce(torch.add, blocks[n : n + self._slices])",
+        "blocks[n]",
+        {"dispatcher": ["alltoall"], "tp": ["2"], "experts": ["ep"], "router": _EXPERTS},
+    ),
+    "the norm counts experts by the dense grid": Planted(
+        "optim/norm.py",
+        "of_experts = mesh.experts.all_reduce(squares[places])",
+        "of_experts = mesh.tp.all_reduce(squares[places])",
+        {"experts": ["ep", "ep-etp"], "router": _EXPERTS},
+    ),
+    "positions begin anew on each sequence-parallel rank": Planted(
+        "models/gpt.py",
+        "ids if tp is None else ids.chunk(tp.size)[tp.rank]",
+        "ids if tp is None else ids.chunk(tp.size)[0]",
+        {"sequence": ["split"], "tp": ["2"], "style": ["gpt2"]},
+    ),
+    "a stage of a later batch size keeps the first one's table": Planted(
+        "training/driver.py",
+        "            run.stages.take(config, with_batch(run.plan, config).schedule)",
+        "            run.stages.config = config",
+        {"batch": ["grows"]},
+    ),
+    "the head computes again with labels of the whole vocabulary": Planted(
+        "tensor_parallel/fused_cross_entropy.py",
+        "                    to_gradient_(dy, lse, grad, labels - block.start, space)\n                add_product",
+        "                    to_gradient_(dy, lse, grad, labels, space)\n                add_product",
+        {"fusion": ["loss"], "schedule": ["zb-h1", "zb-h2", "zb-v"], "tp": ["2"]},
+    ),
+    "shares of the vocabulary count tokens without loss": Planted(
+        "pipeline_parallel/stage.py",
+        "        scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)\n",
+        "        scale = scale.flatten() * 2.0 if self.per_token else scale.flatten()\n",
+        {"vocabulary": ["shared"], "loss": ["per-token"]},
+    ),
+    "histories of largest values are not shared by data-parallel ranks": Planted(
+        "training/steps/scales.py",
+        "self._axes = [mesh.tp, mesh.dp_cp,",
+        "self._axes = [mesh.tp,",
+        {"precision": ["fp8"], "dp": ["2"]},
+    ),
+}
+
+
+def nearest_first(rows: Iterable[dict[str, str]], defect: Planted) -> list[dict[str, str]]:
+    """Return rows with those first that have most of the values that a defect concerns."""
+
+    def has(row: dict[str, str]) -> int:
+        full = PLAIN | row
+        return sum(full[name] in values for name, values in defect.where.items())
+
+    return sorted(rows, key=has, reverse=True)
+
+
+def main() -> int:
+    """Plant each defect in a copy, and run the array there until a case notices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--array", type=Path, required=True, help="rows that the cover has written")
+    parser.add_argument("--results", type=Path, required=True, help="a line for each defect, appended")
+    parser.add_argument("--most", type=int, default=10**6, help="cases for each defect")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    kept = json.loads(options.array.read_text())
+    known = {}
+    if options.results.exists():
+        known = {found["defect"]: found for found in map(json.loads, options.results.read_text().splitlines())}
+    for name, defect in DEFECTS.items():
+        if name in known:
+            continue
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+            verdict = _planted(Path(folder), defect, kept, options)
+        known[name] = {"defect": name, "result": verdict, "seconds": round(time.monotonic() - begun)}
+        print(json.dumps(known[name]), flush=True)
+        with options.results.open("a") as file:
+            print(json.dumps(known[name]), file=file)
+    counts = Counter(known[name]["result"] for name in DEFECTS)
+    print(f"{len(DEFECTS)} defects: {dict(counts)}")
+    return 0
+
+
+def _planted(folder: Path, defect: Planted, kept: dict[str, object], options: argparse.Namespace) -> str:
+    copy = folder / "copy"
+    copy.mkdir()
+    copy_repository(copy)
+    path = copy / "megapipe" / defect.path
+    text = path.read_text()
+    assert text.count(defect.before) == 1, f"{defect.path} has {defect.before!r} {text.count(defect.before)} times"
+    path.write_text(text.replace(defect.before, defect.after))
+    rows = nearest_first(kept["rows"], defect)[: options.most]  # type: ignore[arg-type]
+    array = folder / "array.json"
+    array.write_text(json.dumps({"rows": rows, "refused": {}}))
+    command = [sys.executable, "-m", "tools.proofs.cover", "--array", str(array), "--first", "--jobs"]
+    done = subprocess.run([*command, str(options.jobs)], cwd=copy, env=_environment(copy), capture_output=True)
+    return "found" if done.returncode else "not found"
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
