@@ -26,7 +26,7 @@ from megapipe.plan.split import (
     schedule_of,
 )
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
-from megapipe.plan.transforms.moved import LIMIT, Copies, fitted, within
+from megapipe.plan.transforms.moved import LIMIT, Copies, NothingToCopy, fitted, within
 from megapipe.plan.transforms.paired import linked, with_pairs
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
@@ -226,7 +226,12 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     own = replace(own, schedule=replace(plan.schedule, placement=replace(own_chain(place), vocabulary=False)))
     made = _of_batch(own, config, paired=not depths)
     made = with_further(config, made, depths, place.rank_of[place.main :][: place.depths])
-    return _checked(_paired(made, config) if depths else made, config)
+    made = _paired(made, config) if depths else made
+    try:
+        return _checked(made, config)
+    except NothingToCopy:  # of so few microbatches none is under way for long: this size runs without copies
+        without = replace(config.parallel, fine_grained_activation_offloading=False, cpu_offload=False)
+        return _checked(made, replace(config, parallel=without))
 
 
 def _of_batch(plan: Plan, config: Config, *, paired: bool) -> Plan:

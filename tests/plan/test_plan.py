@@ -71,6 +71,18 @@ def test_of_a_batch_that_grows_beyond_the_memory_limit_what_has_to_is_moved_out_
     assert max(grown.peak_bytes) <= limit * GIB
 
 
+def test_a_batch_that_begins_with_too_few_microbatches_to_copy_anything_starts_without_copies():
+    """`check` asked the last size alone, so the run was refused in its first step."""
+    copies = "--fine-grained-activation-offloading --offload-time 2"
+    last = replace(wide(f"--pipeline-schedule gpipe {copies}", 4096), world_size=4)
+    first = replace(last, train=replace(last.train, global_batch_size=last.train.micro_batch_size))
+    plan = make_plan(last)
+    assert plan.schedule.kinds & MOVES
+    begun = with_batch(plan, first)
+    assert begun.schedule.num_microbatches == 1
+    assert not begun.schedule.kinds & MOVES
+
+
 WIDE = "--num-layers 16 --hidden-size 256 --pipeline-model-parallel-size 4"
 
 

@@ -20,6 +20,10 @@ FLOPS_PER_BYTE = 8000.0
 """FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
 
 
+class NothingToCopy(ConfigError):
+    """A table in which no activation stays long enough to be copied to the host and back."""
+
+
 class Copies(NamedTuple):
     """Copies that flags ask for.
 
@@ -96,7 +100,7 @@ class Copies(NamedTuple):
         stages = {stage for stages in own for stage in stages if not goes or goes[stage % chain]}
         made = with_offload(schedule, costs, stages=stages)
         if Kind.O not in made.kinds:
-            raise ConfigError(
+            raise NothingToCopy(
                 f"{self.flag}: under {schedule.name} no activation stays long enough to be copied to the host and back "
                 "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
                 "schedule of more microbatches in flight."
