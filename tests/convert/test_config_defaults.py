@@ -129,7 +129,7 @@ def test_more_groups_are_not_chosen_than_there_are():
 
 
 def test_positions_are_stretched_from_the_length_of_the_model_where_none_is_said():
-    """Llama 3.1's scaling without original_max_position_embeddings: of 8192, which transformers takes for the length."""
+    """Llama 3.1's scaling without original_max_position_embeddings was taken to be from 8192."""
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     content = complete("llama") | {"rope_parameters": rope}
     assert refused(lambda: from_huggingface(content | {"max_position_embeddings": 131072})) == (

@@ -77,14 +77,14 @@ def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict
         "qk_head_dim": content["qk_nope_head_dim"] + turned,
         "rms_norm_eps": _LATENT_EPSILON,  # transformers has this in the norms of latents, whatever is said
     }
-    expect = {key: (value,) for key, value in said.items()}
-    expect["num_key_value_heads"] = (content["num_attention_heads"], None)
-    problems += expected(content, expect)
+    problems += expected(content, {key: (value,) for key, value in said.items()})
+    problems += expected(content, {"num_key_value_heads": (content["num_attention_heads"], None)})
     plain = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = rotation(content)
     fields = read({**plain, "rope_theta": rope["rope_theta"], "head_dim": content["qk_nope_head_dim"]}, problems)
     experts, layers, dense = content["n_routed_experts"], content["num_hidden_layers"], content["first_k_dense_replace"]
     sparse = [int(layer >= dense) for layer in range(layers)]
+    shared = (content["n_shared_experts"] or 0) * content["moe_intermediate_size"]
     if family == _V3 and content["num_experts_per_tok"] == 1:
         problems.append(
             "num_experts_per_tok is 1 and norm_topk_prob true, so that every weight is routed_scaling_factor; here the "
@@ -106,8 +106,7 @@ def _read(family: str, content: Json, problems: list[str], read: Reader) -> dict
         "moe_layer_freq": "1" if all(sparse) else str(sparse),
         "moe_router_topk": content["num_experts_per_tok"],
         "moe_ffn_hidden_size": content["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": (content["n_shared_experts"] or 0) * content["moe_intermediate_size"]
-        or None,
+        "moe_shared_expert_intermediate_size": shared or None,
         "moe_router_dtype": "fp32",  # as transformers and DeepSeek's own code, whatever the activations are
         "moe_router_score_function": _SAID[family]["scoring_func"],
         "moe_router_pre_softmax": family == _V2,

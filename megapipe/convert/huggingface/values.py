@@ -8,8 +8,8 @@ from typing import Any
 from megapipe.config.typed import fits, shown, words
 
 _KINDS: dict[Any, str] = {
-    int: "vocab_size n_layer n_embd n_head n_positions max_window_layers num_hidden_layers hidden_size num_attention_heads "
-    "intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
+    int: "vocab_size n_layer n_embd n_head n_positions max_window_layers num_hidden_layers hidden_size "
+    "num_attention_heads intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
     "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace",
     int | None: "q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window "
