@@ -224,6 +224,15 @@ def _negated(test: ast.expr, lines: Sequence[str]) -> Iterator[Change]:
         yield test.lineno, start, end, f"not ({lines[test.lineno - 1][start:end]})"
 
 
+def copy_repository(folder: Path) -> None:
+    """Copy all that tests and proofs need to a folder, where it may be changed."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder)
+
+
 class Copy:
     """The repository where it may be changed, and forks of this process that run tests there."""
 
@@ -232,11 +241,7 @@ class Copy:
         self.lines = lines
         self.limits = dict.fromkeys(ROOMS, 600.0)  # seconds
         self.folder.mkdir()
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / name, self.folder)
+        copy_repository(self.folder)
         others = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
         sys.path[:] = [str(self.folder), *others]
         os.environ |= {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}  # a fork has one thread only

@@ -59,12 +59,12 @@ class Array:
         total = int(missing.sum())
         while len(found := np.argwhere(missing)):
             fixed = [self._items[n] for n in found[self._dice.randrange(len(found))]]
-            if (row := self._row(fixed, missing)) is None:
+            if (made := self._row(fixed, missing)) is None:
                 self.refused[tuple(sorted(fixed))] = self._why()
                 self._exclude(fixed, missing)
                 continue
-            self.rows.append(row)
-            self._strike(missing, row, strength)
+            self.rows.append(made)
+            self._strike(missing, made, strength)
             if len(self.rows) % 20 == 0:
                 say(f"{len(self.rows)} cases, {int(missing.sum())} of {total} combinations left")
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class Runs:
         for rank, file in enumerate(files):
             of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = file.with_suffix(".log")
-            children[_fork(lambda file=file: run_rank(case, layers, more, file), of_rank, log)] = rank
+            work = partial(run_rank, case, layers, more, file)
+            children[_fork(work, of_rank, log)] = rank
         _wait(children, files, self.seconds)
         return [torch.load(file, weights_only=False) for file in files]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,8 +22,8 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.models.provider import Provider, gpt_provider
 from megapipe.partition.spans import LayerSpan
-from megapipe.training import evaluation
 from megapipe.training.driver import Driver
+from megapipe.training.evaluation import Evaluation
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training, pretrain
 from megapipe.training.steps.stages import Stages
@@ -145,7 +146,7 @@ def _datasets(*, narrow: bool) -> Datasets:
 
 def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
     """Have this process's run write its numbers down. A callback would do, but it makes each update wait."""
-    ended, run, train, evaluate = Driver.ended, Stages.run, Training.train, evaluation.evaluate
+    ended, run, train = Driver.ended, Stages.run, Training.train
 
     def at_end(self: Driver, result: StepResult) -> None:
         ended(self, result)
@@ -160,9 +161,12 @@ def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
         now[0] = iteration or 0
         return run(self, *args, iteration=iteration, **how)
 
+    module: Any = sys.modules[Evaluation.__module__]
+    evaluate = module.evaluate
+
     def evaluated(*args: Any) -> dict[str, float]:
         now[0] = 0
-        losses = evaluate(*args)
+        losses: dict[str, float] = evaluate(*args)
         numbers.evaluations.append(losses)
         return losses
 
@@ -172,8 +176,10 @@ def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
         torch.save(numbers, to)
         return code
 
-    Driver.ended, Stages.run = at_end, numbered  # type: ignore[method-assign, assignment]
-    Training.train, evaluation.evaluate = to_the_end, evaluated  # type: ignore[method-assign]
+    Driver.ended = at_end  # type: ignore[method-assign]
+    Stages.run = numbered  # type: ignore[method-assign]
+    Training.train = to_the_end  # type: ignore[method-assign]
+    module.evaluate = evaluated
 
 
 def _tensors(training: Training) -> dict[str, dict[str, Part]]:
