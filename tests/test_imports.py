@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "checkpoint": "config distributed errors optim",
     "training": "checkpoint checks config convert data distributed errors flags kernels models optim "
     "partition pipeline_parallel plan schedule tensor_parallel",
-    "convert": "checkpoint config data distributed errors models optim partition schedule tensor_parallel",
+    "convert": "checkpoint checks config data distributed errors models optim partition schedule tensor_parallel",
     "testing": "checkpoint config data distributed errors models partition pipeline_parallel schedule tensor_parallel "
     "training",
     "commands": "checkpoint checks config convert data distributed doors errors flags models named optim partition "

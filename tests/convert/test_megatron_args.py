@@ -49,6 +49,8 @@ def other_than(section: object, name: str) -> object:
         return (3, 3, 30) if kind == tuple[int, ...] else ("a", "b")
     if kind is bool:
         return not default
+    if float in (kind, *get_args(kind)):
+        return (default or 1.0) / 2
     return "5,0" if name == "window_size" else "constant" if str in (kind, *get_args(kind)) else (default or 1) * 2
 
 
@@ -81,3 +83,16 @@ def test_arguments_of_another_type_are_named():
         'it: its argument rampup_batch_size is a list, each an integer, got ["a"]',
         'it: its argument lr is a finite number, got "fast"',
     )
+
+
+def test_openai_gelu_chooses_no_form():
+    """Megatron-LM reads the flag nowhere: --bias-gelu-fusion is the tanh form, without it GELU is erf."""
+    args = args_of(Config(model=replace(LLAMA, swiglu=False, disable_bias_linear=False), train=TRAIN))
+    assert not config_of(args | {"bias_gelu_fusion": True, "openai_gelu": False}, "it").model.erf_gelu
+    assert config_of(args | {"bias_gelu_fusion": False, "openai_gelu": True}, "it").model.erf_gelu
+
+
+def test_experts_of_few_devices_alone_are_refused():
+    """core_v0.9 to 0.11 said so what --moe-router-group-topk is now; the choice went to all experts."""
+    args = args_of(Config(model=LLAMA, train=TRAIN)) | {"num_experts": 8, "moe_router_topk_limited_devices": 2}
+    assert refused(lambda: config_of(args, "it")) == ("it: --moe-router-topk-limited-devices 2 is not supported",)

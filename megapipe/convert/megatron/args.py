@@ -12,6 +12,7 @@ from megapipe.config.notes import FREE
 from megapipe.config.typed import unfit
 from megapipe.convert.megatron import experts
 from megapipe.convert.megatron.pickles import Named
+from megapipe.convert.sound import number_problems
 from megapipe.errors import CheckpointError
 
 Args = Mapping[str, Any]
@@ -48,7 +49,7 @@ _OTHER = (
     "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
     "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
     "glu_linear_offset use_mup enable_mhc_connections moe_latent_size moe_apply_probs_on_input "
-    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size"
+    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_router_topk_limited_devices"
 )
 _USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 
@@ -79,7 +80,7 @@ def config_of(args: Args, name: str) -> Config:
         "norm_epsilon": args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5)),
         "apply_layernorm_1p": bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         "disable_bias_linear": not args.get("add_bias_linear", True),
-        "no_bias_gelu_fusion": not (args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
+        "no_bias_gelu_fusion": not args.get("bias_gelu_fusion", True),
     }
     if (window := args.get("window_size")) is not None:
         model["window_size"] = ",".join(map(str, window))
@@ -96,6 +97,8 @@ def config_of(args: Args, name: str) -> Config:
     given = ((ModelConfig, model), (TrainConfig, train), (DataConfig, data))
     if wrong := [f"{name}: its argument {text}" for kind, values in given for text in unfit(kind, values)]:
         raise CheckpointError(wrong)
+    if outside := number_problems(ModelConfig(**model)):
+        raise CheckpointError([f"{name}: its arguments, as flags: {problem}" for problem in outside])
     return Config(model=ModelConfig(**model), train=TrainConfig(**train), data=DataConfig(**data))
 
 
