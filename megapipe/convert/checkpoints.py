@@ -25,6 +25,7 @@ from megapipe.convert.huggingface.deepseek import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
+from megapipe.convert.sound import model_problems
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, is_trained
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
@@ -66,7 +67,8 @@ def import_checkpoint(
     Args:
         divisible_by: the vocabulary is padded to a multiple of this.
         dtype: of the weights; default bfloat16 if theirs is, else float32.
-    Raises: CheckpointError with every tensor that is missing, left over or of another shape. Nothing is written then.
+    Raises: CheckpointError with every tensor that is missing, left over or of another shape, or for a model that no run
+        takes. Nothing is written then.
     """
     content = _read_json(source / "config.json")
     model = from_huggingface(content)
@@ -80,6 +82,8 @@ def import_checkpoint(
         raise CheckpointError(
             f"config.json means {model.layers} layers, but {source} holds {len(saved.shapes)} tensors"
         )
+    if problems := model_problems(model):
+        raise CheckpointError([f"config.json, as flags: {problem}" for problem in problems])
     prefix = "" if "wte.weight" in saved.shapes else "transformer."
     table = rules(model, content["model_type"], vocab_size, prefix=prefix)
     check_theirs(table, saved, model)

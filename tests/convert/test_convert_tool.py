@@ -48,8 +48,8 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
     save_file(tensors, path)
     width = tensors["transformer.wpe.weight"].shape[1]
     assert refused(lambda: import_checkpoint(tmp_path / "hf", tmp_path / "ours")) == (
-        f"transformer.wte.weight [100, {width}] do not fit config.json: 100 rows, but vocab_size is 101",
-        f"transformer.wpe.weight [20, {width}] give [20, {width}], but config.json means [24, {width}]",
+        f"transformer.wte.weight is [100, {width}], but config.json means [101, {width}]",
+        f"transformer.wpe.weight is [20, {width}], but config.json means [24, {width}]",
     )
 
 

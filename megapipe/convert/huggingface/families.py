@@ -32,7 +32,13 @@ def from_huggingface(content: Json) -> ModelConfig:
         raise CheckpointError(f"config.json: model_type {shown(family)} is none of {', '.join(FAMILIES)}")
     read, _ = FAMILIES[family]
     content = filled(family, content)
-    if problems := list(unfit(content)):
+    problems = list(unfit(content))
+    if content.get("quantization_config") is not None:
+        problems.append(
+            "quantization_config is given, and quantised weights cannot be converted. Dequantise the model, and leave "
+            "that key out"
+        )
+    if problems:
         raise CheckpointError([f"config.json: {problem}" for problem in problems])
     try:
         fields, _ = read(content, problems), content["vocab_size"]
