@@ -67,6 +67,8 @@ class ProcessMesh:
         virtual_rank, virtual_size: of the chunk that code in Megatron's shape is at, and how many a rank has; only
             read back by `parallel_state`.
         is_guest: torch.distributed was initialised before, and stays so after `close`.
+        kept: what code in Megatron's shape keeps from step to step, by a name of its own. All copies of a mesh have
+            the same dictionary.
     """
 
     tp: Axis = Axis()
@@ -90,6 +92,7 @@ class ProcessMesh:
     virtual_rank: int | None = None
     virtual_size: int | None = None
     is_guest: bool = False
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def hides(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,18 @@ def get_forward_backward_func(
     return step
 
 
+_ENGINES = 8
+"""Engines that a mesh keeps: for training and evaluation of some models."""
+
+
+class _Engine(NamedTuple):
+    """An engine, and what it was made for: values that must be equal, objects that must be the same."""
+
+    values: tuple[Any, ...]
+    objects: tuple[Any, ...]
+    engine: ForwardBackward
+
+
 @dataclass(eq=False)
 class Step:
     """One rank's step, called as Megatron's train_step and evaluate call theirs. What is not named here is as in
@@ -75,6 +87,8 @@ class Step:
             shape of each message is then sent before it; one tensor of three dimensions per message.
         p2p_communicator, pg_collection: whose transport and groups to use in place of the mesh's. Both or neither;
             one pipeline rank reads no p2p_communicator.
+        consumed_microbatches: how many this rank has run before, which names the randomness of our layers. Default:
+            those of all steps on this mesh, whoever asked for them. Give it after a resume, where that begins at 0.
         force_all_reduce, pg_collection: handed on to config.finalize_model_grads_func; the mesh's groups if None.
         ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
             config.grad_scale_func and config.calculate_per_token_loss say.
@@ -90,9 +104,7 @@ class Step:
     p2p_mode: str | None
     config: Any
     variable_seq_lengths: bool
-    _engine: ForwardBackward | None = field(default=None, init=False)
-    _made_for: tuple[Any, ...] = field(default=(), init=False)
-    _steps: int = field(default=0, init=False)
+    _alone: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __call__(
         self,
@@ -111,6 +123,7 @@ class Step:
         p2p_communicator: P2PCommunicator | None = None,
         pg_collection: Any = None,
         force_all_reduce: bool = False,
+        consumed_microbatches: int | None = None,
         **ours: Any,
     ) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages; see the class."""
@@ -124,8 +137,14 @@ class Step:
             _check_shapes(adjust_tensor_shapes_fn, size_of(seq_length, micro_batch_size, config))
         if first_val_step is None or not forward_only or first_val_step:
             _tell_first_microbatch(modules)
+        _begin(modules)
         told: list[Loss] = []
-        ours = {"on_loss": told.append} | _said_by(config) | self._stream(num_microbatches, engine.mesh) | ours
+        ours = (
+            {"on_loss": told.append}
+            | _said_by(config)
+            | self._stream(num_microbatches, consumed_microbatches, engine.mesh)
+            | ours
+        )
         if not forward_only:
             ours = {"around_last_backward": sync.around_last_backward, "on_stage_done": sync.on_stage_done} | ours
         with _timed(config), sync.off(not forward_only):
@@ -155,16 +174,28 @@ class Step:
                 "ranks. Leave pp_size out, or make the mesh with --pipeline-model-parallel-size of that size."
             )
 
-    def _engine_for(self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any) -> ForwardBackward:
-        """The engine of the step before, if that was asked for the same."""
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """Return what lasts from step to step: the mesh's, as Megatron's callers ask for a new function in each."""
         mesh = self.mesh or ProcessMesh.current()
+        return self._alone if mesh is None else mesh.kept
+
+    def _engine_for(self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any) -> ForwardBackward:
+        """Return the engine of an earlier step that was asked for the same, or make one.
+
+        Making one is collective: ranks agree on their messages. So nothing may count here that one rank changes by
+        itself, such as the chunk that parallel_state's callers are at.
+        """
         group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
-        made_for = (mesh, p2p_communicator, pg_collection, chunks, group_size)
-        # An engine has agreed with the other ranks on their messages, which is collective: one for as long as
-        # possible.
-        if self._engine is None or any(a is not b for a, b in zip(made_for, self._made_for, strict=True)):
-            self._engine, self._made_for = self._made(*made_for), made_for
-        return self._engine
+        values = (self.pp_size, self.vp_size, self.p2p_mode, self.variable_seq_lengths, chunks, group_size)
+        objects = (self.schedule, self.config, p2p_communicator, pg_collection)
+        engines: list[_Engine] = self._kept.setdefault("engines", [])
+        for known in engines:
+            if known.values == values and all(a is b for a, b in zip(known.objects, objects, strict=True)):
+                return known.engine
+        made = self._made(self.mesh or ProcessMesh.current(), p2p_communicator, pg_collection, chunks, group_size)
+        engines[:] = [*engines[-_ENGINES + 1 :], _Engine(values, objects, made)]
+        return made
 
     def _made(
         self, mesh: ProcessMesh | None, p2p: Any, pg_collection: Any, chunks: int, group_size: int | None
@@ -195,10 +226,11 @@ class Step:
             options=_group_size(table, group_size, chunks, mesh.pp.size),
         )
 
-    def _stream(self, num_microbatches: int, mesh: ProcessMesh) -> dict[str, Any]:
-        """Randomness of layers of megapipe: another for each microbatch of each step and data-parallel rank."""
-        first = self._steps * num_microbatches
-        self._steps += 1
+    def _stream(self, num_microbatches: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
+        """Return the randomness of layers of megapipe: another for each microbatch, step and data-parallel rank."""
+        kept = self._kept
+        first = kept.get("microbatches", 0) if consumed is None else consumed
+        kept["microbatches"] = first + num_microbatches
         return {"stream": lambda microbatch: Stream(0, (first + microbatch) * mesh.dp.size + mesh.dp.rank)}
 
 
@@ -254,6 +286,15 @@ def _tell_first_microbatch(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if hasattr(module, "set_is_first_microbatch"):
             module.set_is_first_microbatch()  # type: ignore[operator]
+
+
+def _begin(modules: Sequence[nn.Module]) -> None:
+    """Let routers of experts forget the step before: what they saw is of one step, and would grow without end."""
+    for module in modules:
+        for part in module.modules():
+            forget = getattr(part, "forget", None)
+            if callable(forget):
+                forget()
 
 
 def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:

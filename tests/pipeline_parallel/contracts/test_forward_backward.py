@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megapipe.config import ModelConfig
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.parallel_state import set_virtual_pipeline_model_parallel_rank
 from megapipe.errors import ConfigError
+from megapipe.models.moe.layer import MoE
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
+from megapipe.tensor_parallel.rng import dropout
 
 CONFIG = SimpleNamespace(hidden_size=4, sequence_parallel=False)
 
@@ -32,7 +38,10 @@ class Plain(nn.Module):
 
 
 def step(mesh, *, model=None, num_microbatches=4, schedule="1f1b", pp_size=None, **more):
-    run = get_forward_backward_func(pp_size, mesh=mesh, schedule=schedule, **more)
+    return call(get_forward_backward_func(pp_size, mesh=mesh, schedule=schedule, **more), model, num_microbatches)
+
+
+def call(run, model=None, num_microbatches=4, **more):
     return run(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {"sum": out.sum().item()})),
         data_iterator=None,
@@ -40,6 +49,7 @@ def step(mesh, *, model=None, num_microbatches=4, schedule="1f1b", pp_size=None,
         num_microbatches=num_microbatches,
         seq_length=2,
         micro_batch_size=1,
+        **more,
     )
 
 
@@ -115,3 +125,70 @@ def test_a_module_that_takes_no_input_tensor_is_refused():
         "Linear has no set_input_tensor(x), by which a stage is given the hidden states of the one before it (None on "
         "the first). Add it to the model."
     )
+
+
+class Noisy(Plain):
+    """A stage that drops half of its output, and writes down which."""
+
+    def __init__(self, masks: list[Tensor]) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def forward(self) -> Tensor:
+        out = dropout(super().forward(), 0.5, "noisy")
+        self.masks.append(out.detach() == 0)
+        return out
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["one function", "a function in each step"])
+def test_each_step_draws_masks_of_its_own(keeps):
+    """A function asked for in each step, as Megatron's train_step does, drew the same masks in all of them."""
+
+    def masks_of(mesh, consumed):
+        masks: list[Tensor] = []
+        model = Noisy(masks)
+        ask = partial(get_forward_backward_func, mesh=mesh, config=CONFIG)
+        kept = ask()
+        for number in range(3):
+            given = {} if consumed is None else {"consumed_microbatches": consumed + 2 * number}
+            call(kept if keeps else ask(), model, 2, **given)
+        return torch.stack(masks)
+
+    masks = masks_of(ProcessMesh.single(), None)
+    assert len(masks.unique(dim=0)) == len(masks) == 6
+    resumed = masks_of(ProcessMesh.single(), 2)
+    assert torch.equal(resumed[:4], masks[2:])
+
+
+def test_the_chunk_that_one_rank_is_at_asks_for_no_other_messages():
+    """Megatron's code sets it on some ranks alone; that rank waited for the others to agree on messages anew."""
+
+    def body(mesh):
+        mesh.activate()
+        run = get_forward_backward_func(config=CONFIG)
+        call(run)
+        if mesh.pp.rank:
+            set_virtual_pipeline_model_parallel_rank(0)
+        call(run)
+
+    run_threads(body, pp=2, timeout_s=20)
+
+
+def test_routers_remember_one_step():
+    """What they saw of all steps stayed, and global_aux_loss was a mean over all of them."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_experts=2,
+        moe_ffn_hidden_size=4,
+        moe_aux_loss_coeff=(0.1,),
+    )
+    model = Plain()
+    model.layer = MoE(config, Axis(), 0)
+    run = get_forward_backward_func(mesh=ProcessMesh.single(), config=CONFIG)
+    seen = []
+    for _ in range(3):
+        call(run, model)
+        seen.append(len(model.layer.router.seen))
+    assert seen == [4, 4, 4], "microbatches of a step"
