@@ -253,6 +253,8 @@ class PipelineStage:
         assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
         if self.moves:
+            for microbatch, (x, _, _) in self._first.items():
+                self.moves.hold(microbatch, x, -1)
             self._first.clear()
             self.moves.forget()
         if isinstance(self.data_iterator, Rewinding):

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megapipe.distributed.axis import CPU
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of, config_of
+from megapipe.pipeline_parallel.passes.host import Host, Sizes
+from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.rng import Stream
@@ -108,6 +111,18 @@ def test_forwards_that_come_again_begin_with_the_first_microbatch() -> None:
         own.backward(n, GRAD, weights=True)
     own.finish()
     stage(Square()).forget()  # without data to read again
+
+
+def test_forwards_that_come_again_hold_the_inputs_of_none() -> None:
+    """What a forgotten forward had begun from stayed counted for the rest of the step."""
+    module = Square()
+    moves = Activations(module, Host(CPU), [Sizes()], 1.0, out=frozenset(), again=frozenset({4, 6}))
+    own = stage(module, moves=moves)
+    for n in (4, 6):
+        own.forward(n, X)
+    assert moves.held.bytes == 2 * X.nbytes
+    own.forget()
+    assert moves.held.bytes == 0
 
 
 def test_layers_find_where_their_weight_gradients_wait() -> None:

@@ -12,7 +12,15 @@ from torch import Tensor
 from megapipe.distributed.device import CopyLane
 
 _ALIGNED = 512
-"""Buffers on the host have sizes of so many bytes: few different ones, each used by every microbatch in turn."""
+"""Buffers on the host have sizes that are multiples of this."""
+_PARTS = 8
+"""Sizes of buffers between a power of two and the next: experts' rows differ in each microbatch, and need few sizes."""
+
+
+def size_class(size: int) -> int:
+    """Return the size of the buffer for so many bytes: at most an eighth more, or up to a multiple of _ALIGNED."""
+    step = max(_ALIGNED, (1 << max(size - 1, 0).bit_length()) // (2 * _PARTS))
+    return -(-size // step) * step
 
 
 @dataclass(eq=False)
@@ -82,18 +90,31 @@ class Host:
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyLane(device), CopyLane(device)
         self._free: dict[int, list[Buffer]] = {}
+        self._unused: dict[int, int] = {}  # by size: as many buffers were free all the time since the step began
         self.bytes, self.held, self.share = 0, Held(), 1.0
         self.modules: Collection[str] = ()
         self.sizes: dict[int, list[Sizes]] = {}
 
+    def begin(self) -> None:
+        """Begin a step: let go of the buffers that the step before had no use for."""
+        for size, count in self._unused.items():
+            del self._free[size][:count]
+            self.bytes -= size * count
+        self._free = {size: buffers for size, buffers in self._free.items() if buffers}
+        self._unused = {size: len(buffers) for size, buffers in self._free.items()}
+
     def take(self, size: int) -> Buffer:
-        """Take a buffer of at least so many bytes."""
-        size = -(-size // _ALIGNED) * _ALIGNED
-        if free := self._free.get(size):
-            return free.pop()
-        self.bytes += size
-        return Buffer(self.out.buffer(size))
+        """Take a buffer of at least so many bytes: the smallest free one that holds them, of at most twice the size."""
+        size = size_class(size)
+        fits = min((free for free, buffers in self._free.items() if buffers and size <= free <= 2 * size), default=None)
+        if fits is None:
+            self.bytes += size
+            return Buffer(self.out.buffer(size))
+        buffers = self._free[fits]
+        buffer = buffers.pop()
+        self._unused[fits] = min(self._unused.get(fits, 0), len(buffers))
+        return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """The buffer may be written again, behind what reads it."""
+        """Return a buffer to the free ones; its next writer waits for what reads it."""
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)

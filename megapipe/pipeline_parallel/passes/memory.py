@@ -238,6 +238,7 @@ def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host:
     """The activations of each stage under a table that moves them; none under another. Arguments as of Activations."""
     if not any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
         return {}
+    host.begin()
     host.held, host.sizes = Held(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
     every = (x for row in table.ranks for step in row for x in step)
     out = {(x.stage, table.number(x)) for x in every if x.kind.traits.lane is Lane.D2H}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
@@ -22,6 +22,7 @@ from megapipe.plan import make_plan
 from megapipe.plan.graphs import graphs_line
 from megapipe.schedule import build
 from megapipe.schedule.memory.slots import in_flight
+from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.proofs.equivalence import Training, differing_bits, train
 from tools.proofs.equivalence_case import table
 from tools.proofs.gpu.captured import Pool
@@ -248,3 +249,25 @@ def test_megatrons_names_ask_for_the_same_graphs(flags, line):
     assert graphs_line(config, build("1f1b", 2, 8), "cuda").startswith(line)
     cpu = f"--cuda-graph-impl {config.parallel.cuda_graph_impl}: nothing is captured: CUDA graphs need a GPU"
     assert graphs_line(config, build("1f1b", 2, 8), "cpu") == (cpu if flags else "")
+
+
+def test_microbatches_of_many_lengths_leave_two_forms():
+    """Each new length stayed in a list that every later forward looked through."""
+    graphed = Graphed(Echo(), lasts=False)
+    for length in range(1, 9):
+        graphed.set_input_tensor(torch.ones(length, requires_grad=True))
+        with WeightGrads().capturing():
+            graphed()
+    assert len(graphed.forms) == 2
+
+
+class Echo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        self.x = x
+
+    def forward(self) -> Tensor:
+        return self.weight * self.x

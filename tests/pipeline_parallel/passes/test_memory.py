@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from megapipe.config import ModelConfig
 from megapipe.config.parallel import Module
 from megapipe.distributed.axis import ALONE, CPU
 from megapipe.models.layer import TransformerLayer, name_modules
-from megapipe.pipeline_parallel.passes.host import Host, Sizes
+from megapipe.pipeline_parallel.passes.host import Host, Sizes, size_class
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.tensor_parallel.rng import initialize
 from tools.proofs.equivalence_case import STYLES, Case
@@ -192,3 +193,26 @@ def test_keys_leave_with_the_last_slice_that_sees_them_and_come_back_with_it() -
     kept.append(moves.keep(1, 1, want[1].clone()))  # by a forward that runs again, when all copies are over
     kept.clear()
     assert moves.held.bytes == 0
+
+
+def test_buffers_on_the_host_do_not_grow_with_the_number_of_different_sizes():
+    """With experts over ranks nearly each microbatch has another size, and took a buffer of its own for ever."""
+    host, dice = Host(CPU), random.Random(0)
+    most = 0
+    for _ in range(40):
+        host.begin()
+        sizes = [dice.randint(100_000, 300_000) for _ in range(8)]
+        taken = [host.take(size) for size in sizes]
+        assert all(buffer.bytes.numel() >= size for buffer, size in zip(taken, sizes, strict=True))
+        most = max(most, sum(sizes))
+        for buffer in taken:
+            host.give(buffer)
+    assert host.bytes <= 2 * most
+    for _ in range(2):
+        host.begin()
+    assert host.bytes == 0, "a step that takes none leaves none to the next"
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 4096, 100_000, 2**20, 2**20 + 1, 3 * 2**29])
+def test_a_size_class_holds_its_bytes_and_wastes_at_most_an_eighth(size):
+    assert size <= size_class(size) <= max(size * 9 / 8, size + 511)
