@@ -34,7 +34,7 @@ def fp8_problems(config: Config) -> Iterator[str]:
 def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int]]:
     """Flag, its width and over how many ranks that is split, of each side of a product."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    yield "--hidden-size", model.hidden_size, 1
+    yield "--hidden-size", model.hidden_size, tp if model.depths else 1  # a depth's projection is split by its rows
     if model.hidden_size and not model.has_experts:
         yield "--ffn-hidden-size", model.ffn, tp
     if model.hidden_size and model.has_experts:

@@ -250,6 +250,7 @@ def _widths(config: Config) -> dict[str, int]:
     """Widths that tensor-parallel ranks share, by the flag that sets each."""
     m = config.model
     widths = {
+        "--hidden-size": m.hidden_size if m.depths else None,  # a depth's projection is split by its rows
         "--num-attention-heads": m.num_attention_heads,
         "--num-query-groups": m.num_query_groups if m.group_query_attention else None,
         "--ffn-hidden-size": m.ffn if m.ffn_hidden_size or m.hidden_size else None,

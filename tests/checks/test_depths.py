@@ -26,10 +26,18 @@ LAYOUT = "--pipeline-model-parallel-layout"
             "--mtp-num-layers 1 does not go with --pipeline-slices 2: a depth is a pass of a whole microbatch. "
             "Leave one out.",
         ),
+        (
+            # Its projection of two widths to one is split by rows; with --kv-channels nothing else divides this width.
+            "--mtp-num-layers 1 --pipeline-model-parallel-size 1 --tensor-model-parallel-size 4 --hidden-size 30 "
+            "--kv-channels 8 --ffn-hidden-size 128 --num-attention-heads 4",
+            "--hidden-size 30 does not divide by --tensor-model-parallel-size 4: 30 = 4 x 7 + 2. "
+            "Use --tensor-model-parallel-size 1 or 2.",
+        ),
     ],
 )
 def test_each_problem_has_its_line(flags, line):
-    assert problem(f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}", 2) == line
+    ranks = 4 if "--tensor-model-parallel-size 4" in flags else 2
+    assert problem(f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}", ranks) == line
 
 
 def test_two_copies_of_a_model_have_their_depths_with_embedding_and_loss():

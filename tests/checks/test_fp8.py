@@ -42,6 +42,12 @@ def problems(tp=1, **fields):
             "multiple of them: 80 = 32 x 2 + 16. Use --hidden-size 64 or 96, or leave --fp8-format out.",
         ),
         (
+            # The rows of a depth's projection, hidden / tp of them on a rank, are the width of a product too.
+            {"tp": 2, "mtp_num_layers": 1, "hidden_size": 80, "kv_channels": 32},
+            "--fp8-format hybrid multiplies 16 numbers at a time, and --hidden-size 80 over 2 tensor-parallel ranks is "
+            "no multiple of them: 80 = 32 x 2 + 16. Use --hidden-size 64 or 96, or leave --fp8-format out.",
+        ),
+        (
             {"kv_channels": 6},
             "--fp8-format hybrid multiplies 16 numbers at a time, and --kv-channels 6 is no multiple of them: "
             "6 = 16 x 0 + 6. Use --kv-channels 16, or leave --fp8-format out.",
