@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megapipe.config import ModelConfig
 from megapipe.config.notes import flag
 
-_WINDOW = re.compile(r"\(?(\d+|-1), *(0|-1)\)?")
+_WINDOW = re.compile(r"\(?(\d{1,9}|-1), *(0|-1)\)?")
 
 
 def variant_problems(model: ModelConfig) -> Iterator[str]:
@@ -36,6 +36,11 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
     if turned % 2 or not turned:
         part = f" x --rotary-percent {share:g}" if share != 1 else ""
         yield f"{latent} turns pairs, and --qk-pos-emb-head-dim {dim}{part} is {turned}. Use an even number above 0."
+    if model.rope_type != "rope" and model.rotary_base <= 1:
+        yield (
+            f"--rotary-base {model.rotary_base:g}: --rope-type yarn divides by its logarithm, so that it must be above "
+            "1. Use --rotary-base 10000, or --rope-type rope."
+        )
 
 
 def offload_problems(model: ModelConfig, modules: Sequence[str], *, compiled: bool) -> Iterator[str]:

@@ -3,7 +3,10 @@
 import pytest
 
 from megapipe.checks.model import offload_problems, variant_problems
+from megapipe.checks.run import validate
 from megapipe.config import ModelConfig
+
+from .sound import config, problem
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,12 @@ from megapipe.config import ModelConfig
         (
             {"window_size": "128"},
             "--window-size 128: two numbers LEFT,RIGHT, and a causal model has RIGHT 0. "
+            "Use --window-size 127,0 for a window of 128 tokens.",
+        ),
+        (
+            # int() refuses to read more than 4300 digits.
+            {"window_size": f"{'9' * 5000},0"},
+            f"--window-size {'9' * 5000},0: two numbers LEFT,RIGHT, and a causal model has RIGHT 0. "
             "Use --window-size 127,0 for a window of 128 tokens.",
         ),
     ],
@@ -69,3 +78,13 @@ def test_what_goes_together_has_no_problem():
     rope = ModelConfig(position_embedding_type="rope", use_rope_scaling=True, rope_scaling_factor=32.0, swiglu=True)
     assert not list(variant_problems(rope))
     assert not list(variant_problems(ModelConfig(window_size="(127, 0)", quick_geglu=True)))
+
+
+def test_yarn_of_latents_needs_a_base_whose_logarithm_it_can_divide_by():
+    """Base 1 passed the check and was a ZeroDivisionError when the first stage was built."""
+    latent = "--multi-latent-attention --rotary-base 1"
+    assert problem(latent) == (
+        "--rotary-base 1: --rope-type yarn divides by its logarithm, so that it must be above 1. "
+        "Use --rotary-base 10000, or --rope-type rope."
+    )
+    validate(config(f"{latent} --rope-type rope"), has_cuda=False)
