@@ -236,6 +236,7 @@ def _upcycling(config: Config) -> Iterator[str]:
                 f"{name}: an MLP becomes {slices} experts of {model.expert_ffn}, and {flag} {value} is no multiple of "
                 f"that. Use {flag} {near(value, slices)}."
             )
+    yield from _cut_copies(model, slices)
     try:
         sparse = [model.has_experts_in(layer) for layer in range(model.num_layers)]
     except (ValueError, IndexError):  # told elsewhere
@@ -244,6 +245,28 @@ def _upcycling(config: Config) -> Iterator[str]:
         yield (
             f"{name}: layers without experts keep the dense model's MLPs. Give their width, --ffn-hidden-size {dense} "
             f"--moe-ffn-hidden-size {model.expert_ffn}, and leave {granularity} out."
+        )
+
+
+def _cut_copies(model: ModelConfig, slices: int) -> Iterator[str]:
+    """Refuse groups of experts that have some slices of a copy, and not all: a token must choose them together."""
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if chosen is None or groups is None or model.experts % groups or model.experts % slices:
+        return
+    size = model.experts // groups
+    if size % slices:
+        copies = model.experts // slices
+        # Each group has whole copies, and those that are chosen have enough experts.
+        sound = [
+            str(n)
+            for n in range(chosen, copies + 1)
+            if copies % n == 0 and model.moe_router_topk <= chosen * (model.experts // n)
+        ]
+        other = f"Use --moe-router-num-groups {' or '.join(sound)}, or leave" if sound else "Leave"
+        yield (
+            f"--moe-use-upcycling: an MLP becomes {slices} experts that a token chooses together, and "
+            f"--moe-router-num-groups {groups} makes groups of {size}, which cut them apart. {other} "
+            "--moe-router-num-groups and --moe-router-group-topk out."
         )
 
 

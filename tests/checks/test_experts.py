@@ -205,6 +205,16 @@ UPCYCLED = "--moe-use-upcycling --load dense --save made --save-interval 5"
             ],
         ),
         (
+            # Both slices of a copy are chosen together only where a group has both: three experts have one and a half.
+            f"{UPCYCLED} --num-experts 12 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+            "--moe-upcycling-granularity 2",
+            [
+                "--moe-use-upcycling: an MLP becomes 2 experts that a token chooses together, and "
+                "--moe-router-num-groups 4 makes groups of 3, which cut them apart. Use --moe-router-num-groups 2 or 3 "
+                "or 6, or leave --moe-router-num-groups and --moe-router-group-topk out.",
+            ],
+        ),
+        (
             f"{UPCYCLED} {EXPERTS} --moe-layer-freq 2 --moe-upcycling-granularity 2",
             [
                 "--moe-use-upcycling: layers without experts keep the dense model's MLPs. Give their width, "
