@@ -59,9 +59,11 @@ def _expand(text: str) -> str:
     plain, before = re.sub(r"[,\s]", "", text), ""
 
     def repeat(found: re.Match[str]) -> str:
-        if len(found[1]) * int(found[2][:9]) > _LONGEST:
+        digits = found[2].lstrip("0") or "0"
+        # int() refuses more than 4300 digits.
+        if len(digits) > len(str(_LONGEST)) or len(found[1]) * int(digits) > _LONGEST:
             raise ConfigError(f"{FLAG} {text}: {found[0]} is more than {_LONGEST} stages and layers.")
-        return found[1] * int(found[2])
+        return found[1] * int(digits)
 
     while plain != before:  # from the innermost parentheses out
         plain, before = _GROUP.sub(repeat, _ONE.sub(repeat, plain)), plain

@@ -64,6 +64,9 @@ def test_repetitions_and_commas_unroll_as_megatrons(text, plain):
         ("E(t|t)L", "( ) means nothing here."),
         ("Et*L", "* means nothing here."),
         ("Et*99999999999L", "t*99999999999 is more than 100000 stages and layers."),
+        # All digits count, not the first nine, and int() refuses to read more than 4300 of them.
+        (f"Et*{'0' * 9}{'9' * 5000}L", f"t*{'0' * 9}{'9' * 5000} is more than 100000 stages and layers."),
+        (f"Et()*{'9' * 5000}L", f"()*{'9' * 5000} is more than 100000 stages and layers."),
     ],
 )
 def test_what_megatron_refuses_is_refused_in_a_sentence(text, sentence):
