@@ -7,9 +7,10 @@ serves loop, V and mirror, and no split can lose a layer: the numbers add up to 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 from megapipe.errors import ConfigError
 from megapipe.schedule import Placement
@@ -175,19 +176,42 @@ def _why_not(num_layers: int, placement: Placement, first: int | None, last: int
 def _nearest(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int | None, int | None] | None:
-    """The numbers closest to the given ones that do divide."""
+    """Return the numbers closest to the given ones that do divide, None if there are none."""
+    ranks, held = placement.num_ranks, Counter(placement.rank_of[: placement.chain])
+    if ranks == 1:
+        all_of_them = None if first is None else num_layers, None if last is None else num_layers
+        return all_of_them if num_layers % placement.chain == 0 else None
+    others = placement.chain - (held[0] if first is not None else 0) - (held[ranks - 1] if last is not None else 0)
+    best, distance = None, float("inf")
+    for f in [0] if first is None else range(held[0], num_layers + 1, held[0]):
+        for n in _lasts(num_layers - f, others, held[ranks - 1], last):
+            away = (f - (first or 0)) ** 2 + (n - (last or 0)) ** 2
+            if away < distance:
+                best, distance = (f or None, n or None), away
+    return best
 
-    def choices(given: int | None) -> list[int | None]:
-        return [None] if given is None else list(range(1, num_layers + 1))
 
-    fitting = [
-        (((f or 0) - (first or 0)) ** 2 + ((n or 0) - (last or 0)) ** 2, (f, n))
-        for f in choices(first)
-        for n in choices(last)
-        if (f or 0) + (n or 0) <= num_layers * (2 if placement.num_ranks == 1 else 1)
-        and _ends(num_layers, placement, f, n) is not None
-    ]
-    return min(fitting, key=lambda item: item[0])[1] if fitting else None
+def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]:
+    """Yield the multiples of `step` on both sides of `near` that leave a multiple of `others`; 0 stands for None."""
+    if near is None:
+        if (rest % others if others else rest) == 0:
+            yield 0
+        return
+    if not others:
+        if rest and rest % step == 0:
+            yield rest
+        return
+    # step * j = rest modulo others: the solutions are j0, j0 + period, ...
+    common = gcd(step, others)
+    if rest % common:
+        return
+    period = others // common
+    start = rest // common * pow(step // common, -1, period) % period
+    low = min(near, rest) // step
+    low -= (low - start) % period
+    for j in (low, low + period):
+        if 1 <= j <= rest // step:
+            yield j * step
 
 
 def _flags(first: int | None, last: int | None) -> str:
