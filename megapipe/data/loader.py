@@ -79,7 +79,10 @@ def tokens_of(microbatch: Microbatch) -> Tensor:
 def stack(items: Sequence[Item]) -> Microbatch:
     """One microbatch of the items of a data set.
 
-    Raises: DataError if they have other names or shapes than each other, no `tokens`, or what no tensor holds.
+    Token ids become int64, whatever whole numbers the data set has: torch's lookups take no narrower type.
+
+    Raises: DataError if they have other names or shapes than each other, no `tokens`, ids that are no whole numbers,
+        or what no tensor holds.
     """
     named = [item if isinstance(item, Mapping) else {"tokens": item} for item in items]
     shapes = [{name: np.shape(array) for name, array in item.items()} for item in named]
@@ -91,6 +94,13 @@ def stack(items: Sequence[Item]) -> Microbatch:
     fields = {}
     for name in shapes[0]:
         array = np.stack([item[name] for item in named])
+        if name == "tokens":
+            if array.dtype.kind not in "iu":
+                raise DataError(
+                    f"the field tokens of the data set is of {array.dtype}, and token ids are whole numbers. Give "
+                    "integers of any size, such as int64."
+                )
+            array = array.astype(np.int64, copy=False)
         try:
             fields[name] = torch.from_numpy(array)
         except TypeError:

@@ -156,6 +156,15 @@ def test_labels_are_the_next_tokens_and_eod_inputs_carry_no_loss() -> None:
     assert make_batch(rows).loss_mask.min() == 1
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int16, np.int32, np.uint32, np.int64])
+def test_token_ids_of_any_whole_type_become_int64(kind: type) -> None:
+    """int32 labels had the gradient of others, uint16 and int16 ended in torch's own errors in the first step."""
+    tokens = stack([np.array([3, 1, 2], kind), np.array([0, 4, 5], kind)])
+    assert isinstance(tokens, torch.Tensor)
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == [[3, 1, 2], [0, 4, 5]]
+
+
 def test_named_fields_are_stacked_each_in_its_type() -> None:
     fields = stack([{"tokens": np.arange(3) + i, "weight": np.float32([i]), "domain": np.asarray(i)} for i in (4, 5)])
     assert isinstance(fields, dict)
