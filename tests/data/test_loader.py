@@ -184,7 +184,8 @@ def test_named_fields_are_stacked_each_in_its_type() -> None:
         ),
         ([{"tokens": np.zeros(3), "a": np.zeros(1)}, np.zeros(3)], r"'a': \(1,\)} and {'tokens': \(3,\)}; one"),
         ([{"ids": np.zeros(3), "a": np.zeros(1)}], "gives ids, a, and no field `tokens` of s \\+ 1 token ids"),
-        ([{"tokens": np.zeros(3), "a": np.array(["x"])}], "field a of the data set is of <U1, which no tensor holds"),
+        ([np.zeros(3)], "the field tokens of the data set is of float64, and token ids are whole numbers"),
+        ([{"tokens": np.arange(3), "a": np.array(["x"])}], "field a of the data set is of <U1, which no tensor holds"),
     ],
 )
 def test_fields_that_make_no_microbatch_are_named(items: list[Item], sentence: str) -> None:
