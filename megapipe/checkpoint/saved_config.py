@@ -35,9 +35,12 @@ def saved_config(folder: Path) -> Config:
     try:
         return _sound(
             Config(
-                # Which layers computed it says nothing of the model; here may be no GPU.
+                # Which layers and kernels computed it says nothing of the model; here may be no GPU.
                 model=dataclasses.replace(
-                    _known(ModelConfig, saved["model"]), transformer_impl="local", model_provider=None
+                    _known(ModelConfig, saved["model"]),
+                    transformer_impl="local",
+                    attention_backend="auto",
+                    model_provider=None,
                 ),
                 train=_known(TrainConfig, saved["train"]),
                 data=_known(DataConfig, saved["data"]),
