@@ -152,7 +152,7 @@ def _found(flags: Flags) -> Path:
 
 def check(theirs: Path, ours: Path, done: Converted) -> None:
     """Raises: CheckpointError if the two models do not say the same."""
-    found = compare_logits(theirs, ours, done.config.model, done.vocab_size)
+    found = compare_logits(theirs, ours, done.config.model, done.vocab_size, done.dtype)
     if found is None:
         print("logits not compared: the transformers library is not installed (pip install transformers)")
         return

@@ -45,6 +45,7 @@ class Converted:
         notes: what means something else on the other side, a line each.
         vocab_size: rows of the embedding without padding; of Megatron-LM's, with it.
         steps: of the optimizer, if its state is there.
+        dtype: of the weights written for or from Hugging Face, which may have rounded them.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Converted:
     notes: tuple[str, ...]
     vocab_size: int
     steps: int | None = None
+    dtype: torch.dtype | None = None
 
 
 def import_checkpoint(
@@ -104,7 +106,7 @@ def import_checkpoint(
         config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=data)
         final = write_checkpoint(target, config, tensors)
     said = *notes(content, model, vocab_size), *other_copies(saved, model), *why
-    return Converted(final, config, said, vocab_size)
+    return Converted(final, config, said, vocab_size, dtype=dtype)
 
 
 def write_checkpoint(
@@ -171,6 +173,13 @@ def export_checkpoint(
             raise CheckpointError([f"{beside}/config.json is of another model than {folder.name}:", *problems])
         vocab_size = vocab_size or content["vocab_size"]
     vocab_size = vocab_size or _vocab_size(config)
+    check_ours(saved, model, folder.name)
+    rows, *_ = saved.shapes[WORD_EMBEDDINGS]
+    if vocab_size > rows:
+        raise CheckpointError(
+            f"{vocab_size} ids (--vocab-size, config.json or the tokenizer) are more than the {rows} rows of the "
+            f"embedding of {folder.name}. Use --vocab-size {rows}, or fewer."
+        )
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
     if beside is None:
         content = to_huggingface(model, vocab_size) | token_ids(config)
@@ -179,7 +188,6 @@ def export_checkpoint(
     if model.depths and content["model_type"] == "gpt2":
         raise CheckpointError(f"{folder.name}: --mtp-num-layers {model.depths}: a gpt2 has no names for depths")
     table = rules(model, content["model_type"], vocab_size)
-    check_ours(saved, model, folder.name)
     further = copies(model)
 
     with fresh_folder(target) as out:
@@ -199,7 +207,7 @@ def export_checkpoint(
             missing = write_tokenizer(config, out)
         commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
     without = [f"no tokenizer is written: {missing}"] if missing else []
-    return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size)
+    return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size, dtype=dtype)
 
 
 def exportable(folder: Path, target: Path) -> Config:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megapipe.config import ModelConfig
 from megapipe.convert.huggingface.deepseek import HEAD, copies
@@ -19,6 +21,12 @@ from megapipe.errors import CheckpointError
 from megapipe.models.gpt import WORD_EMBEDDINGS, GPTModel
 
 Shape = tuple[int, ...]
+_ALL_TOKENS: dict[str, Any] = {
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_router_force_load_balancing": False,
+}
+"""Settings under which every token reaches the experts that its router chooses, as in transformers."""
 PUBLISHED = 61
 """Layers of DeepSeek-V3, whose depth's name transformers has in a list."""
 
@@ -98,6 +106,8 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
             f"transformers leaves model.layers.{model.layers} and on out, and calls it UNEXPECTED: it knows depths of "
             f"multi-token prediction behind {PUBLISHED} layers alone"
         )
+    if model.has_experts and model.capacity_factor is not None:
+        yield f"experts take every token there; --moe-expert-capacity-factor {model.capacity_factor:g} drops some here"
     if model.heads * model.head_dim != model.hidden and not model.multi_latent_attention:
         yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
     if model.tied:
@@ -110,24 +120,40 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         )
 
 
-def compare_logits(theirs: Path, ours: Path, model: ModelConfig, vocab_size: int) -> tuple[float, float] | None:
+def compare_logits(
+    theirs: Path, ours: Path, model: ModelConfig, vocab_size: int, dtype: torch.dtype | None = None
+) -> tuple[float, float] | None:
     """Both models on the same random tokens in float32, both whole in memory.
 
+    Args:
+        dtype: of the weights that were written. Both models' are rounded to it, so that rounding is no difference.
     Returns: (largest difference of a logit, largest logit); None without the transformers library.
+    Raises: CheckpointError for a folder that transformers cannot load.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(0, vocab_size, (1, min(64, model.max_position_embeddings or 64)))
-    reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
-    reference = reference.float().eval()
-    module: GPTModel = whole_model(model)
+    try:
+        reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
+    except Exception as error:  # its classes of errors have nothing in common
+        raise CheckpointError(f"{theirs}: transformers cannot load it: {error}") from None
+    module: GPTModel = whole_model(replace(model, **_ALL_TOKENS))
     load_full([module], SavedTensors(ours).read, Axis())
     with torch.no_grad():
-        want = reference(tokens).logits
-        got = module.float().eval()(tokens)[..., :vocab_size]
+        want = _rounded(reference, dtype)(tokens).logits
+        got = _rounded(module, dtype)(tokens)[..., :vocab_size]
     return (got - want).abs().max().item(), want.abs().max().item()
+
+
+@torch.no_grad()
+def _rounded(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model in float32, its weights rounded to a type. Buffers stay: an expert's bias is float32 in every file."""
+    model = model.float().eval()
+    for weight in model.parameters() if dtype is not None else ():
+        weight.copy_(weight.to(dtype))
+    return model
 
 
 def _equal(saved: SavedTensors, first: str, second: str) -> bool:

@@ -54,6 +54,8 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
     Raises: CheckpointError with what stands in the way of the family that comes nearest.
     """
+    if unsaid := _unsaid(model):
+        raise CheckpointError(unsaid)
     nearest: list[str] = []
     for family, (_, write) in FAMILIES.items():
         content = write(model) | {
@@ -75,7 +77,17 @@ def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
         there = dataclasses.replace(from_huggingface(content), mtp_num_layers=model.mtp_num_layers)
     except CheckpointError as error:
         return list(error.problems)
-    return resume_problems(dataclasses.asdict(there), None, Config(model=model), name)
+    return [*_unsaid(model), *resume_problems(dataclasses.asdict(there), None, Config(model=model), name)]
+
+
+def _unsaid(model: ModelConfig) -> list[str]:
+    """Settings of a training that change what a layer computes, and that no config.json can say."""
+    if not (model.has_experts and model.by_sinkhorn):
+        return []
+    return [
+        "--moe-router-load-balancing-type sinkhorn has a rule of its own for the weights of experts; no config.json of "
+        "Hugging Face can say so"
+    ]
 
 
 def _gpt2(content: Json, problems: list[str]) -> dict[str, Any]:
