@@ -20,6 +20,7 @@ import torch
 from megapipe.checkpoint.save_load import find_checkpoint
 from megapipe.commands.progress import Progress
 from megapipe.config import CheckpointConfig
+from megapipe.config.notes import flag
 from megapipe.convert import (
     Converted,
     Sizes,
@@ -36,6 +37,26 @@ from megapipe.flags.parse import parse, to_flags
 
 TOLERANCE = 1e-4
 """Largest difference of a logit in float32, as a part of the largest logit; a wrong mapping differs by about all."""
+
+_INWARD = ("from_huggingface", "from_megatron")
+_OUTWARD = ("to_huggingface", "to_megatron")
+_DIRECTIONS = (*_INWARD, *_OUTWARD)
+_READ_BY = {
+    "save": _INWARD,
+    "load": _OUTWARD,
+    "ckpt_step": ("from_megatron", *_OUTWARD),
+    "ckpt_format": ("to_megatron",),
+    "target_tensor_parallel_size": ("to_megatron",),
+    "target_pipeline_parallel_size": ("to_megatron",),
+    "target_expert_parallel_size": ("to_megatron",),
+    "transformer_impl": ("to_megatron",),
+    "megatron_adam": ("to_megatron",),
+    "huggingface_config": ("to_huggingface",),
+    "vocab_size": ("to_huggingface",),
+    "make_vocab_size_divisible_by": ("from_huggingface",),
+    "dtype": ("from_huggingface", "to_huggingface"),
+}
+"""Directions that read a flag. What --no-load-optim and --no-check leave out is nowhere but where they are read."""
 
 
 @dataclass(frozen=True)
@@ -170,36 +191,40 @@ def _bar() -> Callable[[int, int], None]:
 
 
 def _problems(flags: Flags) -> Iterator[str]:
-    inward = {"--from-huggingface": flags.from_huggingface, "--from-megatron": flags.from_megatron}
-    outward = {"--to-huggingface": flags.to_huggingface, "--to-megatron": flags.to_megatron}
-    given = [name for name, value in (inward | outward).items() if value]
-    if len(given) != 1:
+    directions = [name for name in _DIRECTIONS if getattr(flags, name)]
+    if len(directions) != 1:
         yield (
             "give one of --from-huggingface DIR --save DIR, --from-megatron DIR --save DIR, "
             "--load DIR --to-huggingface DIR and --load DIR --to-megatron DIR"
-            + f", not {' and '.join(given)}"
-            * bool(given)
+            + f", not {' and '.join(map(flag, directions))}"
+            * bool(directions)
         )
     else:
-        into = given[0] in inward
-        needed, other = ("--save", "--load") if into else ("--load", "--save")
-        values = {"--save": flags.save, "--load": flags.load}
-        if not values[needed]:
-            yield f"{needed} is missing: {given[0]} needs it"
-        if values[other]:
-            yield f"{other} has no meaning with {given[0]}"
-    folders = inward | {"--load": flags.load}
-    yield from (
-        f"{name} {folder}: no such folder" for name, folder in folders.items() if folder and not Path(folder).is_dir()
-    )
-    yield from folder_problems({"--save": flags.save, **outward})
-    sizes, dist = _sizes(flags), flags.ckpt_format == "torch_dist"
-    if sizes != Sizes() and not flags.to_megatron:
-        yield "--target-...-parallel-size and --transformer-impl are for --to-megatron DIR. Leave them out."
-    elif dist and replace(sizes, ep=1) != Sizes():
+        yield from _unread(flags, directions[0])
+    for name in (*_INWARD, "load"):
+        folder = getattr(flags, name)
+        if folder and not Path(folder).is_dir():
+            yield f"{flag(name)} {folder}: no such folder"
+    yield from folder_problems({flag(name): getattr(flags, name) for name in ("save", *_OUTWARD)})
+    sizes = _sizes(flags)
+    if flags.to_megatron and flags.ckpt_format == "torch_dist" and replace(sizes, ep=1) != Sizes():
         yield (
             "--target-tensor- and --target-pipeline-parallel-size and --transformer-impl are for --ckpt-format torch: "
             "a run of any sizes loads torch_dist. Add it, or leave them out."
         )
-    if flags.make_vocab_size_divisible_by < 1:
-        yield f"--make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by} must be at least 1"
+    for name in ("make_vocab_size_divisible_by", "vocab_size"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            yield f"{flag(name)} {value} must be at least 1"
+
+
+def _unread(flags: Flags, direction: str) -> Iterator[str]:
+    """Flags that this direction does not read, and the folder that it lacks."""
+    needed = "save" if direction in _INWARD else "load"
+    if not getattr(flags, needed):
+        yield f"{flag(needed)} is missing: {flag(direction)} needs it"
+    for name, readers in _READ_BY.items():
+        value = getattr(flags, name)
+        if value != getattr(Flags, name) and direction not in readers:
+            others = " and ".join(map(flag, readers))
+            yield f"{flag(name)} {value} has no effect with {flag(direction)}: it is for {others}. Leave it out."

@@ -118,14 +118,47 @@ def test_the_tool_imports_and_exports_and_compares(tmp_path):
         ),
         (
             "--to-huggingface {0}/out --target-expert-parallel-size 2",
-            "--target-...-parallel-size and --transformer-impl are for --to-megatron DIR. Leave them out.",
+            "--target-expert-parallel-size 2 has no effect with --to-huggingface: it is for --to-megatron. "
+            "Leave it out.",
         ),
+        (
+            "--to-megatron {0}/out --huggingface-config {0}/nowhere",
+            "--huggingface-config {0}/nowhere has no effect with --to-megatron: it is for --to-huggingface. "
+            "Leave it out.",
+        ),
+        (
+            "--to-megatron {0}/out --dtype bfloat16",
+            "--dtype bfloat16 has no effect with --to-megatron: it is for --from-huggingface and --to-huggingface. "
+            "Leave it out.",
+        ),
+        ("--to-huggingface {0}/out --vocab-size 0", "--vocab-size 0 must be at least 1"),
     ],
 )
-def test_sizes_of_ranks_are_refused_where_they_do_not_count(tmp_path, flags, line):
+def test_flags_of_another_direction_and_values_that_are_none_are_refused(tmp_path, flags, line):
     with pytest.raises(ConfigError) as caught:
         convert.main(["--load", str(tmp_path), *flags.format(tmp_path).split()])
-    assert caught.value.problems == (line,)
+    assert caught.value.problems == (line.format(tmp_path),)
+
+
+@pytest.mark.parametrize(
+    "direction, idle",
+    [
+        ("--from-huggingface", ["--ckpt-step 1", "--vocab-size 5", "--megatron-adam fused", "--ckpt-format torch"]),
+        ("--from-megatron", ["--dtype bfloat16", "--make-vocab-size-divisible-by 8", "--vocab-size 5"]),
+        ("--to-huggingface", ["--make-vocab-size-divisible-by 8", "--megatron-adam torch", "--ckpt-format torch"]),
+        ("--to-megatron", ["--vocab-size 5", "--make-vocab-size-divisible-by 8", "--dtype float32"]),
+    ],
+)
+def test_every_flag_that_a_direction_does_not_read_is_named(tmp_path, direction, idle):
+    """--from-megatron --dtype bfloat16 wrote float32 and exited with 0."""
+    inward = direction.startswith("--from")
+    folders = [direction, str(tmp_path), "--save", str(tmp_path / "new")]
+    if not inward:
+        folders = ["--load", str(tmp_path), direction, str(tmp_path / "new")]
+    with pytest.raises(ConfigError) as caught:
+        convert.main([*folders, *" ".join(idle).split()])
+    told = [line.partition(" has no effect with ")[0] for line in caught.value.problems]
+    assert sorted(told) == sorted(idle)
 
 
 LAUNCH = (
