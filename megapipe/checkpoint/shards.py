@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,12 +174,17 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
         return local
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
     if shared:
-        both = [Shard(dim) for dim in layout.splits] * 2
-        return DTensor.from_local(local, mesh.device_mesh["pp", "tp"], both, run_check=False)
-    axes, dims = [*along.values()], [*along]
-    ranks = torch.tensor(axes[0].ranks if len(axes) == 1 else mesh.experts.ranks).view([axis.size for axis in axes])
-    groups: list[Any] = [axis.group for axis in axes]
-    of_axes = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=tuple(map(str, dims)))
+        both = mesh.device_mesh["pp", "tp"]
+        groups, ranks, dims = both.get_all_groups(), both.mesh, [*layout.splits] * 2
+    else:
+        axes, dims = [*along.values()], [*along]
+        groups = [axis.group for axis in axes if axis.group is not None]
+        ranks = torch.tensor(axes[0].ranks if len(axes) == 1 else mesh.experts.ranks)
+        ranks = ranks.view([axis.size for axis in axes])
+    # Of the tensor's own device: a DTensor copies what lies on another one, and a load would fill the copy alone. The
+    # state that ZeRO-1 splits lies on the host.
+    names = tuple(map(str, range(len(groups))))
+    of_axes = DeviceMesh.from_group(groups, local.device.type, ranks, mesh_dim_names=names)
     return DTensor.from_local(local, of_axes, [Shard(dim) for dim in dims], run_check=False)
 
 

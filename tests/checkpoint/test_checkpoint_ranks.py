@@ -40,6 +40,14 @@ def test_any_layout_goes_on_from_any_other_bit_for_bit(pool, tmp_path, before, a
         assert counters == (2, 16, 2)
 
 
+@pytest.mark.parametrize("layouts", [((1, 2, 2), (1, 2, 2)), ((2, 1, 2), (1, 2, 2, 1, 2, 2))])
+def test_state_on_the_host_goes_on_where_the_mesh_is_of_a_gpu(pool, tmp_path, layouts):
+    """ZeRO-1's state of split parameters was read into copies there: moments stayed zero, main weights drawn."""
+    for wrong, counters in pool.run(toy_run.reshard_on_a_gpu, layouts, tmp_path):
+        assert wrong == []
+        assert counters == (2, 16, 2)
+
+
 def test_one_process_goes_on_from_many(pool, tmp_path):
     folder = pool.run(toy_run.save, [(2, 1, 2)], tmp_path)[0]
     run = Run(SINGLE)

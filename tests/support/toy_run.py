@@ -1,12 +1,14 @@
 """A model that is only parameters, in training under any mesh: what checkpoint tests save and load."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megapipe.checkpoint import commit
+from megapipe.checkpoint import commit, shards
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
 from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
@@ -143,6 +145,25 @@ def load(mesh, folder):
     run = Run(mesh)
     run.load(folder)
     return run.train(3, 4).differing(Run(SINGLE).train(1, 4))
+
+
+def reshard_on_a_gpu(before, after, root):
+    """Reshard where meshes are of a CUDA device: what lies on the host is copied, as DTensor.from_local does."""
+    placed, from_local = shards._placed, DTensor.from_local
+
+    def on_cuda(tensor, layout, mesh):
+        return placed(tensor, layout, replace(mesh, device=torch.device("cuda")))
+
+    def copying(local, mesh, *args, **kwargs):
+        on_host = copy(mesh)
+        on_host._device_type = "cpu"
+        return from_local(local if mesh.device_type == "cpu" else local.clone(), on_host, *args, **kwargs)
+
+    shards._placed, DTensor.from_local = on_cuda, copying
+    try:
+        return reshard(before, after, root, torch.bfloat16, ("optimizer", "optimizer"))
+    finally:
+        shards._placed, DTensor.from_local = placed, from_local
 
 
 def failing_save(mesh, root):
