@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from whole_step import take_step
 
 from examples import deepseek_pairs, megatron_shaped, own_run
 from examples.deepseek_pairs import Stage
@@ -235,7 +236,7 @@ def test_an_own_optimizer_trains_the_same_split_by_zero_1_and_whole():
         for step in range(1, 4):
             optimizer.zero_grad()
             module.weight.main_grad.copy_(gradient(step))
-            optimizer.step(0.1, grad_scale=1 / mesh.dp.size)
+            take_step(optimizer, 0.1, grad_scale=1 / mesh.dp.size)
         return module.weight.detach()
 
     def gradient(step):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -24,7 +23,7 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.census import check_trained, frozen, natural, take_census, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
-from megapipe.optim.rule import Factors, Groups, Part, multiply, usual_groups
+from megapipe.optim.rule import Factors, Groups, Part, Rates, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.optim.sharded.gathers import Gathers
@@ -32,26 +31,11 @@ from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits, sta
 from megapipe.optim.ties import Ties
 
 
-@dataclass(frozen=True)
-class StepInfo:
-    """The findings of a step.
-
-    Attributes:
-        grad_norm: L2 norm of the whole scaled gradient before clipping.
-        skipped: the norm was not finite and nothing was changed.
-        num_zeros: gradient elements that are exactly zero, if asked for.
-    """
-
-    grad_norm: float
-    skipped: bool = False
-    num_zeros: int | None = None
-
-
 class Optimizer:
     """A rule (rule.py: AdamW, or what --optimizer names) with clipping by the global norm.
 
     Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
-    as is every method that says so; `step` is collective over the mesh.
+    as is every method that says so; `start_norm` and `update` are collective over the mesh.
 
     Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients; the rank where it is of the first
     chain has main parameters and state, updates, and sends the weights on. So norm and checkpoint see each once.
@@ -67,17 +51,14 @@ class Optimizer:
     Attributes:
         chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
         gathers: of their weights.
-        reduction: sums their gradients; what it has not begun by then, `step` begins.
+        reduction: sums their gradients; what it has not begun by then, `start_norm` begins.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
         live: what comes and goes of them within a step.
         steps: updates made so far; Adam's bias correction needs it.
-        weight_decay: as in TrainConfig; a loaded checkpoint may set it.
     Parameters with requires_grad False are no part of it.
     Raises: ConfigError for names that occur twice, for ties that cannot be kept and if nothing is trained.
     """
-
-    _factors: Factors = (1.0, 1.0)
 
     def __init__(
         self,
@@ -98,7 +79,7 @@ class Optimizer:
         self.distributed, self.gathers_later = distributed and mesh.dp_cp.size > 1, gathers_later
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
-        self.steps, self.weight_decay, self.live = 0, train.weight_decay, Live()
+        self.steps, self.live = 0, Live()
         self.params = dict(pair for stage in stages for pair in trained(stage))
         census, twins = everything = take_census(stages, mesh)
         if not train.freeze_all_layers:
@@ -142,35 +123,15 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Start a step."""
-        self._factors = 1.0, 1.0  # of a step that was skipped
         for buffers in self.buffers:
             buffers.zero_grad()
 
-    def step(
-        self, lr: float, grad_scale: float = 1.0, count_zeros: bool = False, ends_lr: float | None = None
-    ) -> StepInfo:
-        """Reduce, scale, clip and update.
-
-        Args:
-            lr: the rate of this step.
-            ends_lr: that of word embeddings and output head, `lr` if None.
-            grad_scale: factor on the gradients summed over data parallel: 1 / dp, or 1 / tokens of the global batch.
-        """
-        return self.update_by(self.start_norm(grad_scale)(), lr, count_zeros, ends_lr)
-
-    def update_by(self, norm: float, lr: float, count_zeros: bool = False, ends_lr: float | None = None) -> StepInfo:
-        """`step` from the norm on."""
-        if not math.isfinite(norm):
-            return StepInfo(norm, skipped=True)
-        zeros = self.count_zeros() if count_zeros else None
-        self.clip(norm)
-        self.update(lr, ends_lr)
-        return StepInfo(norm, num_zeros=zeros)
-
     def start_norm(self, grad_scale: float | Tensor = 1.0) -> Late[float]:
-        """Reduce what is not, and begin to take the norm of all ranks, scaled. A scale on the device is not read."""
+        """Reduce what is not, and begin to take the norm of all ranks, as if it was scaled; `update` scales.
+
+        A scale on the device is not read.
+        """
         self.reduction.finish()
-        self._multiply(then=(grad_scale, 1.0))
         return self._norm.start(self.owned, self._grads, grad_scale)
 
     def count_zeros(self) -> int:
@@ -180,16 +141,6 @@ class Optimizer:
     def shrink(self, norm: float) -> float:
         """The factor of --clip-grad on gradients of this norm."""
         return min(1.0, self.train.clip_grad / (norm + 1e-6)) if self.train.clip_grad > 0 else 1.0
-
-    def clip(self, norm: float) -> None:
-        """Shrink the gradients, whose norm this is; `update` does it, as it does with the scale."""
-        self._factors = self._factors[0], self.shrink(norm)
-
-    def _multiply(self, then: Factors = (1.0, 1.0)) -> None:
-        """Scale and shrink the gradients in sweeps of their own."""
-        for flat in self._grads:
-            multiply(flat, self._factors)
-        self._factors = then
 
     def params_norm(self) -> float:
         """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over the mesh."""
@@ -232,27 +183,37 @@ class Optimizer:
         for source, buffers in self._twins:
             self.mesh.twins.broadcast(buffers.own_weights if shares else buffers.model, source)
 
-    def update(self, lr: float, ends_lr: float | None = None) -> None:
-        """Let the rule update what is owned here, by gradients that are summed, and end scaled and clipped."""
-        if not (sweeps := getattr(self.rule, "sweeps", False)):
-            self._multiply()
-        parts, ends_lr = list[Part](), lr if ends_lr is None else ends_lr
+    def update(self, rates: Rates, factors: Factors = (1.0, 1.0)) -> None:
+        """Let the rule update what is owned here, by gradients that are summed.
+
+        Args:
+            factors: the gradients are multiplied by them where they lie, and stay so.
+        """
+        # Of parts that are not flat the optimizer scales the gradients and rounds the weights.
+        sweeps = self.rule.elementwise and getattr(self.rule, "sweeps", False)
+        if not sweeps:
+            for grad in self._grads:
+                multiply(grad, factors)
+        ends_lr = rates.lr if rates.ends_lr is None else rates.ends_lr
+        decay = self.train.weight_decay if rates.weight_decay is None else rates.weight_decay
+        parts = list[Part]()
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
             for group, at_end, names, where in b.sections:
-                rates = (ends_lr if at_end else lr) * group.lr, self.weight_decay * group.weight_decay
+                own = (ends_lr if at_end else rates.lr) * group.lr, decay * group.weight_decay
                 if self.rule.elementwise and where.start < where.stop:
                     state = {kind: x[where] for kind, x in flat.items()}
                     model = b.own_weights[where] if sweeps and b.rounds else None
-                    tensors, factors = (b.main[where], b.reduced[where], state), self._factors
-                    parts.append(Part(names, *tensors, *rates, factors=factors, model=model))
+                    tensors = b.main[where], b.reduced[where], state
+                    left = factors if sweeps else (1.0, 1.0)
+                    parts.append(Part(names, *tensors, *own, factors=left, model=model))
                 for name in () if self.rule.elementwise else names:
                     state = {kind: b.view(x, name) for kind, x in flat.items()}
                     value, grad, layout = b.view(b.main, name), b.view(b.reduced, name), layout_of(self.params[name])
-                    parts.append(Part((name,), value, grad, state, *rates, layout, self.mesh.tp))
+                    parts.append(Part((name,), value, grad, state, *own, layout, self.mesh.tp))
         if parts:
             self.rule.update(parts, self.steps)
-        self.steps, self._factors = self.steps + 1, (1.0, 1.0)
+        self.steps += 1
         self.spread(rounded=sweeps)
 
     def spread(self, *, rounded: bool = False) -> None:

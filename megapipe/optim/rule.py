@@ -33,12 +33,20 @@ def usual_groups(name: str, shape: torch.Size) -> Group:
     return Group(weight_decay=1.0 if len(shape) > 1 and not name.endswith(".bias") else 0.0)
 
 
+class Rates(NamedTuple):
+    """The rates of one update. None: word embeddings and output head have `lr` too; --weight-decay."""
+
+    lr: float
+    ends_lr: float | None = None
+    weight_decay: float | None = None
+
+
 Factors = tuple[float | Tensor, float]
 """The scale of a step's gradients and the factor of clipping, which multiply them one after the other."""
 
 
 def multiply(grad: Tensor, factors: Factors) -> None:
-    """Scale and clip in sweeps of their own."""
+    """Scale and clip a gradient in sweeps of their own."""
     for factor in factors:
         if isinstance(factor, Tensor) or factor != 1:
             grad.mul_(factor)

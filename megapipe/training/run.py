@@ -11,11 +11,11 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_decay
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.plan import Plan
 from megapipe.training.progress import Progress
 from megapipe.training.report.reporter import Reporter
 from megapipe.training.steps.stages import Stages
-from megapipe.training.steps.step import Rates
 
 
 @dataclass(frozen=True)

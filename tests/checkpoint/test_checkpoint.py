@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from toy_run import CONFIG, SINGLE, Run, Toy, problems
+from whole_step import take_step
 
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.save_load import check_save, find_checkpoint, load_checkpoint, save_checkpoint
@@ -31,7 +32,7 @@ def test_ten_steps_are_five_saved_loaded_and_five(tmp_path, dtype):
             optimizer.zero_grad()
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
             net(x).float().square().mean().backward()
-            optimizer.step(1e-2)
+            take_step(optimizer, 1e-2)
 
     whole, half, resumed = model(), model(), model()
     train = TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-2)
@@ -147,7 +148,7 @@ def test_other_learning_rate_settings_stop_the_run(tmp_path):
 def test_the_command_lines_settings_or_the_checkpoints(tmp_path):
     folder = Run(SINGLE).save(tmp_path, 1)
     ours = Run(SINGLE, config=other_settings(override_opt_param_scheduler=True))
-    assert (ours.load(folder).schedule, ours.optimizer.weight_decay) == (None, 0.5)
+    assert (ours.load(folder).schedule, ours.optimizer.train.weight_decay) == (None, 0.5)
     theirs = Run(SINGLE, config=other_settings(use_checkpoint_opt_param_scheduler=True))
     loaded = theirs.load(folder)
     assert (loaded.schedule.lr, loaded.schedule.weight_decay.end) == (1e-2, 0.01)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from whole_step import take_step
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.axis import ALONE
@@ -121,7 +122,7 @@ def test_an_update_in_one_sweep_has_the_bits_of_torchs_own_sweeps(
         optimizer = Optimizer([layer], train, ProcessMesh.single())
         for step in range(2):
             weight.main_grad.copy_(drawn(17, 59, scale=step + 1))  # type: ignore[attr-defined]
-            optimizer.step(1e-2, grad_scale=0.3)
+            take_step(optimizer, 1e-2, grad_scale=0.3)
         return [weight.data, *(b.main for b in optimizer.owned), *(x for xs in optimizer.moments.values() for x in xs),
                 *(b.grads for b in optimizer.owned)]  # fmt: skip
 

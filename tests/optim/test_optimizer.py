@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from whole_step import take_step
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
@@ -55,7 +56,7 @@ def test_word_embeddings_and_head_may_have_a_rate_of_their_own(sizes):
         optimizer = Optimizer([stage], TRAIN, mesh, distributed=True)
         for name, param in stage.named_parameters():
             param.main_grad.add_(split(full(name, 1, torch.float64), name, mesh.tp) * (mesh.dp.rank + 1))
-        optimizer.step(1e-2, grad_scale=0.5, ends_lr=5e-2)
+        take_step(optimizer, 1e-2, grad_scale=0.5, ends_lr=5e-2)
         return mesh, {n: p.detach() for n, p in stage.named_parameters()}
 
     for mesh, got in run_threads(body, **sizes):
@@ -78,7 +79,7 @@ def train_mirrored(mesh, dtype=torch.float64, steps=4):
         optimizer.zero_grad()
         for name, param in optimizer.params.items():
             param.main_grad.add_(full(name, step, torch.float64).view_as(param).to(param.main_grad.dtype) * 0.5)
-        infos.append(optimizer.step(1e-2 * step, grad_scale=0.5, count_zeros=True))
+        infos.append(take_step(optimizer, 1e-2 * step, grad_scale=0.5, count_zeros=True))
     return {n: p.detach() for n, p in optimizer.params.items()}, infos, optimizer
 
 

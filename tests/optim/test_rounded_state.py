@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from toy_run import SINGLE
+from whole_step import take_step
 
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.checks.run import flag_problems
@@ -32,7 +33,7 @@ def steps(net: nn.Module, optimizer: Optimizer, *numbers: int) -> None:
         draw = torch.Generator().manual_seed(step)
         for param in net.parameters():
             param.main_grad.copy_(torch.randn(param.shape, generator=draw).bfloat16())
-        optimizer.step(TRAIN.lr)
+        take_step(optimizer, TRAIN.lr)
 
 
 @pytest.mark.parametrize("names", [("exp_avg_dtype",), ("exp_avg_dtype", "exp_avg_sq_dtype"), tuple(ROUNDED)])
@@ -74,7 +75,7 @@ def test_a_float64_model_may_keep_its_moments_in_bf16():
     )
     optimizer = Optimizer([net], train, SINGLE)
     net.weight.main_grad.fill_(0.25)  # a power of two: its moments are exact in bf16 after one step
-    optimizer.step(TRAIN.lr)
+    take_step(optimizer, TRAIN.lr)
     plain.grad = torch.full_like(plain, 0.25)
     betas = (TRAIN.adam_beta1, TRAIN.adam_beta2)
     torch.optim.AdamW([plain], TRAIN.lr, betas, TRAIN.adam_eps, TRAIN.weight_decay).step()

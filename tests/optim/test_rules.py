@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import STYLES
 from torch import nn
+from whole_step import take_step
 
 from megapipe.config import TrainConfig
 from megapipe.config.layers import layer_config
@@ -56,7 +57,7 @@ def train(mesh, settings, steps=3, groups=usual_groups, distributed=False, dtype
         optimizer.zero_grad()
         for name, param in model.named.items():
             param.main_grad.add_(piece(whole(name, step), name, mesh.tp))
-        optimizer.step(0.1 / step, grad_scale=1 / mesh.dp.size)
+        take_step(optimizer, 0.1 / step, grad_scale=1 / mesh.dp.size)
     return {name: (mesh.tp, param.detach()) for name, param in model.named.items()}
 
 

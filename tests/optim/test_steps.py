@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_step import StepInfo, take_step
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.census import Census
-from megapipe.optim.optimizer import Optimizer, StepInfo
+from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.reduction import Reduction
+from megapipe.optim.rule import Rates, multiply
 from megapipe.optim.ties import Ties
 from megapipe.pipeline_parallel.threads import run_threads
 
@@ -38,27 +41,47 @@ def test_gradients_are_clipped_as_torch_does(clip: float, norm: float, factor: f
     weight, optimizer = one(TrainConfig(clip_grad=clip))
     assert optimizer.shrink(norm) == pytest.approx(factor, rel=1e-12)
     weight.main_grad.copy_(torch.tensor([norm, 0, 0, 0]))
-    optimizer.clip(norm)
-    optimizer.update(0.0)  # in whose sweep it is done
+    optimizer.update(Rates(0.0), (1.0, optimizer.shrink(norm)))  # in whose sweep it is done
     assert weight.main_grad.tolist() == pytest.approx([norm * factor, 0, 0, 0])
 
 
 def test_a_step_takes_the_gradient_as_it_is_and_says_its_norm() -> None:
     weight, optimizer = one()
     weight.main_grad.copy_(torch.tensor([3.0, 0.0, 0.0, 4.0]))
-    assert optimizer.step(0.5) == StepInfo(5.0, skipped=False, num_zeros=None)
+    assert take_step(optimizer, 0.5) == StepInfo(5.0, skipped=False, num_zeros=None)
     assert weight.tolist() == [-0.5, 2, 3, 2]
     assert optimizer.steps == 1
-    assert optimizer.step(0.5, count_zeros=True).num_zeros == 2
-    assert optimizer.update_by(5.0, 0.0).num_zeros is None
+    assert take_step(optimizer, 0.5, count_zeros=True).num_zeros == 2
     assert optimizer.start_norm()() == 5.0
     assert optimizer.start_norm(torch.tensor(2.0))() == 10.0
-    assert optimizer.start_norm(2.0)() == 20.0
+    assert optimizer.start_norm(2.0)() == 10.0, "the one before scaled nothing"
     optimizer.zero_grad()
     assert weight.main_grad.tolist() == [0, 0, 0, 0]
-    bad = optimizer.step(0.5, grad_scale=float("nan"))
+    bad = take_step(optimizer, 0.5, grad_scale=float("nan"))
     assert bad.skipped
-    assert optimizer.steps == 3
+    assert optimizer.steps == 2
+
+
+class Descent:
+    """weight -= lr gradient, which says that it scales by itself."""
+
+    elementwise, state, sweeps = False, (), True
+
+    def update(self, parts: Any, steps: int) -> None:
+        for part in parts:
+            multiply(part.grad, part.factors)
+            part.value.sub_(part.grad, alpha=part.lr)
+            part.round_value()
+
+
+def test_a_rule_that_sweeps_whole_parameters_has_its_gradients_scaled_and_weights_rounded() -> None:
+    """It was given neither factors nor the weights of 16 bits, and the optimizer did nothing in its place."""
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = Optimizer([Bag({"w": weight})], replace(SGD, bf16=True), ProcessMesh.single())
+    optimizer.rule, optimizer.moments = Descent(), {}
+    weight.main_grad.fill_(8.0)
+    take_step(optimizer, 0.5, grad_scale=0.125)
+    assert weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_a_model_of_which_nothing_is_trained_is_refused_unless_that_is_meant() -> None:
@@ -79,7 +102,7 @@ def test_ends_that_begin_otherwise_train_the_owners_weight() -> None:
         optimizer = Optimizer([stage], SGD, mesh)
         weight = stage._parameters[EMBEDDING if mesh.pp.rank == 0 else HEAD]
         before = weight.detach().clone()
-        optimizer.step(0.5)
+        take_step(optimizer, 0.5)
         return before, weight.detach()
 
     (want, first), (got, last) = run_threads(body, pp=2)
@@ -94,7 +117,7 @@ def test_replicas_that_begin_otherwise_take_the_owners_weights() -> None:
         value = 1.0 + mesh.pp.rank
         stages = [Bag({name: nn.Parameter(torch.full((3,), value))}) for name in names]
         optimizer = Optimizer(stages, SGD, mesh)
-        optimizer.step(0.5)
+        take_step(optimizer, 0.5)
         return {name: p.detach() for name, p in optimizer.params.items()}
 
     for found in run_threads(body, pp=2):
@@ -114,7 +137,7 @@ def test_of_weights_that_two_ranks_update_together_each_sends_its_share(monkeypa
         mesh.world.barrier()
         sent.clear()
         mesh.world.barrier()
-        optimizer.step(0.5)
+        take_step(optimizer, 0.5)
         return sum(b.model.numel() for b in optimizer.buffers)
 
     weights = run_threads(body, pp=2, dp=2)
@@ -130,7 +153,7 @@ def test_a_tie_across_whose_ends_have_other_shares_takes_torchs_step() -> None:
         optimizer = Optimizer([stage], TRAIN, mesh, distributed=True)
         for name, param in stage.named_parameters():
             param.main_grad.add_(split(full(name, 1, torch.float64), name, mesh.tp) * (mesh.dp.rank + 1))
-        optimizer.step(1e-2, grad_scale=0.5)
+        take_step(optimizer, 1e-2, grad_scale=0.5)
         return {name: p.detach() for name, p in stage.named_parameters()}
 
     for found in run_threads(body, pp=2, dp=2):
@@ -145,7 +168,7 @@ def test_zeros_of_shares_are_counted_together_and_of_copies_once(distributed: bo
         optimizer = Optimizer([stage], TRAIN, mesh, distributed=distributed)
         for name, param in stage.named_parameters():
             param.main_grad.add_(split(sparse(name, 1, torch.float64), name, mesh.tp))
-        return optimizer.step(0.0, count_zeros=True).num_zeros
+        return take_step(optimizer, 0.0, count_zeros=True).num_zeros
 
     assert run_threads(body, dp=2) == [3 * (len(MODEL) - 1)] * 2
 
@@ -160,7 +183,7 @@ def test_gradients_that_travel_as_bf16_are_rounded_to_it(distributed: bool) -> N
         train = train if not reduced else TrainConfig(**vars(train) | {"grad_reduce_in_bf16": True})
         optimizer = Optimizer([Bag({"w": weight})], train, mesh, distributed=distributed)
         weight.main_grad.fill_(1 + 2**-10)
-        optimizer.step(1.0)
+        take_step(optimizer, 1.0)
         return -weight[0].item()
 
     for reduced, total in ((False, 2 + 2**-9), (True, 2.0)):
@@ -173,7 +196,7 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
         optimizer = Optimizer([Bag({"w": weight})], SGD, mesh, distributed=True, gathers_later=True)
         seen = []
         for act in (
-            lambda: optimizer.step(1.0),
+            lambda: take_step(optimizer, 1.0),
             lambda: optimizer.gathers.start(0)(),
             lambda: optimizer.gathers.start(0)(),
         ):
@@ -185,7 +208,7 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
             b.start_gather = lambda real=b.start_gather: begun.append(1) or real()
         optimizer.gathers.start(0)()
         assert begun == [], "they are there"
-        optimizer.step(1.0)
+        take_step(optimizer, 1.0)
         optimizer.gathers.settle()
         assert begun == [1]
         return [*seen, [weight[0].item(), weight[-1].item()]]

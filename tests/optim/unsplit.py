@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from whole_step import take_step
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.layout import Layout, set_layout
@@ -63,7 +64,7 @@ def train(mesh, steps=4, dtype=torch.float64, settings=TRAIN, tied=True, grad=fu
         for name, param in stages[0].named_parameters():
             part = split(grad(name, step, torch.float64), name, mesh.tp)
             param.main_grad.add_(part.to(param.main_grad.dtype) * (mesh.dp.rank + 1))
-        infos.append(optimizer.step(1e-2 * step, grad_scale=0.5, count_zeros=True))
+        infos.append(take_step(optimizer, 1e-2 * step, grad_scale=0.5, count_zeros=True))
     return {n: p.detach() for n, p in stages[0].named_parameters()}, infos, optimizer.params_norm()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from whole_step import take_step
 
 from megapipe.checkpoint import commit, shards
 from megapipe.checkpoint.background import Background
@@ -85,7 +86,7 @@ class Run:
             for name, param in self.stages[0].named_parameters():
                 sums = self.mesh.dp.size / self.mesh.edp.size if layout(name).experts else 1
                 param.main_grad.add_(split(full(name, step), name, self.mesh) * sums)
-            self.optimizer.step(1e-2, grad_scale=1 / self.mesh.dp.size)
+            take_step(self.optimizer, 1e-2, grad_scale=1 / self.mesh.dp.size)
         return self
 
     def save(self, root, iteration, **kwargs):

@@ -14,13 +14,14 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import build_stage
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.partition.spans import LayerSpan, partition
 from megapipe.schedule import build
 from megapipe.training.forward_step import forward_step
 from megapipe.training.guards.model import check_ownership
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.steps.stages import Stages
-from megapipe.training.steps.step import Rates, train_step
+from megapipe.training.steps.step import train_step
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8
 MODEL = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, padded_vocab_size=VOCAB)

@@ -34,11 +34,12 @@ from megapipe.kernels.alike import leave_out
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.partition.spans import partition
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.steps.stages import Stages
-from megapipe.training.steps.step import Rates, train_step
+from megapipe.training.steps.step import train_step
 
 ROOT = Path(__file__).parents[2]
 

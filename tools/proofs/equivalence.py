@@ -23,11 +23,12 @@ from megapipe.models.layer import compile_layers, name_modules
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.loss_scale import LossScale
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.partition.spans import spans
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages, evaluate
-from megapipe.training.steps.step import Rates, StepResult, train_step, weights_of
+from megapipe.training.steps.step import StepResult, train_step, weights_of
 from tools.proofs.equivalence_case import EOD, LR, Case, table
 
 # Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.

@@ -35,6 +35,7 @@ from megapipe.errors import ScheduleError
 from megapipe.flags.parse import run
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.partition.spans import LayerSpan, partition
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.schedule import build
@@ -43,7 +44,7 @@ from megapipe.tensor_parallel.rng import Stream, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages
-from megapipe.training.steps.step import Rates, StepResult, train_step
+from megapipe.training.steps.step import StepResult, train_step
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from megapipe.config import Config
 from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late, read_together
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Factors, Rates
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.training.steps.routers import Routed
 from megapipe.training.steps.stages import Stages
@@ -63,19 +63,12 @@ class StepResult:
         return self.losses | self.routed.losses
 
 
-class Rates(NamedTuple):
-    """The rates of one update. None: word embeddings and output head have `lr` too; the optimizer's own decay."""
-
-    lr: float
-    ends_lr: float | None = None
-    weight_decay: float | None = None
-
-
 @dataclass(frozen=True)
 class Update:
     """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
 
     Attributes:
+        scale: of the gradients; an update leaves them multiplied by it.
         moved: `Stages.moving` after the step.
         kept: main parameters, moments and what moves before the update, 12 bytes per owned parameter; None if the
             update waits for the norm.
@@ -85,22 +78,21 @@ class Update:
     config: Config
     optimizer: Optimizer
     rates: Rates
+    scale: float | Tensor
     norm: Late[float]
     moved: Sequence[Tensor]
     kept: Sequence[Tensor] | None
 
     @staticmethod
     def begin(stages: Stages, optimizer: Optimizer, rates: Rates, scale: float | Tensor, *, late: bool) -> Update:
-        """Reduce the gradients, multiply them by `scale`, begin to take their norm; if `late`, update without it."""
-        if rates.weight_decay is not None:
-            optimizer.weight_decay = rates.weight_decay
+        """Reduce the gradients, begin to take their norm times `scale`; if `late`, update without it."""
         norm, frozen = optimizer.start_norm(scale), stages.config.train.freeze_all_layers
         # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
         moved = () if frozen else stages.moved()
         kept = [x.clone() for x in _state(stages, optimizer)] if late else None
-        update = Update(stages, stages.config, optimizer, rates, norm, moved, kept)
+        update = Update(stages, stages.config, optimizer, rates, scale, norm, moved, kept)
         if late:
-            update._apply()
+            update._apply((scale, 1.0))
         return update
 
     def end(self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False) -> StepResult:
@@ -114,8 +106,7 @@ class Update:
         if undone:
             self._restore()
         if good and (undone or not late):
-            optimizer.clip(norm)
-            self._apply()
+            self._apply((1.0 if late else self.scale, optimizer.shrink(norm)))
         # Nothing to update by: the model's own weights are made again of the main parameters that were put back.
         elif undone:
             optimizer.spread()
@@ -133,11 +124,11 @@ class Update:
             routed=self.stages.routers.read(totals.beside, self.config),
         )
 
-    def _apply(self) -> None:
+    def _apply(self, factors: Factors) -> None:
         # Before the update, which may have to quantise weights by them.
         for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
             x.copy_(after)
-        self.optimizer.update(self.rates.lr, self.rates.ends_lr)
+        self.optimizer.update(self.rates, factors)
 
     def _restore(self) -> None:
         for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_step import take_step
 
 from megapipe.config import TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
@@ -46,7 +47,7 @@ def trained(mesh: ProcessMesh, shards: dict[str, bool], dtype: torch.dtype, *, o
             gathers.drop(0)
             if often or number == 1:
                 reduction.start(0)()
-        norms.append(optimizer.step(0.01, 1 / mesh.dp.size).grad_norm)
+        norms.append(take_step(optimizer, 0.01, 1 / mesh.dp.size).grad_norm)
     with gathers.whole():
         weights = torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
     assert optimizer.live.bytes == 0

@@ -18,12 +18,13 @@ from megapipe.distributed.axis import Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, RanksDiffer
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.training.report.moment import Window
 from megapipe.training.steps.stages import Stages, evaluate
-from megapipe.training.steps.step import Rates, StepResult, train_step
+from megapipe.training.steps.step import StepResult, train_step
 from megapipe.training.steps.totals import Adder
 
 M, B, S, V, EOD = 3, 2, 5, 7, 0

@@ -40,6 +40,21 @@ def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
     assert (differences, late, wrong) == ([], STEPS - 7, 1)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", 2, 4, dp=2, clip=0.0, bad=((1, NAN),), optimizer="sgd"),
+        Case("1f1b", 2, 4, dp=2, clip=100.0, distributed=True, bad=((0, INF), (1, NAN))),
+        Case("zb-h2", 2, 4, precision="fp16", clip=100.0, bad=((1, INF),)),
+        Case("zb-v", 2, 4, dp=2, precision="bf16", clip=1.0, bad=((2, NAN),), evaluates=2),
+    ],
+)
+def test_a_skipped_step_that_waited_leaves_no_scale_for_the_next(case):
+    """1 / (replicas x loss scale) of the skipped step multiplied the next step's gradients too."""
+    differences, _, _ = run_case(replace(case, after=3, steps=STEPS))
+    assert differences == []
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_message_is_half_way_where_passes_may_run_again(name):
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):

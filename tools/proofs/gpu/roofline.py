@@ -29,6 +29,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.gpt import GPTModel
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rule import Rates
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import Stream
 from tools.proofs.gpu import fake_cuda
@@ -161,8 +162,7 @@ def update(config: ModelConfig) -> tuple[Roofline, int]:
     optimizer = Optimizer([model], TrainConfig(bf16=True, clip_grad=1.0), ProcessMesh.single(GPU))
     with Roofline() as roof:
         optimizer.start_norm(0.125)
-        optimizer.clip(2.0)
-        optimizer.update(1e-3)
+        optimizer.update(Rates(1e-3), (0.125, optimizer.shrink(2.0)))
         optimizer.zero_grad()
     return roof, sum(param.numel() for param in model.parameters())
 
