@@ -7,9 +7,10 @@ from megapipe.plan import pieces
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of one trained token: three times its forward, recomputation not counted.
+    """Return the model FLOPs of one trained token: three times its forward, recomputation not counted.
 
-    As Megatron-LM counts, see plan.work.pieces; layers by their overrides.
+    Megatron-LM's count for dense layers. Of experts the router's product is counted too, 6 h E per layer; the scales of
+    norms, which Megatron-LM counts in latents and depths, are not. See plan.work.pieces; layers by their overrides.
     """
     work = pieces(model, seq_length)
     return 3 * (sum(layer.f for layer in (*work.layers, *work.depths)) + work.head.f) / seq_length
