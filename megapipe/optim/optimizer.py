@@ -183,33 +183,36 @@ class Optimizer:
         for source, buffers in self._twins:
             self.mesh.twins.broadcast(buffers.own_weights if shares else buffers.model, source)
 
-    def update(self, rates: Rates, factors: Factors = (1.0, 1.0)) -> None:
+    def update(self, rates: Rates, factors: Factors = (1.0, 1.0), *, keeps_grads: bool = False) -> None:
         """Let the rule update what is owned here, by gradients that are summed.
 
         Args:
             factors: the gradients are multiplied by them where they lie, and stay so.
+            keeps_grads: nothing else changes them; rules that may do so are given copies.
         """
         # Of parts that are not flat the optimizer scales the gradients and rounds the weights.
         sweeps = self.rule.elementwise and getattr(self.rule, "sweeps", False)
-        if not sweeps:
+        copies = keeps_grads and not getattr(self.rule, "keeps_grad", False)
+        if copies or not sweeps:
             for grad in self._grads:
                 multiply(grad, factors)
+            factors = 1.0, 1.0
         ends_lr = rates.lr if rates.ends_lr is None else rates.ends_lr
         decay = self.train.weight_decay if rates.weight_decay is None else rates.weight_decay
         parts = list[Part]()
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
+            grads = b.reduced.clone() if copies else b.reduced
             for group, at_end, names, where in b.sections:
                 own = (ends_lr if at_end else rates.lr) * group.lr, decay * group.weight_decay
                 if self.rule.elementwise and where.start < where.stop:
                     state = {kind: x[where] for kind, x in flat.items()}
                     model = b.own_weights[where] if sweeps and b.rounds else None
-                    tensors = b.main[where], b.reduced[where], state
-                    left = factors if sweeps else (1.0, 1.0)
-                    parts.append(Part(names, *tensors, *own, factors=left, model=model))
+                    tensors = b.main[where], grads[where], state
+                    parts.append(Part(names, *tensors, *own, factors=factors, model=model))
                 for name in () if self.rule.elementwise else names:
                     state = {kind: b.view(x, name) for kind, x in flat.items()}
-                    value, grad, layout = b.view(b.main, name), b.view(b.reduced, name), layout_of(self.params[name])
+                    value, grad, layout = b.view(b.main, name), b.view(grads, name), layout_of(self.params[name])
                     parts.append(Part((name,), value, grad, state, *own, layout, self.mesh.tp))
         if parts:
             self.rule.update(parts, self.steps)

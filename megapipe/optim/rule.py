@@ -112,6 +112,9 @@ class Rule(Protocol):
     Attributes:
         elementwise: does each number depend on its own gradient and state alone? Then ZeRO-1 may split parameters.
         state: names of the tensors that it keeps for every parameter.
+
+    It may also have `keeps_grad`: it changes gradients by their factors at most. An update that may have to be done
+    again from the same gradients gives copies to any other rule.
     """
 
     elementwise: bool

@@ -22,7 +22,7 @@ FLAG = "--optimizer"
 class Adam:
     """AdamW (adamw.py), of state with 16 bits too."""
 
-    elementwise, may_round, sweeps = True, True, True
+    elementwise, may_round, sweeps, keeps_grad = True, True, True, True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
@@ -75,7 +75,7 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 class Sgd:
     """m = momentum m + gradient + weight decay x weight; weight -= lr m. As torch.optim.SGD."""
 
-    elementwise = True
+    elementwise, keeps_grad = True, True
     state: tuple[str, ...] = ("momentum",)
 
     def __init__(self, train: TrainConfig) -> None:
@@ -96,7 +96,7 @@ class Muon:
     SwiGLU as one, query, key and value of all heads as three, as Megatron-LM does; of experts each by itself.
     """
 
-    elementwise = False
+    elementwise, keeps_grad = False, True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:

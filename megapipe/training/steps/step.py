@@ -128,7 +128,7 @@ class Update:
         # Before the update, which may have to quantise weights by them.
         for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
             x.copy_(after)
-        self.optimizer.update(self.rates, factors)
+        self.optimizer.update(self.rates, factors, keeps_grads=self.kept is not None)
 
     def _restore(self) -> None:
         for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):

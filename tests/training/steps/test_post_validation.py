@@ -8,6 +8,7 @@ from short_run import config
 from tiny import STYLES
 
 from megapipe.checks.training import training_problems
+from megapipe.optim.rule import multiply
 from megapipe.plan import make_plan
 from megapipe.schedule import SCHEDULES, Exchange, Kind, ScheduleError, build, lower, verify
 from megapipe.schedule.transforms.optimizer import with_optimizer
@@ -53,6 +54,47 @@ def test_a_skipped_step_that_waited_leaves_no_scale_for_the_next(case):
     """1 / (replicas x loss scale) of the skipped step multiplied the next step's gradients too."""
     differences, _, _ = run_case(replace(case, after=3, steps=STEPS))
     assert differences == []
+
+
+class DecayedDescent:
+    """Gradient descent that adds the decay to the gradient where it lies."""
+
+    elementwise, state = True, ()
+
+    def update(self, parts, steps):
+        for part in parts:
+            part.grad.add_(part.value, alpha=0.1)
+            part.value.sub_(part.grad, alpha=part.lr)
+
+
+class SweepingDescent(DecayedDescent):
+    """The same, which scales and rounds itself."""
+
+    sweeps = True
+
+    def update(self, parts, steps):
+        for part in parts:
+            multiply(part.grad, part.factors)
+        super().update(parts, steps)
+        for part in parts:
+            part.round_value()
+
+
+def decayed(train):
+    return DecayedDescent()
+
+
+def sweeping(train):
+    return SweepingDescent()
+
+
+@pytest.mark.parametrize("name", ["decayed", "sweeping"])
+def test_an_update_of_yours_that_writes_gradients_is_undone_and_done_right(name):
+    """It was done again from the gradients that the first one had left."""
+    case = Case("1f1b", 2, 4, dp=2, clip=100.0, bad=((3, 1e5),), optimizer=f"{__file__}:{name}", steps=STEPS)
+    differences, late, undone = run_case(case)
+    assert (differences, undone) == ([], 1)
+    assert late >= STEPS - 3
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
