@@ -61,7 +61,7 @@ INLINE void gelu_(const void *x, void *y, size first, size n, float a, float b, 
         store(y, i, n, w * sigmoid(w, a, b), half);
     }
 }
-void gelu(const void *x, void *y, size n, float a, float b, size half) {
+void gelu(size n, const void *x, void *y, float a, float b, size half) {
     PARALLEL for (size i = 0; i < n; i += PART) BOTH(gelu_, x, y, i, least(i + PART, n), a, b);
 }
 /* dx = dy (s + s (1 - s) x (a + 3 b x^2)) */
@@ -71,11 +71,11 @@ INLINE void gelu_backward_(const void *x, const void *dy, void *dx, size first, 
         store(dx, i, n, load(dy, i, n, half) * (s * (1.0f - s) * (w * (3 * b * w * w + a)) + s), half);
     }
 }
-void gelu_backward(const void *x, const void *dy, void *dx, size n, float a, float b, size half) {
+void gelu_backward(size n, const void *x, const void *dy, void *dx, float a, float b, size half) {
     PARALLEL for (size i = 0; i < n; i += PART) BOTH(gelu_backward_, x, dy, dx, i, least(i + PART, n), a, b);
 }
 /* into += x */
-void add_bf16(float *into, const void *x, size n) {
+void add_bf16(size n, float *into, const void *x) {
     PARALLEL for (size p = 0; p < n; p += PART)
         for (size i = p; i < least(p + PART, n); i += LANES)
             store(into, i, n, load(into, i, n, 0) + load(x, i, n, 1), 0);
@@ -201,7 +201,7 @@ void add_transposed(float *into, const uint16_t *x, size rows, size columns) {
 /* AdamW as torch's fused one rounds it; the gradient is scaled and shrunk where it lies, and the updated value also
    rounded to `model`, if any. */
 typedef struct { float shrink, decay, step, root, towards, beta2, rest2, epsilon; } rates; /* see sweep */
-void adamw(float *value, float *grad, float *first, float *second, void *model, size n, const float *scale,
+void adamw(size n, float *value, float *grad, float *first, float *second, void *model, const float *scale,
            const rates *of) {
     rates r = *of;
     PARALLEL for (size p = 0; p < n; p += PART)

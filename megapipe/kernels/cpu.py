@@ -57,7 +57,15 @@ def has_loops(*tensors: Tensor) -> bool:
     )
 
 
-def _run(name: str, *arguments: Tensor | int | float | ctypes.Array[ctypes.c_float] | None) -> None:
+_Argument = Tensor | int | float | ctypes.Array[ctypes.c_float] | None
+
+
+def _run_over_all(name: str, first: Tensor, *arguments: _Argument) -> None:
+    """Run a loop over all elements of a tensor, whatever its shape, and of others like it."""
+    _run(name, first.numel(), first, *arguments)
+
+
+def _run(name: str, *arguments: _Argument) -> None:
     given: list[object] = []
     for x in arguments:
         if isinstance(x, Tensor):
@@ -74,20 +82,20 @@ def _half(x: Tensor) -> int:
 def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
     """x sigmoid(x (linear + cubic x^2))."""
     y = torch.empty_like(x)
-    _run("gelu", x, y, x.numel(), linear, cubic, _half(x))
+    _run_over_all("gelu", x, y, linear, cubic, _half(x))
     return y
 
 
 def gelu_backward(x: Tensor, dy: Tensor, linear: float, cubic: float) -> Tensor:
     """The gradient of x from that of `gelu`."""
     dx = torch.empty_like(x)
-    _run("gelu_backward", x, dy, dx, x.numel(), linear, cubic, _half(x))
+    _run_over_all("gelu_backward", x, dy, dx, linear, cubic, _half(x))
     return dx
 
 
 def add_bf16_(into: Tensor, x: Tensor) -> None:
     """into += x, of float32 and bf16."""
-    _run("add_bf16", into, x, x.numel())
+    _run_over_all("add_bf16", into, x)
 
 
 def add_transposed_(into: Tensor, x: Tensor) -> None:
@@ -137,4 +145,4 @@ def adamw_(
 ) -> None:
     """One update of float32, see optim/adamw.py."""
     array = (ctypes.c_float * len(rates))(*rates)
-    _run("adamw", value, grad, exp_avg, exp_avg_sq, model, value.numel(), scale, array)
+    _run_over_all("adamw", value, grad, exp_avg, exp_avg_sq, model, scale, array)

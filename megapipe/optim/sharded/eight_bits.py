@@ -112,9 +112,10 @@ class _Matrix:
 class _InEightBits(FlatBuffers):
     """The weights of FlatBuffers, or of ShardedBuffers, as above."""
 
-    def _begin(
+    def begin(
         self, params: Mapping[str, nn.Parameter], products: Mapping[str, Scaled], live: Live, drops: bool
     ) -> None:
+        """Take the weights as they are."""
         self._params = params
         self.shard = self.model[self.share].clone()
         if not self.rounds:
@@ -184,35 +185,29 @@ class _InEightBits(FlatBuffers):
             self.shard.copy_(self.model[self.share])
 
 
-class EightBits(_InEightBits):
-    """Such weights under ZeRO-1. Arguments as of ShardedBuffers, and of each weight its products."""
-
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        borrowed: Collection[str] = (),
-        *,
-        products: Mapping[str, Scaled],
-        drops_weights: bool,
-        live: Live,
-        **given: Any,
-    ) -> None:
-        super().__init__(params, borrowed, distributed=True, **given)
-        self._begin(params, products, live, drops_weights)
-
-
-class ShardedEightBits(_InEightBits, ShardedBuffers):
+class _ShardedEightBits(_InEightBits, ShardedBuffers):
     """Such weights beside gradients that come and go."""
 
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        borrowed: Collection[str] = (),
-        *,
-        products: Mapping[str, Scaled],
-        drops_weights: bool,
-        live: Live,
-        **given: Any,
-    ) -> None:
-        super().__init__(params, borrowed, drops_weights=False, live=live, **given)
-        self._begin(params, products, live, drops_weights)
+
+def eight_bits(
+    params: Mapping[str, nn.Parameter],
+    borrowed: Collection[str] = (),
+    *,
+    products: Mapping[str, Scaled],
+    drops_weights: bool,
+    live: Live,
+    shards_grads: bool = False,
+    **given: Any,
+) -> FlatBuffers:
+    """Return flat buffers of such weights under ZeRO-1, or with gradients that come and go.
+
+    Args:
+        products: of each weight. Other arguments are those of ShardedBuffers.
+    """
+    made: _InEightBits
+    if shards_grads:
+        made = _ShardedEightBits(params, borrowed, tied=(), drops_weights=False, live=live, **given)
+    else:
+        made = _InEightBits(params, borrowed, distributed=True, **given)
+    made.begin(params, products, live, drops_weights)
+    return made

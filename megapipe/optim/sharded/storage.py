@@ -15,7 +15,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.rule import Groups
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
-from megapipe.optim.sharded.eight_bits import EightBits, ShardedEightBits
+from megapipe.optim.sharded.eight_bits import eight_bits
 from megapipe.tensor_parallel.fp8.products import Scaled
 
 
@@ -46,8 +46,7 @@ class Storage(NamedTuple):
         if self.distributed and replicas.size > 1:
             comes: dict[str, Any] = {"drops_weights": self.weights, "live": self.live}
             if params.keys() & self.eight_bits.keys():
-                make = partial(ShardedEightBits, tied=()) if self.grads else EightBits
-                make = partial(make, products=self.eight_bits, **comes)
+                make = partial(eight_bits, products=self.eight_bits, shards_grads=self.grads, **comes)
             elif self.grads and not any(map(stays, params.values())):
                 make = partial(ShardedBuffers, tied=self.tied, **comes)
         return make(
