@@ -73,8 +73,8 @@ def require_provider(folder: Path, given: str | None) -> None:
 def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config:
     """--use-checkpoint-args: the architecture of the checkpoint to load, whatever the flags say of it.
 
-    Dropout comes with it, as in Megatron-LM; flags that say how the same model is computed or initialised stay, and so
-    does --model-provider.
+    Dropout comes with it, as in Megatron-LM, and the router's type where no flag gives one. Flags that say how the same
+    model is computed or initialised stay, and so does --model-provider.
 
     While --load holds no checkpoint yet the flags are all there is, as in the first run of a script that resumes.
 
@@ -93,9 +93,9 @@ def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config
     require_provider(folder, config.model.model_provider)
     also = {"padded_vocab_size", "attention_dropout", "hidden_dropout"}
     taken = {field.name for field in dataclasses.fields(ModelConfig)} - FREE | also
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, **{name: getattr(saved, name) for name in taken})
-    )
+    values = {name: getattr(saved, name) for name in taken}
+    values["moe_router_dtype"] = config.model.moe_router_dtype or saved.moe_router_dtype
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **values))
 
 
 def _read(folder: Path) -> dict[str, Any]:

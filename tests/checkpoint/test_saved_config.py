@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import LLAMA
 
+from megapipe.checkpoint import commit
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
@@ -51,6 +52,18 @@ def test_a_tool_that_reads_a_checkpoint_needs_no_transformer_engine(tmp_path):
     saved = replace(SAVED, model=replace(LLAMA, transformer_impl="transformer_engine"))
     (tmp_path / "state.json").write_text(json.dumps({"config": asdict(saved)}))
     assert saved_config(tmp_path).model == LLAMA
+
+
+@pytest.mark.parametrize("given, want", [(None, "fp32"), ("fp64", "fp64")])
+def test_the_router_computes_in_the_checkpoints_type_unless_a_flag_says_another(root, given, want):
+    """A DeepSeek that comes from Hugging Face routes in float32, in a run that takes its arguments too."""
+    state = root / "iter_0000001" / "state.json"
+    state.write_text(state.read_text().replace('"moe_router_dtype": null', '"moe_router_dtype": "fp32"'))
+    files = commit.read_manifest(state.parent)
+    now = files | commit.digest(state.parent, ["state.json"])
+    (state.parent / commit.MANIFEST).write_text(commit._manifest_text(1, now))
+    mine = replace(flags(root), model=ModelConfig(moe_router_dtype=given))
+    assert with_checkpoint_args(mine).model.moe_router_dtype == want
 
 
 def test_without_the_flag_nothing_changes(root):
