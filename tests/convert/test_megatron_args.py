@@ -92,6 +92,15 @@ def test_openai_gelu_chooses_no_form():
     assert config_of(args | {"bias_gelu_fusion": False, "openai_gelu": True}, "it").model.erf_gelu
 
 
+@pytest.mark.parametrize(
+    "name, value", [("softmax_scale", 0.5), ("rotary_base_per_layer", [1e4, 1e6]), ("head_wise_attn_gate", True)]
+)
+def test_another_attention_is_refused(name, value):
+    """Settings of newer versions of Megatron-LM."""
+    args = args_of(Config(model=LLAMA, train=TRAIN)) | {name: value}
+    assert refused(lambda: config_of(args, "it")) == (f"it: --{name.replace('_', '-')} {value} is not supported",)
+
+
 def test_experts_of_few_devices_alone_are_refused():
     """core_v0.9 to 0.11 said so what --moe-router-group-topk is now; the choice went to all experts."""
     args = args_of(Config(model=LLAMA, train=TRAIN)) | {"num_experts": 8, "moe_router_topk_limited_devices": 2}

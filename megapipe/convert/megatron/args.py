@@ -49,7 +49,8 @@ _OTHER = (
     "linear_attention_freq softmax_type attention_output_gate qk_l2_norm window_attn_skip_freq no_rope_freq "
     "rotary_seq_len_interpolation_factor apply_residual_connection_post_layernorm activation_func_clamp_value "
     "glu_linear_offset use_mup enable_mhc_connections moe_latent_size moe_apply_probs_on_input "
-    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_router_topk_limited_devices"
+    "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_router_topk_limited_devices "
+    "softmax_scale rotary_base_per_layer head_wise_attn_gate"
 )
 _USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 
