@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from megapipe.config import ModelConfig
 
+SMALLEST_BLOCK = 128
+"""Queries of a block of a window's attention at least: below, it is too small for its call to a kernel."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -139,21 +142,26 @@ def _attention(model: ModelConfig, load: Load) -> Work:
     scores = 2 * load.scores(queries, model.window)
     products = 2.0 * load.tokens * h * (qkv + queries)
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
-    keys, apart = model.query_groups * model.head_dim, queries * (model.heads > model.query_groups)
+    grouped = model.heads > model.query_groups
+    keys, apart = model.query_groups * model.head_dim, queries * (grouped and model.query_groups > load.tp)
     changed = model.qk_layernorm or model.position_embedding_type == "rope"
     norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     # Attention by blocks keeps a logarithm of each query in float32, and computes itself again anyway.
     blocks = load.meets or model.attention_dropout > 0
+    windows = 0 if blocks else _windows(model, load, queries)
     logs = 4 * load.tokens * model.heads / load.tp * blocks
+    # Windows repeat the keys and values of a group for its heads, and leave those that were projected.
+    repeated = grouped and windows > 0
+    projected = not repeated or model.qk_layernorm or not (changed or apart)
     saved = load.saved(
         (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
         (load.bytes(h, 0), "attn_norm"),
         (load.bytes(h * (not model.recompute_norms), 0), "qkv_linear"),
-        (load.bytes(0, qkv), "core_attn qkv_linear" if model.qk_layernorm else "core_attn"),
-        # Queries of a group lie apart in the product, and are copied out of it: norms keep them so, and attention
-        # what norms or rotations make of queries and keys.
+        (load.bytes(0, qkv * projected), "core_attn qkv_linear" if model.qk_layernorm else "core_attn"),
+        # Queries of several groups lie apart in the product, and are copied out of it: norms keep them so, and
+        # attention what norms or rotations make of queries and keys.
         (load.bytes(0, apart * model.qk_layernorm), "qkv_linear"),
-        (load.bytes(0, queries + keys if changed else apart) + logs, "core_attn"),
+        (load.bytes(0, queries + keys * (not repeated) if changed else apart) + logs + windows, "core_attn"),
         (load.bytes(0, queries), "attn_proj core_attn" if blocks else "attn_proj"),
     )
     return Work(
@@ -167,16 +175,45 @@ def _attention(model: ModelConfig, load: Load) -> Work:
     )
 
 
+def _windows(model: ModelConfig, load: Load, wide: int) -> float:
+    """Return the bytes that attention in windows keeps in addition: it goes by blocks of queries.
+
+    Each block keeps its output and a logarithm of each query in float32, and its mask, which all sequences share. Keys
+    and values of a group are repeated for its heads in every block that sees them.
+
+    Args:
+        wide: channels of all heads' queries.
+    """
+    window = model.window
+    if window is None or window >= load.seq - 1 or model.recompute_attention or model.transformer_impl != "local":
+        return 0.0
+    seen = pairs = 0
+    step = max(window, SMALLEST_BLOCK)
+    for begin in range(0, load.seq, step):
+        end = min(begin + step, load.seq)
+        keys = end - max(0, begin - window)
+        seen += keys
+        pairs += (end - begin) * keys
+    grouped = model.heads > model.query_groups and not model.multi_latent_attention
+    repeated = 2 * wide * seen / load.seq if grouped else 0.0
+    logs = 4 * load.tokens * model.heads / load.tp
+    return load.bytes(0, wide + repeated) + logs + load.element * pairs
+
+
 def _latents(model: ModelConfig, load: Load) -> Work:
     """Each rank goes down to the latents by itself. Heads are held as wide as the wider of queries and values."""
     h, heads, q_rank, kv_rank = model.hidden, model.heads, model.q_lora_rank or 0, model.kv_lora_rank
     rotated, up_kv = model.qk_pos_emb_head_dim, heads * (model.qk_head_dim + model.v_head_dim)
     queries, values = heads * model.qk_dim, heads * model.v_head_dim
     wide = heads * max(model.qk_dim, model.v_head_dim)
+    # Values that are padded are copied; others stay a part of what was projected.
+    kept_values = wide if model.v_head_dim < model.qk_dim else up_kv
     up, out = (q_rank or h) * queries + kv_rank * up_kv, values * h
     down = h * (q_rank + kv_rank + rotated)
     scores = load.scores(queries + values, model.window)
-    products, again = 2.0 * load.tokens * (down + up + out), model.recompute_mla_up_proj
+    # Ranks that have the same tokens go down to the latents each by itself.
+    products = 2.0 * load.tokens * (down * load.tp / load.shared + up + out)
+    again = model.recompute_mla_up_proj
     norms = (
         norm_size(model, h) + (norm_size(model, kv_rank) + norm_size(model, q_rank) * bool(q_rank)) * model.qk_layernorm
     )
@@ -184,12 +221,13 @@ def _latents(model: ModelConfig, load: Load) -> Work:
     between = h * (not model.recompute_norms) + q_rank + kv_rank + normed + rotated * (not again or load.shared > 1)
     # Attention by blocks keeps its output too, as torch's kernels on a GPU do, for which this is too little.
     blocks = (load.meets or model.attention_dropout > 0) * (not again)
+    windows = 0 if blocks or again else _windows(model, load, wide)
     logs = 4 * load.tokens * heads / load.tp * blocks
     saved = load.saved(
         (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
         (load.bytes(h, 0), "attn_norm"),
         (load.bytes(between, 0), "qkv_linear"),
-        (load.bytes(0, (3 * (not again) + blocks) * wide) + logs, "core_attn"),
+        (load.bytes(0, (2 * wide + kept_values) * (not again) + blocks * wide) + logs + windows, "core_attn"),
         (load.bytes(0, values), "attn_proj"),
     )
     repeated = scores * model.recompute_attention + (scores + 2.0 * load.tokens * up) * again
@@ -226,8 +264,13 @@ def _mlp(model: ModelConfig, load: Load) -> Work:
 
 
 def _activated(model: ModelConfig) -> int:
-    """Tensors of a feed-forward layer's width that it keeps: fc1's output, what comes between, fc2's input."""
-    return 3 if model.swiglu else 4 if model.gated else 2
+    """Return how many tensors of a feed-forward layer's width it keeps: fc1's output, what is between, fc2's input.
+
+    A gate by a sigmoid is plain torch: the sigmoid and the gate times it are kept in addition.
+    """
+    if model.swiglu:
+        return 3
+    return 5 if model.quick_geglu else 2
 
 
 def _experts(model: ModelConfig, load: Load) -> Work:

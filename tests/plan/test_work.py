@@ -124,6 +124,66 @@ def test_what_a_rank_holds_of_a_layer_whose_experts_are_shared_is_counted_to_a_h
     assert held == pytest.approx(sum(real) / len(real), rel=0.01)
 
 
+LATENTS = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+}
+HEADS = {
+    "each its own keys": {},
+    "four to a group": {"group_query_attention": True, "num_query_groups": 2},
+    "one group": {"group_query_attention": True, "num_query_groups": 1},
+    "rotated, four to a group": {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+    },
+    "latents, narrow values": {**LATENTS, "v_head_dim": 32},
+    "latents, wide values": {**LATENTS, "v_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("window", [None, "63,0", "127,0", "299,0"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_what_attention_holds_inside_a_window_is_counted_to_a_hundredth(heads, window):
+    """Blocks of queries keep outputs, masks and, of groups, repeated keys: up to a half was not counted."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model = replace(STYLES["gpt2"], **sizes, **HEADS[heads], no_mlp=True, window_size=window)
+    turned = 64 if model.position_embedding_type == "rope" or model.multi_latent_attention else 0
+    tables = 1024 * turned * 4  # cosine and sine, which all layers share
+    held = pieces(model, 1024, 2, element_bytes=2).layers[0].held
+    assert held + tables == pytest.approx(bytes_of(model, ALONE, 1024), rel=0.01)
+
+
+@pytest.mark.parametrize("parts", [{}, {"num_experts": 4, "moe_shared_expert_intermediate_size": 512}])
+def test_a_gate_by_a_sigmoid_keeps_five_tensors_of_the_mlps_width(parts):
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    gate = {"quick_geglu": True, "no_attention": True, "ffn_hidden_size": 512}
+    model = replace(STYLES["gpt2"], **sizes, **gate, **parts)
+    held = pieces(model, 1024, 2, element_bytes=2).layers[0].held
+    assert held == pytest.approx(bytes_of(model, ALONE, 1024), rel=0.02)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_flops_of_latents_on_ranks_that_go_down_to_them_each_by_itself_are_those_that_torch_counts(sharded):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    latents = {**LATENTS, "v_head_dim": 64, "attention_backend": "unfused", "sequence_parallel": sharded}
+    model = replace(STYLES["gpt2"], **sizes, **latents, no_mlp=True)
+    seq, batch, tp = 8, 2, 4
+
+    def counted(mesh):
+        layer = TransformerLayer(model, mesh.tp, 0)
+        initialize(layer, 1, mesh.tp)
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(seq // (tp if sharded else 1), batch, 64))
+        return counter.get_total_flops()
+
+    scores = 4 * seq * seq * batch * model.heads * 64  # torch counts them whole, the formula the causal half
+    assert pieces(model, seq, batch, tp=tp).layers[0].f == sum(run_threads(counted, tp=tp)) - scores / 2
+
+
 def test_bytes_of_an_all_to_all_are_those_that_ranks_send(monkeypatch):
     """Where each expert takes as many rows, the load is even."""
     even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "no_attention": True}
