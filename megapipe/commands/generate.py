@@ -16,11 +16,13 @@ from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint
 from megapipe.checkpoint.saved_config import require_provider, saved_config
 from megapipe.config import CheckpointConfig, Config, DataConfig
 from megapipe.config.files import TokenizerType
+from megapipe.config.notes import flag
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse
+from megapipe.flags.stop import say
 from megapipe.models.provider import find_provider, gpt_provider, stage_provider
 from megapipe.partition.spans import whole
 from megapipe.tensor_parallel.rng import initialize
@@ -93,6 +95,9 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:  # a NullTokenizer takes numbers
         raise ConfigError(f"--prompt {flags.prompt}: {error}") from None
     new = generate(model.float().eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
+    for name in ("top_k", "seed") if flags.temperature == 0 else ():
+        if (value := getattr(flags, name)) != getattr(Flags, name):
+            say(f"{flag(name)} {value} is without effect: --temperature 0 takes the likeliest token each time")
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
 
 

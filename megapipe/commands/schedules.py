@@ -81,7 +81,8 @@ def parser() -> Parser:
     both.add_argument(
         "--only", type=given.schedule, metavar="NAME", nargs="+", help="these of the catalogue, and 1f1b (default: all)"
     )
-    both.add_argument("--effort", type=effort, default=4.0, metavar="S", help="S seconds for each of two searches")
+    searches = "S seconds for each of two searches (default: 4)"
+    both.add_argument("--effort", type=effort, metavar="S", help=searches)
     given.shared(show, several=False)
     given.shared(both, several=True)
     show.add_argument(
@@ -208,7 +209,9 @@ def run_compare(args: argparse.Namespace) -> int:
         for p, m, cost in product(args.pp, args.microbatches, costs):
             print(paired_table(p, m, cost, args.memory, names=names, progress=Progress()))
         return 0
-    points = study(args.pp, args.microbatches, costs, args.memory, names, args.effort, Progress(), slices)
+    searched = any(not is_file(name) and entry_of(name).searched for name in names)
+    effort = 4.0 if args.effort is None else args.effort
+    points = study(args.pp, args.microbatches, costs, args.memory, names, effort, Progress(), slices)
     for n, point in enumerate(points):
         if len(points) > 1:
             print("\n" * (n > 0) + point.text("ranks", "microbatches", "costs"))
@@ -216,6 +219,8 @@ def run_compare(args: argparse.Namespace) -> int:
         print()
         for line in advise(point.measured, point.ranks, point.microbatches, point.costs):
             print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
+    if args.effort is not None and not searched:
+        print(f"--effort {args.effort:g} is without effect: none of these schedules is searched for")
     written: dict[Path, str | bytes] = {} if args.csv is None else {args.csv: study_to_csv(points)}
     written |= draw_study(points, figure, args.memory) if figure.named else {}
     for path, content in written.items():

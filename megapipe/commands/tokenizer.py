@@ -8,6 +8,7 @@ Newlines are a token, runs of spaces may be, and bytes stand in for rare charact
 from __future__ import annotations
 
 import io
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -52,8 +53,8 @@ def main(argv: Sequence[str]) -> None:
     problems = [
         f"{name} is missing" for name, value in (("--input", flags.input), ("--output", flags.output)) if not value
     ]
-    if flags.sample_mb <= 0:
-        problems.append(f"--sample-mb {flags.sample_mb} must be above 0")
+    if not 0 < flags.sample_mb < math.inf:
+        problems.append(f"--sample-mb {flags.sample_mb} must be a number above 0")
     if flags.vocab_size < _LEAST_IDS:
         problems.append(
             f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"

@@ -73,6 +73,13 @@ def test_a_plain_module_is_given_positions_and_asked_for_logits(load, capsys):
     assert capsys.readouterr().out.endswith("7 7 1 2 3\n")
 
 
+def test_flags_of_a_draw_are_named_where_nothing_is_drawn(load, capsys):
+    generate.main([*load, "--model-provider", "next", "--top-k", "3", "--seed", "5"])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "--top-k 3 is without effect: --temperature 0 takes the likeliest token each time"
+    assert second.startswith("--seed 5 is without effect")
+
+
 @pytest.mark.parametrize("temperature", ["0", "1e-300", "5e-324"])
 def test_a_temperature_may_be_as_small_as_a_number_is(load, capsys, temperature):
     generate.main([*load[:-1], temperature, "--model-provider", "next"])

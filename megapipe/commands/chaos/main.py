@@ -21,7 +21,7 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ from megapipe.flags.parse import parse
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
 """Launches in a row that end without a fault of ours and without an iteration."""
+MOST = 1e6
+"""Minutes of faults, and seconds between two of them, at most."""
 HANGS_S, ORPHANED_S = 900.0, 30.0
 """Seconds after which a run that says nothing, and processes whose launcher is gone, count as a failure."""
 
@@ -68,8 +70,6 @@ class Chaos:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.options.seed)
         self.kinds = tuple(self.options.kinds.split(","))
-        if unknown := set(self.kinds) - set(KINDS):
-            raise ConfigError(f"--kinds {self.options.kinds}: {', '.join(unknown)} is none of {', '.join(KINDS)}")
         self.save = self.root / "broken"
 
     def run(self) -> None:
@@ -215,6 +215,18 @@ def compare(chaos: Chaos) -> bool:
     return not differing and not others
 
 
+def _problems(options: Options) -> Iterator[str]:
+    """What is wrong with the flags, before anything starts."""
+    for name in ("minutes", "every"):
+        number = getattr(options, name)
+        if not 0 < number <= MOST:
+            yield f"--{name} {number:g} must be above 0 and at most {MOST:g}"
+    for kind in dict.fromkeys(options.kinds.split(",")):
+        if kind not in KINDS:
+            yield f"--kinds {options.kinds}: {kind or 'an empty name'} is none of {', '.join(KINDS)}"
+    yield from folder_problems({"--folder": options.folder})
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 if the weights are equal to the bit."""
     at = argv.index("--") if "--" in argv else len(argv)
@@ -225,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if "--save-interval" not in command:
         raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
-    if problems := list(folder_problems({"--folder": options.folder})):
+    if problems := list(_problems(options)):
         raise ConfigError(problems)
     root = Path(options.folder or mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,14 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megapipe.commands.emulate import copies, late, paired, reduction
 from megapipe.commands.emulate.device import times
 from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.commands.emulate.runs import PEERS
+from megapipe.config.notes import flag
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
@@ -36,6 +37,9 @@ from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.sliced import told_slices
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+
+LARGEST = 100_000
+"""Ranks, microbatches or other counts of an emulation at most: each is listed before anything starts."""
 
 
 @dataclass(frozen=True)
@@ -176,31 +180,59 @@ def main(argv: Sequence[str]) -> None:
         write_complete(flags.json, json.dumps(written, indent=1))
 
 
+_MODES = ("pairs", "post_validation", "copy_ratio", "reduction", "reduction_mib")
+"""Fields that choose another comparison than that with the prediction and torch."""
+_ONLY_WITH = {
+    "comm_share": "pairs",
+    "memory": "pairs",
+    "comm_pieces": "pairs",
+    "steps": "post_validation",
+    "switch": "copy_ratio",
+    "dp": "reduction_mib",
+    "attention_share": "slices",
+}
+"""Fields that act with another one alone."""
+_ADDED = {"pairs": "", "post_validation": "", "copy_ratio": " 0.5", "reduction_mib": " 64", "slices": " 4"}
+"""What to add for it."""
+
+
 def _wrong(flags: Flags) -> Iterator[str]:
-    for name in ("pp", "microbatches", "repeats", "message_kib", "steps", "dp", "comm_pieces"):
-        if getattr(flags, name) < 1:
-            yield f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1"
-    if not 0 <= flags.attention_share < 1 or flags.slices < 0:
-        yield f"--slices {flags.slices} and --attention-share {flags.attention_share:g}: give 4 and 0.6, say"
-    other = flags.pairs or flags.post_validation or flags.reduction is not None or flags.reduction_mib
-    if (flags.slices or flags.attention_share) and (other or not flags.slices):
-        yield "--slices and --attention-share go together, and not with --pairs, --post-validation or --reduction"
-    for name in ("gather_ms", "scatter_ms"):
-        if not 0 <= getattr(flags, name) < math.inf:
-            yield f"--{name.replace('_', '-')} {getattr(flags, name):g} must be a time from 0, such as 10"
-    if (flags.gather_ms or flags.scatter_ms) and other:
-        yield "--gather-ms and --scatter-ms do not go with --pairs, --post-validation or --reduction"
-    if flags.switch is not None and flags.copy_ratio is None:
-        yield f"--switch {flags.switch} is about copies: add --copy-ratio 0.5, what one takes of F"
-    if (flags.copy_ratio or 0) < 0 or (flags.switch or 1) < 1:
-        yield "--copy-ratio must be at least 0 and --switch at least 1, such as 0.5 and 2"
-    if flags.copy_ratio is not None and (other or flags.slices or flags.gather_ms or flags.scatter_ms):
-        yield "--copy-ratio does not go with --pairs, --post-validation, --reduction, --slices or --gather-ms"
-    if flags.reduction_mib and flags.dp < 2:
+    yield from _out_of_range(flags)
+    given = {field.name for field in fields(Flags) if getattr(flags, field.name) != field.default}
+    modes = [flag(name) for name in _MODES if name in given]
+    if len(modes) > 1:
+        yield f"{' and '.join(modes)} are comparisons of their own. Leave all but one out."
+    for name, other in _ONLY_WITH.items():
+        if name in given and other not in given:
+            yield f"{flag(name)} acts with {flag(other)} alone: add {flag(other)}{_ADDED[other]}, or leave it out"
+    for name in ("slices", "gather_ms", "scatter_ms", "json"):
+        if name in given and modes:
+            yield f"{flag(name)} does not go with {' and '.join(modes)}. Leave one of them out."
+    entries = [entry_of(name) for name in flags.schedules.split(",") if not is_file(name)]
+    if "chunks" in given and not any(entry.any_chunks for entry in entries):
+        yield f"--chunks {flags.chunks}: --schedules {flags.schedules} leave no choice of chunks. Leave it out."
+    if "reduction_mib" in given and flags.dp < 2:
         yield f"--reduction-mib {flags.reduction_mib:g} needs ranks to sum over; add --dp 2"
+    yield from file_problems({"--json": flags.json})
+
+
+def _out_of_range(flags: Flags) -> Iterator[str]:
+    """Numbers that mean nothing."""
+    for name in ("pp", "microbatches", "chunks", "repeats", "message_kib", "steps", "dp", "comm_pieces", "switch"):
+        number = getattr(flags, name)
+        if number is not None and not 1 <= number <= LARGEST:
+            yield f"{flag(name)} {number} must be at least 1 and at most {LARGEST}"
+    for name in ("link_ms", "gather_ms", "scatter_ms", "reduction", "reduction_mib", "copy_ratio"):
+        number = getattr(flags, name)
+        if number is not None and not 0 <= number < math.inf:
+            kind = "time" if name.endswith("_ms") else "number"
+            yield f"{flag(name)} {number:g} must be a {kind} from 0, such as 10"
+    if flags.memory is not None and not 0 < flags.memory < math.inf:
+        yield f"--memory {flags.memory:g} must be a number above 0, such as 8"
+    if not 0 <= flags.attention_share < 1 or not 0 <= flags.slices <= LARGEST:
+        yield f"--slices {flags.slices} and --attention-share {flags.attention_share:g}: give 4 and 0.6, say"
     if not 0 < flags.comm_share < 1:
         yield f"--comm-share {flags.comm_share:g} must be a part of a pass, such as 0.3"
-    yield from file_problems({"--json": flags.json})
 
 
 def _jobs(flags: Flags, costs: Costs) -> list[Job]:

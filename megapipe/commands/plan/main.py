@@ -41,7 +41,7 @@ from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
-from megapipe.training.check import vocabulary
+from megapipe.training.check import start_block, vocabulary
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def main(argv: Sequence[str]) -> None:
     config, plan = _plan(config, flags)
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     text = [
+        start_block(config),
         changes(plan),
         table(plan, seconds=flags.measure),
         whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
@@ -122,6 +123,10 @@ def _wrong(flags: Flags) -> Iterator[str]:
     for name in ("measure", "parts", "costs", "save_costs", "save_schedule", "emulate_ms") if flags.search else ():
         if getattr(flags, name):
             yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
+    if flags.memory_gib != Flags.memory_gib and not flags.search:
+        yield f"--memory-gib {flags.memory_gib:g} is of --search. Add that, or leave it out."
+    if flags.repeats != Flags.repeats and flags.emulate_ms is None:
+        yield f"--repeats {flags.repeats} is of --emulate-ms. Add that, or leave it out."
     if flags.device and not flags.search:
         yield f"--device {flags.device} is of --search. Add that, or leave it out."
 

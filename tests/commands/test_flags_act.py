@@ -1,0 +1,65 @@
+"""No flag of a command is ignored in silence: what has nothing to act on is refused, or named as without effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.commands.main import command
+from megapipe.errors import ConfigError
+
+RUN = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --pipeline-model-parallel-size 2"
+)
+CHAOS = "-- torchrun pretrain_gpt.py --save-interval 5"
+REFUSED = {
+    "emulate --steps 3": "--steps acts with --post-validation alone: add --post-validation, or leave it out",
+    "emulate --dp 2": "--dp acts with --reduction-mib alone: add --reduction-mib 64, or leave it out",
+    "emulate --memory 8": "--memory acts with --pairs alone",
+    "emulate --comm-share 0.5": "--comm-share acts with --pairs alone",
+    "emulate --comm-pieces 8": "--comm-pieces acts with --pairs alone",
+    "emulate --pairs --post-validation": "--pairs and --post-validation are comparisons of their own",
+    "emulate --pairs --json x.json": "--json does not go with --pairs",
+    "emulate --attention-share 0.5": "--attention-share acts with --slices alone: add --slices 4, or leave it out",
+    "emulate --schedules 1f1b --chunks 4": "--chunks 4: --schedules 1f1b leave no choice of chunks",
+    "emulate --chunks 0": "--chunks 0 must be at least 1",
+    "emulate --pp 1000000000": "--pp 1000000000 must be at least 1 and at most 100000",
+    "emulate --link-ms nan": "--link-ms nan must be a time from 0",
+    "emulate --copy-ratio nan": "--copy-ratio nan must be a number from 0",
+    "emulate --reduction -1": "--reduction -1 must be a number from 0",
+    "emulate --pairs --memory nan": "--memory nan must be a number above 0",
+    f"plan {RUN} --repeats 3": "--repeats 3 is of --emulate-ms. Add that, or leave it out.",
+    f"plan {RUN} --memory-gib 40": "--memory-gib 40 is of --search. Add that, or leave it out.",
+    "gpu-check --device cpu --only no-such": "--only no-such is none of the cases: ",
+    "gpu-check --device cpu --minutes nan": "--minutes nan must be above 0",
+    f"chaos --minutes nan {CHAOS}": "--minutes nan must be above 0",
+    f"chaos --every 0 {CHAOS}": "--every 0 must be above 0",
+    f"chaos --kinds kill,melt {CHAOS}": "--kinds kill,melt: melt is none of kill, stop",
+    "tokenizer --input x --output y --sample-mb nan": "--sample-mb nan must be a number above 0",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_flag_that_would_be_ignored_is_refused(line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    name, *words = line.split()
+    with pytest.raises(ConfigError) as caught:
+        command(name)(words)
+    assert REFUSED[line] in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_plan_names_the_flags_of_its_run_that_have_nothing_to_act_on(capsys):
+    command("plan")([*RUN.split(), "--moe-router-topk", "4"])
+    block = capsys.readouterr().out.partition("stage  rank")[0]
+    assert "accepted, and what holds instead:" in block
+    assert "--moe-router-topk 4" in block
+
+
+def test_a_comparison_without_a_search_says_that_its_effort_is_without_effect(capsys):
+    line = "compare --pp 2 --microbatches 4 --effort 0.1 --only"
+    command("schedules")([*line.split(), "zb-h1"])
+    assert "--effort 0.1 is without effect: none of these schedules is searched for" in capsys.readouterr().out
+    command("schedules")([*line.split(), "zb-auto"])
+    assert "without effect" not in capsys.readouterr().out
