@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies,
-# faults at random moments, damaged inputs of every command, mutants of the core; the docs' site; the GPU's check on a CPU; the
-# newest torch under each Python. MINUTES (of the comparison, 30), CASES (of post-validation, 300), DRAWS (of inputs, 20000),
-# MUTANTS (100) and SEED change it. A case
-# that differs is printed as a command.
+# faults at random moments, damaged inputs and command lines of every command, mutants of the core; the docs' site; the
+# GPU's check on a CPU; the newest torch under each Python. MINUTES (of the comparison, 30), CASES (of post-validation,
+# 300), DRAWS (of inputs, 20000), COMMAND_LINES (5000), MUTANTS (100) and SEED change it. A case that differs is printed as
+# a command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -31,6 +31,7 @@ done
 python tools/gpu_check.py --device cpu
 python -m tools.proofs.gpu orders
 python -m tools.proofs.gpu.graphs
+python -m tools.proofs.inputs.commands --lines "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/inputs/fuzz.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/mutants.py --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"
 python tools/proofs/drawn_starts.py --seed "${SEED:-$(date +%j)}"

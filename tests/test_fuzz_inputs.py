@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from programs import run
 
+from megapipe.commands.main import command
+from megapipe.doors import DOORS
+from tools.proofs.inputs import commands
 from tools.proofs.inputs.damage import damage_bytes, damage_json, damage_words
 from tools.proofs.inputs.fuzz import judge
+from tools.proofs.inputs.lines import draw_line
+from tools.proofs.inputs.lines import read_scenes as read_lines
+from tools.proofs.inputs.options import Option
 from tools.proofs.inputs.scenes import read_scenes
 
 CHEAP = [
@@ -20,6 +27,8 @@ CHEAP = [
     "traces",
 ]
 """Scenes that train nothing to be made."""
+QUICK = ["check", "plan", "emulate", "schedules", "init", "completion", "chaos"]
+"""Commands whose lines take milliseconds."""
 
 
 def test_drawn_inputs_are_taken_or_refused_by_name():
@@ -30,6 +39,62 @@ def test_drawn_inputs_are_taken_or_refused_by_name():
     assert taken > 5
     assert refused > 40
     assert rest == [0, 0, 0, 0]
+
+
+def test_drawn_lines_of_commands_are_taken_or_refused_and_ignore_no_flag():
+    drawn = run(["tools/proofs/inputs/commands.py", "--lines", "40", "--seed", "3", "--commands", *QUICK])
+    assert drawn.returncode == 0, drawn.stdout + drawn.stderr
+    lines, taken, refused, *rest = (int(x) for x in drawn.stdout.strip().splitlines()[-1].split("|")[2:9])
+    assert lines == 40
+    assert taken > 5
+    assert refused > 10
+    assert sum(rest) == 0
+
+
+def test_a_flag_that_changes_nothing_is_found_and_one_that_does_is_not(monkeypatch):
+    """A command of which --idle is ignored and --loud is not."""
+
+    options = {name: Option(name, "none", ()) for name in ("--idle", "--loud")}
+    monkeypatch.setattr(commands.Scene, "own", lambda scene, words: options)
+    scene = commands.Scene("some", "some", "", shared={"values": {}, "most": {}, "silent": {}})
+
+    class Bench:
+        def run(self, scene, groups):
+            said = "loud" if ["--loud"] in groups else "quiet"
+            return commands.Outcome(0, said, {"line 0": said})
+
+    line = [[], ["--idle"], ["--loud"]]
+    first = Bench().run(scene, line)
+    assert commands.silent(Bench(), scene, line, ["--loud", "--idle"], first, Random(0)) == "--idle"
+    assert commands.silent(Bench(), scene, line[:1] + line[2:], ["--loud"], first, Random(0)) is None
+    excused = replace(scene, silent={"--idle": "is read by nobody yet"})
+    assert commands.silent(Bench(), excused, line, ["--idle"], first, Random(0)) is None
+
+
+def test_every_command_of_the_help_has_lines_that_work_and_no_line_is_drawn_twice():
+    scenes = read_lines()
+    assert {scene.command for scene in scenes.values()} == DOORS.keys()
+    draw = Random(0)
+    for name in ("plan", "schedules", "emulate"):
+        command(name)
+        assert len({str(draw_line(scenes[name], draw)) for _ in range(100)}) > 80
+
+
+@pytest.mark.parametrize(
+    "code, text, verdict",
+    [
+        (0, "a table", "accepted"),
+        (2, "megapipe plan: error: --pp 0 must be at least 1", "refused"),
+        (2, "a: error: x\nb: error: y", "unclear"),
+        (2, "--pp 0 is wrong", "unclear"),
+        (1, "megapipe plan: error: x", "unclear"),
+        (0, "x.py:3: UserWarning: this is deprecated", "unclear"),
+        (1, "Traceback (most recent call last):", "traceback"),
+        (None, "", "too slow"),
+    ],
+)
+def test_what_becomes_of_a_line_is_told_apart(code, text, verdict):
+    assert commands.judge(read_lines()["plan"], commands.Outcome(code, text)) == verdict
 
 
 @pytest.mark.parametrize(

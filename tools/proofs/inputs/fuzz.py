@@ -8,28 +8,19 @@ A draw takes a scene (scenes.py: a command that works and its small files), dama
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import multiprocessing.process
-import os
 import re
-import resource
 import runpy
 import shutil
-import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is installed
@@ -37,6 +28,7 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.flags.parse import parse, run  # noqa: E402
 from tools.proofs.inputs.damage import damage_file, damage_words  # noqa: E402
+from tools.proofs.inputs.forked import Limits, block_signals, run_forked  # noqa: E402
 from tools.proofs.inputs.scenes import Scene, make, read_scenes  # noqa: E402
 
 CODES = {1, 2, 16, 17}
@@ -193,79 +185,16 @@ def _names(path: Path) -> set[str]:
 
 def _run(drawn: Drawn, here: Path, seconds: float) -> tuple[int | None, str]:
     """Exit status, None if it was killed for taking too long, and what was printed."""
-    log = here.parent / "log"
-    log.write_bytes(b"")
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        _child(drawn, here, log, seconds)
-    until, status = time.monotonic() + 10 * seconds, None
-    while status is None and time.monotonic() < until:
-        signal.sigtimedwait([signal.SIGCHLD], until - time.monotonic() + 0.001)
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        status = code if ended else None
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # with what it has started
-    if status is None:
-        os.waitpid(pid, 0)
-    with log.open("rb") as file:
-        text = file.read(200_000).decode(errors="replace")
-    result = None if status is None else os.waitstatus_to_exitcode(status)
-    return (None if result == -signal.SIGXCPU else result), text
 
-
-def _child(drawn: Drawn, here: Path, log: Path, seconds: float) -> NoReturn:
-    """The command in this process, which ends with it."""
-    code = 70  # of an error of this tool
-    try:
-        os.setsid()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        file = os.open(log, os.O_WRONLY | os.O_APPEND)
-        for number in (1, 2):
-            os.dup2(file, number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 28, 1 << 28))
-        resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(seconds)), 1000))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if (
-            any("permission" in done for done in drawn.done) and os.geteuid() == 0
-        ):  # root reads what nobody may, but not without its capabilities
-            header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-            ctypes.CDLL(None).capset(header, none)
-        os.chdir(here)
+    def work() -> None:
         sys.argv = [str(ROOT / drawn.scene.program), *drawn.words]
         sys.path[0] = str(ROOT / Path(drawn.scene.program).parent)
-        if not drawn.scene.ranks:
-            _without_ranks()
         runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if code == 1 and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except BaseException:
-                code = 70
-        os._exit(code)
 
-
-def _without_ranks() -> None:
-    """A command that comes as far as its processes has taken what it was given."""
-
-    def end(*_: Any, **__: Any) -> NoReturn:
-        os._exit(0)
-
-    multiprocessing.process.BaseProcess.start = end  # type: ignore[method-assign]
-    subprocess.Popen.__init__ = end  # type: ignore[method-assign]
+    powerless = any("permission" in done for done in drawn.done)
+    return run_forked(work, here, Limits(seconds, drawn.scene.ranks, powerless))
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    block_signals()
     run(main)

@@ -161,6 +161,13 @@ def tokens(folder: Path) -> None:
     _call(folder, "pretrain_gpt.py", f"{WORDS['QUICK']} {NULL} --data-path d_text_document --data-cache-path cache")
 
 
+def started(folder: Path) -> None:
+    """A quickstart on a corpus of some lines that has come to its training."""
+    (folder / "x").mkdir()
+    lines = (json.dumps({"text": f"{line} {n}"}) for n, line in enumerate(TEXT * 20))
+    (folder / "x" / "stdlib.jsonl").write_text("\n".join(lines))
+
+
 def checkpoint(folder: Path) -> None:
     """Of our own."""
     _call(
