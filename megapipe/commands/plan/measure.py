@@ -27,10 +27,20 @@ def measure(config: Config, counted: Pieces, provider: StageProvider, device: to
     """The pieces with times in seconds, medians of `repeats`; bytes and parameters as counted.
 
     Each piece is built, run and dropped alone; layers that are alike are timed once.
-    Raises: ConfigError with tensor parallelism, whose ranks one process has not.
+    Raises: ConfigError with tensor or context parallelism, whose ranks one process has not.
     """
-    if (tp := config.parallel.tensor_model_parallel_size) > 1:
-        raise ConfigError(f"times are measured in one process, not --tensor-model-parallel-size {tp}. Leave it out.")
+    par = config.parallel
+    sizes = {
+        "--tensor-model-parallel-size": par.tensor_model_parallel_size,
+        "--context-parallel-size": par.context_parallel_size,
+    }
+    problems = [
+        f"times are measured in one process, not {flag} {size}. Leave it out."
+        for flag, size in sizes.items()
+        if size > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
     model, train = config.model, config.train
     shape = (train.micro_batch, train.sequence)
     tokens = torch.randint(model.padded_vocab_size or 1, shape, device=device)

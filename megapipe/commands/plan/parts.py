@@ -67,7 +67,9 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
 def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) -> list[Part]:
     """The parts of a model in the order of their first layers. timed: times of a model's pieces, in place of FLOPs."""
     model, train, par = config.model, config.train, config.parallel
-    sent = sum(expert_bytes(model, par, train.sequence * train.micro_batch, element_bytes=2 if train.half else 4))
+    tokens = train.sequence * train.micro_batch
+    forward, backward, _ = expert_bytes(model, par, tokens, element_bytes=2 if train.half else 4)
+    sent = forward + backward
     took = cache(timed) if timed else None
 
     @cache
@@ -92,7 +94,7 @@ def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) 
     bare = replace(model, num_layers=1, per_layer_overrides=None, moe_layer_freq="1")
     ends = whole if took is None else took(bare)
     depths = [
-        Part(f"predicts {depth + 1} further", 0, work, sent * model.has_experts)
+        Part(f"predicts {depth + 1} further", 0, work, sent * layer_config(model, model.layers).has_experts)
         for depth, work in enumerate(ends.depths)
     ]
     return [Part("embedding", 0, ends.embedding), *middle, Part("head and loss", 0, ends.head), *depths]
