@@ -126,6 +126,32 @@ def test_experts_are_shared_where_a_rank_has_no_room_for_all():
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
 
 
+@pytest.mark.parametrize(
+    "flags", ["--recompute-modules mlp", "--num-microbatches-with-partial-activation-checkpoints 1"]
+)
+def test_a_line_that_says_what_to_compute_again_is_searched_like_any_other(flags):
+    """Every layout was refused, since these flags are without effect where nothing is computed again."""
+    plain = ["--recompute-granularity", "selective", *MODEL.split(), "--global-batch-size", "4"]
+    found = search(parse(Config, [*plain, *flags.split()]), 2, GIB, SLOW, 1000)
+    assert found.best
+    assert "refused by the checks of a run" not in found.lost
+
+
+def test_flags_of_a_plan_pasted_after_others_make_that_plan():
+    """Those at their defaults were not printed, and what stood before them stayed."""
+    flags = [*MODEL.split(), "--num-experts", "4", "--global-batch-size", "4"]
+    before = (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    )
+    found = search(parse(Config, flags), 1, GIB, SLOW, 1000)
+    for x in found.best.values():
+        pasted = parse(Config, [*flags, *before.split(), *flags_of(x.config)])
+        assert pasted.parallel == x.config.parallel
+        assert pasted.model.moe_token_dispatcher_type == x.config.model.moe_token_dispatcher_type
+        assert pasted.train.micro_batch == x.config.train.micro_batch
+
+
 def test_what_does_not_fit_is_said():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
     assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")

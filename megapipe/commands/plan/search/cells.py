@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megapipe.checks.run import flag_problems, vocabulary_problems
-from megapipe.config import Config, ParallelConfig
+from megapipe.config import Config, ModelConfig, ParallelConfig
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
 
@@ -34,11 +34,15 @@ def cell_of(
         use_distributed_optimizer=gpus > tp * pp and not shards,  # less memory and less to send: never worse
         use_megatron_fsdp=shards,
     )
-    rows = config.model.padded_vocab(vocab)
+    model, rows = config.model, config.model.padded_vocab(vocab)
+    partial = model.num_microbatches_with_partial_activation_checkpoints
     model = replace(
-        config.model,
+        model,
         recompute_granularity=recompute,
         recompute_activations=False,
+        # Without what they act on these two are refused.
+        recompute_modules=model.recompute_modules if recompute == "selective" else ModelConfig.recompute_modules,
+        num_microbatches_with_partial_activation_checkpoints=partial if recompute else None,
         sequence_parallel=tp > 1,
         padded_vocab_size=rows,
         moe_token_dispatcher_type="alltoall" if config.model.moe_router_topk < ep else "allgather",  # what sends less

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 
 from megapipe.commands.plan.search.search import BEST, Search
 from megapipe.commands.plan.search.timed import Timed
-from megapipe.config import Config, ModelConfig, TrainConfig
-from megapipe.flags.parse import to_flags
+from megapipe.config import Config
+from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan import GIB
 from megapipe.schedule import Kind
+
+_ALWAYS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "micro_batch_size",
+)
+"""Fields of a layout that are printed at their defaults too; see flags_of."""
 
 
 def best_of(found: Search) -> list[Timed]:
@@ -66,15 +76,25 @@ def _lost(found: Search) -> str:
 
 
 def flags_of(config: Config) -> list[str]:
-    """The choice of the search, as flags."""
-    model = config.model
-    chosen = Config(
-        ModelConfig(
-            recompute_granularity=model.recompute_granularity,
-            sequence_parallel=model.sequence_parallel,
-            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
-        ),
-        config.parallel,
-        TrainConfig(micro_batch_size=config.train.micro_batch_size),
-    )
-    return to_flags(chosen)
+    """Return the choice of the search as flags; pasted after others they win, so those at their defaults are there too.
+
+    A switch that is off, and a value that is not given, have no spelling.
+    """
+    chosen = {
+        "model": {"recompute_granularity", "sequence_parallel"},
+        "parallel": {field.name for field in fields(config.parallel)},
+        "train": {"micro_batch_size"},
+    }
+    always = set(_ALWAYS)
+    if config.model.has_experts:
+        chosen["model"].add("moe_token_dispatcher_type")
+        always |= {"moe_token_dispatcher_type", "expert_model_parallel_size"}
+    tokens: list[str] = []
+    for flag in all_flags(Config).values():
+        if flag.field not in chosen.get(flag.section, ()):
+            continue
+        value = getattr(getattr(config, flag.section), flag.field)
+        if value != flag.default or (value is not None and flag.field in always):
+            values = value if flag.count == "many" else () if flag.count == "none" else (value,)
+            tokens += flag.spell([str(v) for v in values])
+    return tokens

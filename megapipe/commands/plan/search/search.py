@@ -117,14 +117,22 @@ def search(
     any_order = (x for x in found.first[:BEST] if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches)
     for x in [x for x in any_order if not x.plan.sharding][:2]:
         _any_order(found, x, device, memory)
-    # Weights live as long as a run's memory allows: it must know how much there is, and what gathers take.
-    for layout, x in found.best.items():
-        if x.plan.sharding:
-            link = device.flops / device.speed(replicas(x.plan, x.config))
-            limit = x.config.parallel.memory_limit_gib or memory / GIB
-            parallel = replace(x.config.parallel, memory_limit_gib=limit, data_parallel_flops_per_byte=round(link))
-            found.best[layout] = replace(x, config=replace(x.config, parallel=parallel))
+    found.best = {layout: _with_limit(x, device, memory) for layout, x in found.best.items()}
+    found.plain = found.plain and _with_limit(found.plain, device, memory)
     return found
+
+
+def _with_limit(x: Timed, device: Device, memory: float) -> Timed:
+    """Return a plan whose flags say how much memory there is and what gathers take.
+
+    Sharded weights live as long as a run's memory allows, so the run must know both.
+    """
+    if not x.plan.sharding:
+        return x
+    link = device.flops / device.speed(replicas(x.plan, x.config))
+    limit = x.config.parallel.memory_limit_gib or memory / GIB
+    parallel = replace(x.config.parallel, memory_limit_gib=limit, data_parallel_flops_per_byte=round(link))
+    return replace(x, config=replace(x.config, parallel=parallel))
 
 
 def _tight(found: Search, device: Device, memory: float, progress: Callable[[float, str], None]) -> None:
@@ -183,6 +191,7 @@ def _candidates(
             continue
         for micro in (n for n in divisors(batch // dp) if n <= MICRO):
             if is_refused(cell_of(config, gpus, (tp, cp, pp, micro, 1, tp), None, vocab), vocab):
+                found.lost["refused by the checks of a run"] += 1
                 continue
             shares = (False, True) if gpus > tp * pp else (False,)
             for recompute, (ep, etp), shards in product(RECOMPUTE, expert_grids(config, tp, gpus // pp), shares):
