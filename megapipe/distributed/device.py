@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,7 +134,16 @@ def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any
     """The context that another thread enters, so that its work on the device follows this one's in one queue."""
     if device.type != "cuda":
         return nullcontext
-    return partial(torch.cuda.stream, torch.cuda.current_stream(device))
+    stream = torch.cuda.current_stream(device)
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        # A thread begins with device 0. Leaving the stream would go back there, and make a context on it.
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(stream):
+            yield
+
+    return entered
 
 
 class Clock:

@@ -73,6 +73,7 @@ class Request:
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
+        averaged_over_cp: whoever synchronises gradients averages them over context-parallel ranks, see `Loss.share`.
         loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
         stream: the randomness of a microbatch.
         variable_seq_lengths: for this step, as for all of an engine.
@@ -95,6 +96,7 @@ class Request:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     calculate_per_token_loss: bool = False
+    averaged_over_cp: bool = False
     loss_scale: Callable[[], float] = lambda: 1.0
     stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
     variable_seq_lengths: bool = False
@@ -242,6 +244,7 @@ def _stages(
             loss_divisor=step.num_microbatches,
             loss_scale=step.loss_scale,
             per_token=step.calculate_per_token_loss,
+            averaged_over_cp=step.averaged_over_cp,
             collect_non_loss_data=step.collect_non_loss_data,
             stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths), moves.get(number)),
             slices=slices,
@@ -263,9 +266,10 @@ def _drawn(
     """The stream that layers draw from for a microbatch or a slice; those of `kept` are not computed again."""
     scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
     share = slices.share(number)
+    ranks = mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
 
     def weigh(tokens: int, part: float = share) -> float:
-        return scale * tokens if per_token else scale * part / step.num_microbatches
+        return scale * tokens if per_token else scale * part * ranks / step.num_microbatches
 
     stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
     stream = replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)

@@ -258,7 +258,8 @@ class _Runs(NamedTuple):
         else:
             run = partial(PASSES[f.kind], stage, one.number, given[0])
             beside = partial(PASSES[b.kind], back, other.number, given[1])
-            way = how(f, b, lambda: back.alike(one.number, other.number))
+            synchronises = any(getattr(x, "around_last_backward", None) is not None for x in (stage, back))
+            way = how(f, b, lambda: back.alike(one.number, other.number), synchronises=synchronises)
             made = self.together.run(run, beside, way, self.watch)
         self.watch.note(begin, passes=2)
         for call, tensor in zip((one, other), made, strict=True):

@@ -76,9 +76,11 @@ class Loss(NamedTuple):
                 raise ConfigError(
                     f"{_FORMS}; what it reports is one number or (sum, count), got {_form(number)} for {name!r}."
                 )
-        return Loss(value, _count(tokens[0], value) if tokens else None, dict(reported))
+        return Loss(value.reshape(()), _count(tokens[0], value) if tokens else None, dict(reported))
 
-    def share(self, microbatches: int, per_token: bool, scale: float, cp: Axis = ALONE) -> Tensor:
+    def share(
+        self, microbatches: int, per_token: bool, scale: float, cp: Axis = ALONE, *, averaged: bool = False
+    ) -> Tensor:
         """The gradient of the step's loss with respect to `value`: 1 / microbatches, and of a sum 1 / tokens (at
         least 1) too; per_token leaves both to the end of the step, when the tokens of the whole batch are known.
 
@@ -86,10 +88,14 @@ class Loss(NamedTuple):
             scale: factor on it, see optim.loss_scale.
             cp: ranks that have the microbatch's tokens among them: a sum is divided by the tokens of all, so that the
                 loss is the mean of the whole sequences; of means, which say no number of tokens, the mean counts.
+            averaged: gradients will be averaged over cp and not summed, as Megatron-LM's DistributedDataParallel does.
+                Then, as there, a sum is divided by this rank's own tokens, and a mean counts once for each rank.
         Raises: ConfigError for per_token without tokens.
         """
         if not per_token:
             share = torch.full_like(self.value, scale / microbatches)
+            if averaged:
+                return share * cp.size if self.tokens is None else share / self.tokens.clamp(min=1)
             if self.tokens is None:
                 return share / cp.size
             return share / cp.all_reduce(self.tokens.clone()).clamp(min=1)

@@ -62,8 +62,8 @@ class PipelineStage:
         module: has `set_input_tensor`; its forward is called by forward_step.
         holds_loss: its forward ends in loss_func. goes_on: so that hidden states are the output of a loss's stage too.
         of_depth: which depth of multi-token prediction it is, from 1, and what its loss counts.
-        loss_divisor, per_token, loss_scale: number of microbatches and the rest of `Loss.share`. What is reported knows
-            nothing of them. collect_non_loss_data asks loss_func for other data instead.
+        loss_divisor, per_token, loss_scale, averaged_over_cp: number of microbatches and the rest of `Loss.share`. What
+            is reported knows nothing of them. collect_non_loss_data asks loss_func for other data instead.
         stream: randomness of each microbatch.
         share: of the vocabulary, if this stage has one.
         combines: the ranks share the vocabulary, and this stage puts a loss together in a pass of its own: the k-th of
@@ -90,6 +90,7 @@ class PipelineStage:
     loss_divisor: int
     loss_scale: Callable[[], float] = lambda: 1.0
     per_token: bool
+    averaged_over_cp: bool = False
     collect_non_loss_data: bool
     stream: Callable[[int], Stream]
     share: VocabularyShare | None = None
@@ -279,7 +280,8 @@ class PipelineStage:
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss.kept()
         counts = self.loss_divisor, self.per_token, self.loss_scale() * self.of_depth[1], cp
-        share = self.slices.share_of(microbatch, self.losses, lambda loss: loss.share(*counts))
+        weigh = partial(Loss.share, averaged=self.averaged_over_cp)
+        share = self.slices.share_of(microbatch, self.losses, lambda loss: weigh(loss, *counts))
         self.losses[microbatch] = loss.kept(self.of_depth[0], cp)
         return loss.value, share
 

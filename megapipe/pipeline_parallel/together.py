@@ -41,14 +41,19 @@ class How(Enum):
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
 
 
-def how(one: Pass, other: Pass, alike: Callable[[], bool]) -> How:
-    """The way of two passes in their place of a row. alike: do both microbatches wait in the same places?
+def how(one: Pass, other: Pass, alike: Callable[[], bool], *, synchronises: bool = False) -> How:
+    """Return the way of two passes in their place of a row.
+
+    Args:
+        alike: do both microbatches wait in the same places?
+        synchronises: is code of Megatron's to synchronise gradients in the last backward of a stage? It sees all
+            gradients that arrive meanwhile, so no two backwards run together.
 
     Of one stage, both may add into the gradients of the same weights, and must in their order. Two of one kind do: they
     wait in the same places, so that the second stays behind. Others must not run together.
     """
     kinds = {one.kind, other.kind}
-    if not kinds <= set(_TURNS):
+    if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
         return How.APART
     if one.stage == other.stage and Kind.F not in kinds:
         same = len(kinds) == 1 and alike()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.distributed.device import has_cuda, pick_device, same_stream
 from megapipe.distributed.groups import group_of
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messages.transport import Transport
@@ -76,3 +76,32 @@ def test_links_have_few_blocks_and_no_other_communicator_does(monkeypatch):
     for is_link in (True, False):
         group_of([(0, 1)], 0, torch.device("cuda"), timedelta(seconds=1), is_link=is_link)
     assert asked == [2, 32]
+
+
+def test_another_thread_stays_on_the_ranks_device(monkeypatch):
+    """A thread begins with device 0: leaving a stream went back there, and made a context of each rank on it."""
+    visited: list[int] = []
+    current = [0]
+
+    class Stream:
+        def __enter__(self):
+            self.before = current[0]
+            current[0] = 3
+            visited.append(3)
+
+        def __exit__(self, *_):
+            current[0] = self.before
+            visited.append(self.before)
+
+    def take(device):
+        current[0] = device.index
+        visited.append(device.index)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Stream())
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    entered = same_stream(torch.device("cuda", 3))
+    for _ in range(2):
+        with entered():
+            pass
+    assert set(visited) == {3}

@@ -31,6 +31,12 @@ def test_a_loss_func_of_another_form_is_told_in_one_sentence(returned, text):
     assert text in str(caught.value)
 
 
+def test_a_loss_of_one_element_is_one_number():
+    """Of several depths such losses were stacked beside numbers, which ended in an error of torch's."""
+    loss = Loss.of((torch.ones(1, requires_grad=True), {}))
+    assert loss.value.shape == ()
+
+
 def test_a_forward_step_that_returns_no_pair_is_told_in_one_sentence():
     with pytest.raises(ConfigError, match=r"must return \(output, loss_func\), got a tensor \[2\] of float32"):
         output_of(torch.ones(2))

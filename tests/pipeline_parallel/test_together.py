@@ -103,6 +103,13 @@ def test_of_two_microbatches_one_of_which_is_recomputed_the_later_would_overtake
         assert how(Pass(Kind.BW, 0, 1), Pass(Kind.BW, number, 2), lambda: False) is wanted
 
 
+@pytest.mark.parametrize(("pair", "way"), [("BW BW", How.APART), ("B W", How.APART), ("F BW", How.OTHER_BEGINS)])
+def test_two_backwards_run_apart_where_megatrons_code_synchronises_in_the_last(pair: str, way: How) -> None:
+    """The other one's gradients would arrive while synchronisation is on: 11 of 12 hooks saw it, for 6 of 12."""
+    one, other = map(Kind, pair.split())
+    assert how(Pass(one, 0, 1), Pass(other, 1, 2), lambda: True, synchronises=True) is way
+
+
 def failing(log: list[str], name: str) -> Callable[[], None]:
     def run() -> None:
         collective(log, name).wait()

@@ -9,6 +9,7 @@ whole sequences stands. Kept for backward is what is here; keys travel once more
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.distributed.axis import Axis
+from megapipe.distributed.axis import Axis, at_waits
 from megapipe.distributed.tokens import Cut, Tokens
 from megapipe.errors import ConfigError
 from megapipe.models.attention.blocks import Sight, Sums, attend, differentiate
@@ -69,6 +70,12 @@ def _sees(sight: Sight, piece: range, begin: int) -> bool:
     return sight.first_seen(begin) < piece.stop
 
 
+def _for_itself() -> AbstractContextManager[None]:
+    """Let no other pass go on at the waits for slices: how many a slice sees follows this rank's documents, and experts
+    are shared with ranks that have others."""
+    return at_waits.do(None, at_waits.watch)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sight: Sight, way: str, has_graph: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,8 +91,9 @@ class _Attention(torch.autograd.Function):
         if piece and piece.start not in _parts(sight) and (has_graph or _is_seen_later(sight, piece)):
             _parts(sight)[piece.start] = _Part(stream.cut, stream.keep(kv, partial(_sees, sight, piece)))
         meet = _ring if "p2p" in way else _all_at_once
-        for part in _before(sight):
-            meet(sight, part.cut, part.kv, use)
+        with _for_itself():
+            for part in _before(sight):
+                meet(sight, part.cut, part.kv, use)
         meet(sight, stream.cut, kv, use)
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
         # The keys of a slice are kept once, for itself and for those behind it.
@@ -106,9 +114,10 @@ class _Attention(torch.autograd.Function):
             return differentiate(sight, q, mine, kv, held, grad, lse, delta, dq)
 
         back = _ring_back if "p2p" in ctx.way else _all_back
-        for before in _before(sight):
-            of_part = back(sight, before.cut, before.kv, use)
-            before.grad = of_part if before.grad is None else before.grad.add_(of_part)
+        with _for_itself():
+            for before in _before(sight):
+                of_part = back(sight, before.cut, before.kv, use)
+                before.grad = of_part if before.grad is None else before.grad.add_(of_part)
         dkv = back(sight, sight.stream.cut, part.kv if part else torch.stack(own), use)
         if part and part.grad is not None:
             dkv = dkv.add_(part.grad)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.config import ModelConfig
+from megapipe.distributed.axis import at_waits
 
 NOTHING = 1e-20
 """Added to a sum of scores that something is divided by."""
@@ -57,11 +58,15 @@ def sinkhorn(logits: Tensor, tokens: int, total: Callable[[Tensor], Tensor]) -> 
     """
     cost = logits.exp()
     columns = torch.ones_like(cost[0])
-    while True:
-        rows = 1 / tokens / ((columns * cost).sum(1, keepdim=True) + 1e-8)
-        before, columns = columns, 1 / cost.shape[1] / (total((rows * cost).sum(0)) + 1e-8)
-        if not (columns - before).abs().mean() > 1e-4:  # also where a logit is no number
-            return columns * cost * rows
+    # Other data-parallel ranks need other numbers of iterations, and share experts with this one. If another pass went
+    # on at each wait, the experts' ranks would meet in different orders.
+    with at_waits.do(None, at_waits.watch):
+        while True:
+            rows = 1 / tokens / ((columns * cost).sum(1, keepdim=True) + 1e-8)
+            before = columns
+            columns = 1 / cost.shape[1] / (total((rows * cost).sum(0)) + 1e-8)
+            if not (columns - before).abs().mean() > 1e-4:  # also where a logit is no number
+                return columns * cost * rows
 
 
 def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: torch.dtype) -> Tensor:

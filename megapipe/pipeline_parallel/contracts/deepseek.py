@@ -126,7 +126,7 @@ class PairedStage:
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input (None at the first stage) -> output (None at the loss)."""
-        return self._context.run(self._forward, microbatch, x)
+        return self._context.copy().run(self._forward, microbatch, x)  # two may run together
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output (None at the loss) -> of the input (None at the first stage)."""
@@ -156,7 +156,7 @@ class PairedStage:
         outputs, grads = ((), []) if saved.loss is not None else (saved.outputs, self._unpacked(grad))
         with WeightGradStore.backward(backward_stage.weight_grads, backward_microbatch, weights=weights):
             other = (backward_stage.module, saved.loss, list(outputs), grads)
-            output = self._context.run(self._forward, microbatch, x, other)
+            output = self._context.copy().run(self._forward, microbatch, x, other)
         return output, backward_stage._grad_of(saved)
 
     def weight(self, microbatch: int) -> None:

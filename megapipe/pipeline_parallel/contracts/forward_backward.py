@@ -140,7 +140,7 @@ class Step:
         _begin(modules)
         told: list[Loss] = []
         ours = (
-            {"on_loss": told.append}
+            {"on_loss": told.append, "averaged_over_cp": True}
             | _said_by(config)
             | self._stream(num_microbatches, consumed_microbatches, engine.mesh)
             | ours

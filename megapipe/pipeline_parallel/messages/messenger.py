@@ -198,8 +198,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _tag(made_by: Pass) -> int:
-    """A number for each message of a step; of slices, those of 512 microbatches."""
-    number = made_by.microbatch if made_by.slice is None else (made_by.microbatch << 6 | made_by.slice) & 0x7FFF
+    """Return a number for a message: another for each of 32,768 microbatches in turn, or 512 of slices.
+
+    More than an int32 holds would be no tag, and fewer are under way at a time.
+    """
+    number = made_by.microbatch if made_by.slice is None else made_by.microbatch << 6 | made_by.slice
+    number &= 0x7FFF
     return number << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.traits.makes[0])
 
 

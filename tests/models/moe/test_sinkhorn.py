@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from tiny import LLAMA
 
+from megapipe.distributed.axis import Pending, at_waits
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.moe.choice import best, sinkhorn
 from megapipe.models.moe.router import Router
@@ -38,6 +40,20 @@ def test_all_experts_are_wanted_alike_and_all_tokens_count_alike():
 
 def test_a_number_that_is_none_ends_it():
     assert sinkhorn(logits() * float("nan"), TOKENS, lambda x: x).isnan().all()
+
+
+def test_no_other_pass_goes_on_while_it_iterates():
+    """Ranks iterate as often as their tokens need. Where a pass that ran together with it went on at each wait, the
+    experts' ranks exchanged rows in different orders."""
+    turns: list[str] = []
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return Pending(x, SimpleNamespace(wait=lambda: turns.append("waited"))).wait()
+
+    with at_waits.do(lambda: turns.append("another goes on"), None):
+        sinkhorn(logits(), TOKENS, total)
+    assert len(turns) > 3
+    assert set(turns) == {"waited"}
 
 
 def test_weights_are_the_routers_own_and_the_choice_is_that_of_all_tokens_on_any_number_of_ranks():

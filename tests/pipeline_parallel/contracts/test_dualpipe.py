@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, mse_loss
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.process_groups import group_of
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.pipeline_parallel.contracts.deepseek import DeferredWeightGrads
+from megapipe.pipeline_parallel.contracts.deepseek import DeferredWeightGrads, PairedStage
 from megapipe.pipeline_parallel.contracts.dualpipe import (
     DualPipe,
     DualPipeV,
@@ -236,3 +236,22 @@ def test_weight_gradients_wait_only_in_a_backward_whose_w_pass_comes():
     assert done == ["alone"]
     owner.run(1)
     assert done == ["alone", "deferred"]
+
+
+def test_two_forwards_of_one_stage_may_run_together():
+    """The second ended in "cannot enter context", as both ran in the context of the stage."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0] == 0:
+                inner.append(stage.forward(1, None))
+            return self.weight * x
+
+    inner: list[Tensor | None] = []
+    stage = PairedStage(Nested(), [[torch.zeros(2)], [torch.ones(2)]], shapes=[(2,)], is_last=False)
+    assert torch.equal(stage.forward(0, None), torch.zeros(2))
+    assert torch.equal(inner[0], torch.ones(2))

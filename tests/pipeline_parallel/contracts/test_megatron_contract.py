@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.distributed.axis import CPU
+from megapipe.config import ModelConfig
+from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.process_groups import ProcessGroupCollection, group_of
 from megapipe.errors import ConfigError
+from megapipe.models.moe.router import Router
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.contracts.p2p import P2PCommunicator, axis_of
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.tensor_parallel.rng import initialize
 
 HIDDEN = {"hidden_size": 4, "sequence_parallel": False}
 
@@ -222,3 +225,69 @@ def test_a_gloo_groups_tensors_live_on_the_cpu():
     group = group_of(ProcessMesh.single(), ProcessMesh.single().tp)
     assert {device.type for device in group._device_types} == {"cpu", "cuda"}
     assert axis_of(group).device == CPU
+
+
+class Scaled(nn.Module):
+    """w x for this rank's part x of the tokens."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.weight, self.x = nn.Parameter(torch.ones((), dtype=torch.float64)), x
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        assert x is None
+
+    def forward(self) -> Tensor:
+        return self.weight * self.x
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("with_tokens", [True, False])
+def test_averaged_over_context_parallel_ranks_gradients_are_megatrons(ranks, with_tokens):
+    """Its forward_step_calc_loss divides a sum by this rank's own tokens, and multiplies a mean by the number of
+    ranks; its DistributedDataParallel averages over them. Ours were divided by that number once and twice more.
+    """
+    tokens = torch.arange(1.0, 9.0, dtype=torch.float64)
+
+    def loss_func(out: Tensor):
+        if with_tokens:
+            return out.sum(), torch.tensor(out.numel()), {"lm loss": (out.sum().item(), out.numel())}
+        return out.mean(), {"lm loss": out.mean().item()}
+
+    def body(mesh):
+        model = Scaled(tokens.chunk(ranks)[mesh.cp.rank])
+        run = get_forward_backward_func(mesh=mesh, config=SimpleNamespace(**HIDDEN))
+        step(model, loss=loss_func, run=run)
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    averaged = torch.stack(run_threads(body, cp=ranks)).mean()
+    assert averaged == tokens.mean() * (1 if with_tokens else ranks)
+
+
+def test_losses_of_routers_averaged_over_context_parallel_ranks_are_those_of_one_rank():
+    """What a router's loss adds to its weight's gradient was divided by the number of ranks once more."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, num_experts=2, moe_ffn_hidden_size=4, moe_router_topk=1,
+        moe_router_pre_softmax=True, moe_aux_loss_coeff=(1.0,), moe_z_loss_coeff=1.0,
+    )  # fmt: skip
+    x = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    class Routed(Scaled):
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(x)
+            self.router = Router(model, Axis(), 0).double()
+            initialize(self.router, 1, Axis())
+
+        def forward(self) -> Tensor:
+            return self.weight * self.router(self.x).weights
+
+    def body(mesh):
+        stage = Routed(x.chunk(mesh.cp.size)[mesh.cp.rank])
+        run = get_forward_backward_func(mesh=mesh, config=SimpleNamespace(**HIDDEN))
+        step(stage, loss=lambda out: (out.sum(), out.numel(), {}), run=run)
+        return stage.router.weight.grad
+
+    (whole,) = run_threads(body)
+    averaged = torch.stack(run_threads(body, cp=2)).mean(0)
+    torch.testing.assert_close(averaged, whole, rtol=1e-12, atol=1e-15)

@@ -10,7 +10,7 @@ import torch
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.messages.messenger import Messenger, receive_ahead
+from megapipe.pipeline_parallel.messages.messenger import Messenger, _tag, receive_ahead
 from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Costs, Exchange, Kind, Message, Pass, Program, build, lower
 from megapipe.schedule.transforms.optimizer import with_optimizer
@@ -140,3 +140,11 @@ def test_another_shape_than_that_of_hidden_states_is_that_of_its_pass() -> None:
     )  # fmt: skip
     given = comm.exchange((Message(Pass(Kind.S, 0, 0), 0, 1), Message(Pass(Kind.F, 0, 0), 0, 1)), torch.zeros)
     assert [tuple(x.tensor.shape) for x in given.values()] == [(5, 2), (2, 1, 3)]
+
+
+@pytest.mark.parametrize("piece", [None, 3])
+def test_a_message_of_any_microbatch_has_a_tag_that_is_an_int32(piece: int | None) -> None:
+    """From the 32,768th microbatch on its number was too large, and the message a TypeError of torch's."""
+    tags = {_tag(Pass(Kind.F, 5, number, piece)) for number in range(500_000, 500_400)}
+    assert len(tags) == 400
+    assert max(tags) < 2**31
