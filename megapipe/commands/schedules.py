@@ -56,7 +56,11 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Run one of its four commands. Returns: the exit status."""
-    args = parser().parse_args(argv)
+    top = parser()
+    for word in argv:
+        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            top.error(f"argument {word.removesuffix('=--')}: a value is needed, got '--'")
+    args = top.parse_args(argv)
     try:
         return int(args.run(args))
     except ScheduleError as error:

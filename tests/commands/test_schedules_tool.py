@@ -109,6 +109,10 @@ SIZE = ("--pp", "4", "--microbatches", "8")
         (("show", "interleaved", *SIZE, "--chunks", "100000000"), "tables have at most 4,000,000 in 10,000"),
         (("show", "zb-auto", "--pp", "1000000", "--microbatches", "8"), "tables have at most 4,000,000 in 10,000"),
         (("compare", "--pp", "4"), "required: --microbatches"),
+        (
+            ["show", "1f1b", "--pp", "2", "--microbatches", "4", "--png=--"],
+            "argument --png: a value is needed, got '--'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(args, says):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import math
 import re
 import shlex
 import shutil
@@ -61,6 +62,8 @@ class Flags:
     """Scenes of tools/proofs/inputs/commands.toml to draw from. Default: all."""
     first: int = 0
     """The number of the first line; a run that was cut off goes on so."""
+    seconds: float = math.inf
+    """Draw no more lines after this time."""
     only_line: int | None = None
     """Run this line alone, and show all that it prints and which of its flags act."""
 
@@ -134,7 +137,10 @@ def main(argv: Sequence[str]) -> None:
         if flags.only_line is not None:
             raise SystemExit(_show(flags, scenes, Path(folder)))
         bench = Bench(scenes, Path(folder))
+        until = time.monotonic() + flags.seconds
         for n in range(flags.first, flags.first + flags.lines):
+            if time.monotonic() > until:
+                break
             scene, groups, drawn, draw = _line(flags, scenes, n)
             began = time.monotonic()
             outcome = bench.run(scene, groups)

@@ -109,7 +109,10 @@ def _without_ranks() -> None:
     def end(*given: Any, **named: Any) -> NoReturn:
         process = given[0]
         handed = getattr(process, "_target", None), getattr(process, "_args", None), given[1:], named
-        print("handed to a process:", re.sub(r" at 0x\w+|(?<=port=)\d+", "", repr(handed)))
+        # Without addresses, and without the free port that run_ranks hands over as the third argument.
+        plain = re.sub(r" at 0x\w+", "", repr(handed))
+        # run_ranks hands over a free port as the third argument.
+        print("handed to a process:", re.sub(r"(?<=<function _rank>, )\((\d+), (\d+), \d+", r"(\1, \2, PORT", plain))
         sys.stdout.flush()
         os._exit(0)
 
