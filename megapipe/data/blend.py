@@ -50,6 +50,10 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
         for text, weight, prefix in zip(data_path[::2], weights, data_path[1::2], strict=True)
         if weight is None or not (math.isfinite(weight) and weight > 0)
     ]
+    if not problems and math.isinf(sum(weight or 0.0 for weight in weights)):
+        problems = [
+            "the weights of --data-path have a sum that no number can hold. Give smaller ones, such as 1 and 2."
+        ]
     if problems:
         raise DataError(problems)
     return list(data_path[1::2]), normalised([weight or 0.0 for weight in weights])
@@ -79,6 +83,8 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers):
         raise DataError(f"--split {split!r} is not up to three numbers of at least 0, such as --split 969,30,1")
     values = [float(n) for n in numbers] + [0.0] * (3 - len(numbers))
+    if math.isinf(sum(values)):
+        raise DataError(f"--split {split[:40]!r} has a sum that no number can hold. Use --split 969,30,1 or the like.")
     if not any(values):
         raise DataError(f"--split {split!r} leaves nothing: one proportion must be above 0, such as --split 969,30,1")
     # Edges are sums of shares, rounded at each use: that is how Megatron-LM cuts, to the sequence.

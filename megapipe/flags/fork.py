@@ -39,7 +39,7 @@ def uneven(given: dict[str, list[str]], ranks: int) -> str:
     numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
     if any("decoder-" in name or "account-for" in name or name == _LAYOUT for name in given):
         return "another flag says which stage holds how many layers"
-    if not all(len(values) == 1 and values[0].isdecimal() for values in numbers):
+    if not all(len(values) == 1 and _is_number(values[0]) for values in numbers):
         return "without effect"
     layers, per_stage = (int(values[0]) for values in numbers)
     if layers % (ranks * (per_stage or 1)) == 0:
@@ -78,7 +78,7 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> 
     pending = given.get(_PENDING, ["auto"])[0]
     if pending == "auto":
         return "zb-auto", []
-    if not pending.isdecimal() or int(pending) < ranks:
+    if not _is_number(pending) or int(pending) < ranks:
         return None, [
             f"{_PENDING} {pending}: a microbatch for each of {ranks} pipeline ranks is the least. "
             f"Use {ranks} (zb-h1), {2 * ranks} (zb-h2) or auto."
@@ -91,6 +91,11 @@ def _by_groups(size: str, ranks: int) -> tuple[str | None, list[str]]:
     if size == "0":
         return None, []
     least = (ranks + 1) // 2
-    if size.isdecimal() and int(size) >= least:
+    if _is_number(size) and int(size) >= least:
         return "group-interleaved", []
     return None, [f"{_GROUP} {size}: a group has at least half of {ranks} pipeline ranks. Use {least} to {ranks}."]
+
+
+def _is_number(text: str) -> bool:
+    """Is it a whole number that Python reads? It refuses thousands of digits."""
+    return text.isdecimal() and len(text) < 20

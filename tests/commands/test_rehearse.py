@@ -105,6 +105,13 @@ def test_two_of_sixty_four_ranks_are_rehearsed(capsys):
     assert "on 64 processes under gpipe" in said
 
 
+@pytest.mark.parametrize("rank", ["2", "x", "0,", "9" * 5000])
+def test_a_rank_that_the_run_has_not_is_refused(rank):
+    """int() refuses 5000 digits with a ValueError, which was a traceback; found by drawn command lines."""
+    with pytest.raises(ConfigError, match="must be numbers from 0 to 1, by commas"):
+        rehearse.main(["--world-size", "2", "--ranks", rank, "--", *MODEL.split()])
+
+
 def test_experts_without_a_token_on_a_rank_alone_get_no_rows():
     """64 ranks of 4 experts and 64 tokens: its own experts may have none of a microbatch, and so of nobody."""
     alone, nothing = Alone(1, 2), torch.ones(3, 2)

@@ -108,6 +108,16 @@ def test_zero_bubble_switches_that_cannot_be_met():
     assert problem("--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "max").endswith("zb, half or min")
 
 
+@pytest.mark.parametrize("digits", [21, 5000])
+def test_a_number_of_the_forks_that_python_does_not_read_is_refused(digits):
+    """int() refuses more than 4300 digits with a ValueError, which was a traceback; found by drawn command lines."""
+    many, pp = "9" * digits, ("--pipeline-model-parallel-size", "4")
+    pending = ("--enable-zero-bubble", "--zero-bubble-max-pending-backward", many)
+    assert problem(*pp, *pending).endswith("Use 4 (zb-h1), 8 (zb-h2) or auto.")
+    group = ("--interleave-group-size", many, "--num-layers-per-virtual-pipeline-stage", "1")
+    assert problem(*pp, *group).endswith("Use 2 to 4.")
+
+
 def test_the_zero_bubble_forks_groups_are_group_interleaved():
     flags = ["--pipeline-model-parallel-size", "8", "--interleave-group-size"]
     chunks = ["--num-layers-per-virtual-pipeline-stage", "1"]

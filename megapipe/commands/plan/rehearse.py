@@ -138,9 +138,10 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
     """Places in their pipelines of the ranks that were asked for."""
     if ranks is None:
         return None
-    if not all(r.isdecimal() and int(r) < config.world_size for r in ranks.split(",")):
+    numbers = ranks.split(",")
+    if not all(r.isdecimal() and len(r) < 20 and int(r) < config.world_size for r in numbers):
         raise ConfigError(f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas.")
-    return {line.index(int(r)) for r in ranks.split(",") for line in _pipelines(config) if int(r) in line}
+    return {line.index(int(r)) for r in numbers for line in _pipelines(config) if int(r) in line}
 
 
 def alike(config: Config, plan: Plan) -> list[int]:

@@ -74,7 +74,7 @@ class NullTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises: ValueError for a word that is not an id."""
-        ids = [int(word) if word.isdecimal() else -1 for word in text.split()]
+        ids = [int(word) if word.isdecimal() and len(word) < 20 else -1 for word in text.split()]
         for word, i in zip(text.split(), ids, strict=True):
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"{word[:40]!r} is not an id from 0 to {self.vocab_size - 1}")

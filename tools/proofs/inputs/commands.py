@@ -210,6 +210,8 @@ def silent(
     options = scene.of_run | own
     if "--help" in words or "-h" in words or "--json=-" in words or ["--json", "-"] in groups:
         return None  # the help, or numbers alone
+    if any(flag in map(flag_of, groups) for flag in scene.ends.split()):
+        return None
     again = None
     for flag in looked_at:
         option = options.get(flag)

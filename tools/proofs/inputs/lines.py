@@ -33,6 +33,7 @@ class Scene:
         of_a_run: flags of a run that it takes too, and which of them are looked at: "told", all, as the command tells
             what becomes of each; "trained", those that decide numbers; "planned", none: those that a plan does not
             depend on act in the run.
+        ends: flags with which a line ends at its first process, before others can act.
         codes: exit statuses, in addition to 0 and 2, that the command documents.
         shared: the table of values, work and reasons of all commands.
         values, most, silent: those of this one.
@@ -47,6 +48,7 @@ class Scene:
     ranks: bool = True
     stable: bool = True
     of_a_run: str = ""
+    ends: str = ""
     codes: tuple[int, ...] = ()
     shared: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
