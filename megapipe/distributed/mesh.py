@@ -277,7 +277,9 @@ def build_mesh(
             made[sets] = axis(name, sets)
         found = made[sets]
         if name in ("tp", "experts") and found.group is not None and found.shared is None and device == CPU:
-            found = replace(found, shared=SharedMemory(found.rank, found.gather_json, position))
+            called = "tensor-parallel group" if name == "tp" else "group of experts"
+            shared = SharedMemory(found.rank, found.gather_json, position, called)
+            found = replace(found, shared=shared)
         return found
 
     pipelines, position = grids.sets("pp"), Position()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ _JOINT = {"mp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-dp-
 """Megatron-LM's names, and those of a mesh's axes."""
 
 
-@dataclass
+@dataclass(repr=False)
 class ProcessGroupCollection:
     """Megatron's collection of a rank's groups; None where there is none, or none was asked for.
 
@@ -60,9 +60,26 @@ class ProcessGroupCollection:
         return ProcessGroupCollection(**{name: group_of(mesh, axis) for name, axis in axes.items()})
 
     @staticmethod
-    def use_mpu_process_groups(required_pgs: Any = None) -> ProcessGroupCollection:
-        """Groups of the current mesh, all that there are."""
-        return ProcessGroupCollection.of(ProcessMesh.required())
+    def use_mpu_process_groups(
+        required_pgs: Collection[str] | None = None,
+    ) -> ProcessGroupCollection:
+        """Return the current mesh's groups of these names, or all of them for None.
+
+        Raises: ValueError for names that Megatron's collection does not have.
+        """
+        found = ProcessGroupCollection.of(ProcessMesh.required())
+        names = {field.name for field in fields(ProcessGroupCollection)}
+        wanted = names if required_pgs is None else set(required_pgs)
+        if unknown := wanted - names:
+            listed = ", ".join(map(str, sorted(unknown)))
+            raise ValueError(f"Invalid process groups requested: {listed}; there are {', '.join(sorted(names))}")
+        return ProcessGroupCollection(**{name: getattr(found, name) for name in wanted})
+
+    def __repr__(self) -> str:
+        """Name the groups with their sizes, as Megatron-LM does: ProcessGroupCollection(tp(4), pp(2))."""
+        groups = {field.name: getattr(self, field.name) for field in fields(self)}
+        sizes = [f"{name}({group.size()})" for name, group in groups.items() if group is not None]
+        return f"ProcessGroupCollection({', '.join(sizes) or 'empty'})"
 
 
 def group_of(mesh: ProcessMesh, axis: Axis) -> Group:

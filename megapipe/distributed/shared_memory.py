@@ -63,10 +63,12 @@ class SharedMemory:
     Args:
         gather: every rank's value, in rank order.
         position: its limit_s is how long another rank is waited for.
+        name: what an error calls the ranks' group.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]], position: Position) -> None:
+    def __init__(self, rank: int, gather: Callable[[Any], list[Any]], position: Position, name: str) -> None:
         self._rank, self._gather, self._position = rank, gather, position
+        self._name = name
         self._works = True
         self._peers: dict[int, _Peer] = {}
         self._slots: list[_Slot] = []
@@ -94,7 +96,7 @@ class SharedMemory:
             try:
                 os.write(peer.outbox, bytes((index,)))
             except BrokenPipeError:
-                raise _gone(rank) from None
+                raise self._gone(rank) from None
 
         def wait() -> None:
             with record_function("exchange through shared memory"):
@@ -115,14 +117,17 @@ class SharedMemory:
         while number not in peer.slots:
             if not inbox.poll(1000 * limit_s):
                 raise dist.DistNetworkError(
-                    f"Timed out after {limit_s:g} s of waiting for rank {rank} of the tensor-parallel group"
+                    f"Timed out after {limit_s:g} s of waiting for rank {rank} of the {self._name}"
                 )
             told = os.read(peer.inbox, 64)
             if not told:
-                raise _gone(rank)
+                raise self._gone(rank)
             peer.slots.update(enumerate(told, peer.heard))
             peer.heard += len(told)
         return peer.slots.pop(number)
+
+    def _gone(self, rank: int) -> dist.DistNetworkError:
+        return dist.DistNetworkError(f"rank {rank} of the {self._name} has closed its pipe")
 
     def _room(self, nbytes: int) -> int | None:
         """The first slot with room for nbytes whose segments all ranks have read, a new one if there is none."""
@@ -222,7 +227,3 @@ def _identity(path: str) -> list[Any]:
     """A file, and the system that it is in since its start."""
     status = os.stat(path)
     return [status.st_dev, status.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text()]
-
-
-def _gone(rank: int) -> dist.DistNetworkError:
-    return dist.DistNetworkError(f"rank {rank} of the tensor-parallel group has closed its pipe")

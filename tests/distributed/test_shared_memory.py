@@ -216,3 +216,15 @@ def test_a_rank_that_waits_for_a_killed_one_gets_an_error_at_once(tmp_path):
     assert ranks[0].wait(30) == 1
     assert [rank.log.read_text().splitlines()[0] for rank in ranks] == ["4.0 2"] * 2
     assert "DistNetworkError: rank 1 of the tensor-parallel group has closed its pipe" in ranks[0].log.read_text()
+
+
+def test_a_killed_rank_of_the_experts_is_not_said_to_be_tensor_parallel(tmp_path):
+    """kill -9 of rank 1 at ep 2, tp 1 said "the tensor-parallel group", which does not exist there."""
+    script = tmp_path / "rank.py"
+    experts = RANK.replace("tensor_model_parallel_size", "expert_model_parallel_size")
+    script.write_text(experts.replace("mesh.tp", "mesh.experts"))
+    ranks = start_ranks(2, [script], tmp_path)
+    assert ranks[1].wait() == -signal.SIGKILL
+    assert ranks[0].wait(30) == 1
+    said = "DistNetworkError: rank 1 of the group of experts has closed its pipe"
+    assert said in ranks[0].log.read_text()

@@ -137,6 +137,19 @@ def test_finalize_model_grads_func_is_given_groups():
         assert (positions, same) == (rank == 0, True)
 
 
+def test_a_collection_has_the_groups_asked_for_and_names_them_as_megatron_does():
+    def body(mesh: ProcessMesh):
+        mesh.activate()
+        use = ProcessGroupCollection.use_mpu_process_groups
+        some = use(["tp", "pp"])
+        with pytest.raises(ValueError, match="Invalid process groups requested: dpp"):
+            use(["dpp"])
+        return some.dp, repr(some), use().dp is not None
+
+    assert run_threads(body, pp=2) == [(None, "ProcessGroupCollection(tp(1), pp(2))", True)] * 2
+    assert repr(ProcessGroupCollection()) == "ProcessGroupCollection(empty)"
+
+
 def orders(**config):
     """(chunk, microbatch) of each forward on the first of two ranks."""
 
