@@ -26,6 +26,7 @@ from megapipe.flags.stop import say
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
 _LEAST_IDS = 261
+_MOST_IDS = 2**31 - 1  # SentencePiece counts in 32 bits
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
         problems.append(
             f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"
         )
+    if flags.vocab_size > _MOST_IDS:
+        problems.append(f"--vocab-size {flags.vocab_size} must be at most {_MOST_IDS}")
     problems += file_problems({"--output": flags.output})
     if problems:
         raise ConfigError(problems)
