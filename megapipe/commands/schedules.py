@@ -225,11 +225,20 @@ def run_compare(args: argparse.Namespace) -> int:
             print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
     if args.effort is not None and not searched:
         print(f"--effort {args.effort:g} is without effect: none of these schedules is searched for")
+    if args.comm_share is not None and not any(_may_pair(name) for name in names):
+        print(f"--comm-share {args.comm_share:g} is without effect: none of these runs passes together. Add --pairs.")
     written: dict[Path, str | bytes] = {} if args.csv is None else {args.csv: study_to_csv(points)}
     written |= draw_study(points, figure, args.memory) if figure.named else {}
     for path, content in written.items():
         write_complete(path, content)
     return 0
+
+
+def _may_pair(name: str) -> bool:
+    """Can a schedule run passes together? Of the catalogue's, a small table tells it."""
+    if is_file(name):
+        return True
+    return not entry_of(name).searched and any(len(step) > 1 for row in build(name, 4, 8).ranks for step in row)
 
 
 def run_site(args: argparse.Namespace) -> int:

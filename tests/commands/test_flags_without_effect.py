@@ -64,3 +64,11 @@ def test_a_comparison_without_a_search_says_that_its_effort_is_without_effect(ca
     assert "--effort 0.1 is without effect: none of these schedules is searched for" in capsys.readouterr().out
     command("schedules")([*line.split(), "zb-auto"])
     assert "without effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names, idle", [("zb-h1", True), ("dualpipe", False)])
+def test_a_comparison_without_pairs_says_that_a_share_of_communication_is_without_effect(names, idle, capsys):
+    line = f"compare --pp 4 --microbatches 8 --comm-share 0.5 --only {names}"
+    command("schedules")(line.split())
+    said = "--comm-share 0.5 is without effect: none of these runs passes together. Add --pairs."
+    assert (said in capsys.readouterr().out) == idle
