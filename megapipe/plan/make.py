@@ -237,18 +237,22 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 def _of_batch(plan: Plan, config: Config, *, paired: bool) -> Plan:
     """The plan of the model's own chain, whose ends have the vocabulary, for another number of microbatches."""
     place, count = plan.schedule.placement, config.num_microbatches
+    made = None
     if is_searched(schedule_name(config)):
         limit = config.parallel.memory_limit_gib
         of_count = Schedule(plan.schedule.name, place, count, ((),) * place.num_ranks, cuts=plan.schedule.cuts)
         empty = replace(plan, schedule=of_count)
-        made = _searched(config, empty, None if limit is None else limit * GIB, fixed=True)
-    elif (schedule := schedule_of(config, count)).placement == place:
+        found = _searched(config, empty, None if limit is None else limit * GIB, fixed=True)
+        # A search that finds nothing leaves the table empty. Then the run begins as the whole plan does.
+        made = found if any(found.schedule.ranks) else None
+    if made is None:
+        schedule = schedule_of(config, count)
+        if schedule.placement != place:
+            raise ConfigError(
+                f"--pipeline-schedule {schedule.name} has other stages for {count} microbatches than for "
+                f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
+            )
         made = replace(plan, schedule=schedule)
-    else:
-        raise ConfigError(
-            f"--pipeline-schedule {schedule.name} has other stages for {count} microbatches than for "
-            f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
-        )
     made = _paired(made, config) if paired else made
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and made.pieces.kept:
         made = replace(made, pieces=replace(made.pieces, kept=(made.pieces.kept[0], kept_shares(made.schedule, some))))

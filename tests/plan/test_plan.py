@@ -10,7 +10,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan import GIB, Plan, changes, counts_of, make_plan, schedule_of, table
 from megapipe.plan.make import with_batch
-from megapipe.schedule import SCHEDULES, Costs, simulate
+from megapipe.schedule import SCHEDULES, Costs, simulate, verify
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.views.moved import MOVES
 
@@ -81,6 +81,15 @@ def test_a_batch_that_begins_with_too_few_microbatches_to_copy_anything_starts_w
     begun = with_batch(plan, first)
     assert begun.schedule.num_microbatches == 1
     assert not begun.schedule.kinds & MOVES
+
+
+def test_a_search_that_finds_no_order_of_slices_starts_with_the_table_that_the_whole_plan_takes():
+    """With fewer microbatches in its first steps the run had an empty table, which was refused in the first one."""
+    given = config("--pipeline-schedule zb-auto --pipeline-slices 2 --num-layers 4 --pipeline-model-parallel-size 1", 1)
+    given = replace(given, train=replace(given.train, micro_batch_size=1, global_batch_size=8))
+    begun = with_batch(make_plan(given), given.with_batch(4))
+    assert begun.schedule.num_microbatches == 4
+    verify(begun.schedule)
 
 
 WIDE = "--num-layers 16 --hidden-size 256 --pipeline-model-parallel-size 4"
