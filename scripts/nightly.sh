@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What draws many cases: schedules under every cost, trainings compared with one process, two hosts of which one dies,
+# What draws many cases: schedules under every cost, all pairs of choices of a run, trainings compared with one process, two hosts of which one dies,
 # faults at random moments, damaged inputs and command lines of every command, mutants of the core; the docs' site; the
 # GPU's check on a CPU; the newest torch under each Python. MINUTES (of the comparison, 30), CASES (of post-validation,
 # 300), DRAWS (of inputs, 20000), COMMAND_LINES (5000), MUTANTS (100) and SEED change it. A case that differs is printed as
@@ -14,6 +14,7 @@ WORKERS=0 bash scripts/test.sh tests/schedule/test_schedule_properties.py tests/
   tests/pipeline_parallel/contracts/test_p2p.py tests/optim/test_distributed.py tests/training/test_same_numbers.py \
   tests/training/guards/test_two_hosts.py tests/tensor_parallel/test_rng.py tests/tensor_parallel/test_sequence_parallel.py \
   tests/test_scripts.py tests/models/test_transformer_engine.py tests/checkpoint/test_commit.py tests/training/test_precision.py
+python -m tools.proofs.cover --strength 2 --seed "${SEED:-$(date +%j)}" # --strength 3 is a night of its own
 python tools/proofs/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/check_zero.py

@@ -48,8 +48,7 @@ def array(strength: int, seed: int) -> Array:
         return asked(tuple(row[name] for name in CHOICES), most)
 
     made = Array({name: list(values) for name, values in CHOICES.items()}, said, choices_named, seed)
-    for size in range(2, strength + 1):
-        made.extend(size, lambda text: print(text, flush=True))
+    made.extend(strength, lambda text: print(text, flush=True))
     return made
 
 
@@ -141,7 +140,8 @@ def _all(options: argparse.Namespace, runs: Runs) -> int:
     if options.results and options.results.exists():
         for line in options.results.read_text().splitlines():
             found = json.loads(line)
-            known[short(PLAIN | found.pop("case"))] = Verdict(**found)
+            case = found.pop("case")
+            known[short(PLAIN | case)] = Verdict(**found)
     left = [row for row in made if short(row) not in known]
     for row, verdict in run(left, runs, options.jobs):
         known[short(row)] = verdict

@@ -47,12 +47,16 @@ class Array:
         self._excluded = np.zeros((size, size), bool)
 
     def extend(self, strength: int, say: Callable[[str], None] = lambda text: None) -> None:
-        """Add rows until every legal combination of `strength` choices is in one of them.
+        """Add rows until every legal combination of `strength` choices is in one of them, pairs first.
 
         Args:
             strength: 2 or 3.
             say: called with a line now and then.
         """
+        for size in range(2, strength + 1):
+            self._extend(size, say)
+
+    def _extend(self, strength: int, say: Callable[[str], None]) -> None:
         missing = self._missing(strength)
         for row in self.rows:
             self._strike(missing, row, strength)

@@ -1,0 +1,96 @@
+"""The covering array of tools/proofs/cover: its rows have every legal combination, and its judge sees what differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.proofs.cover.array import Array
+from tools.proofs.cover.choices import CHOICES, PLAIN, num_layers, one_process, problems, world_size
+from tools.proofs.cover.judge import Runs, differences
+from tools.proofs.cover.planted import DEFECTS
+from tools.proofs.cover.rank import Numbers, Part
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"a": ["0", "1", "2"], "b": ["0", "1"], "c": ["0", "1", "2"], "d": ["0", "1"], "e": ["0", "1"]}
+
+
+def refused(row, fixed=None):
+    """Two rules: one of two choices, one that forbids a third value where two are given."""
+    if row["a"] == "2" and row["b"] == "0":
+        return ["a 2 needs b 1"]
+    if row["c"] == "1" and row["d"] == "1" and row["e"] == "1":
+        return ["c 1, d 1 and e 1 exclude each other"]
+    return []
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_the_rows_have_every_combination_that_any_legal_case_has(strength):
+    array = Array(SMALL, refused, lambda text: {name for name in SMALL if name in text.split()})
+    array.extend(strength)
+    every = [dict(zip(SMALL, values, strict=True)) for values in product(*SMALL.values())]
+    legal = [row for row in every if not refused(row)]
+
+    def covered(rows):
+        return {combination for row in rows for combination in combinations(sorted(row.items()), strength)}
+
+    assert all(not refused(row) for row in array.rows)
+    assert covered(array.rows) == covered(legal)
+    assert array.legal(strength) == len(covered(legal))
+    assert len(array.rows) < len(legal) / 2
+    assert (("a", "2"), ("b", "0")) in array.refused
+
+
+def test_the_usual_case_is_legal_and_a_refused_one_says_why():
+    assert problems(PLAIN) == ()
+    (sentence,) = problems(PLAIN | {"vocabulary": "shared"})
+    assert "--vocab-parallel-pipeline" in sentence
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_each_value_of_a_choice_has_flags_that_parse(name):
+    for value in CHOICES[name]:
+        case = PLAIN | {name: value}
+        assert all("unknown flag" not in line and "invalid choice" not in line for line in problems(case))
+
+
+def test_a_case_of_two_ranks_that_is_saved_and_goes_on_on_one_has_the_numbers_of_one_process(tmp_path):
+    case = PLAIN | {"pp": "2", "schedule": "zb-h1", "resumed": "into-one", "evaluation": "every-2"}
+    verdict = Runs(tmp_path, 120).judge(case)
+    assert (verdict.result, verdict.found) == ("same", ())
+
+
+def numbers(weight: float, loss: float) -> Numbers:
+    steps = {n: {"lm loss": loss, "norm": 1.0, "skipped": 0.0} for n in range(1, 6)}
+    weights = {"layers.0.weight": Part(torch.full((4, 2), weight, dtype=torch.float64), {})}
+    return Numbers(steps, [{"lm loss": loss}], {"weights": weights})
+
+
+def test_a_loss_and_a_weight_that_differ_are_named():
+    whole = numbers(1.0, 3.0)
+    assert differences(PLAIN, [numbers(1.0, 3.0)], whole) == []
+    found = differences(PLAIN, [numbers(1.001, 3.0)], whole)
+    assert len(found) == 1
+    assert "weights of layers.0.weight differ by 0.001" in found[0]
+    assert all("lm loss" in line for line in differences(PLAIN, [numbers(1.0, 3.1)], whole))
+    half = replace(whole, tensors={"weights": {"layers.0.weight": Part(torch.ones(2, 2).double(), {0: (1, 2)})}})
+    assert differences(PLAIN, [half], whole) == []
+
+
+def test_the_reference_is_one_process_of_the_same_model():
+    case = PLAIN | {"pp": "4", "tp": "2", "router": "softmax", "sharding": "weights"}
+    alone = one_process(case)
+    assert world_size(alone) == 1
+    assert alone["router"] == "softmax"
+    assert num_layers(PLAIN | {"pp": "4", "schedule": "zb-v"}) == 8
+
+
+def test_each_planted_defect_has_its_place_in_the_package():
+    for name, defect in DEFECTS.items():
+        text = (ROOT / "megapipe" / defect.path).read_text()
+        assert text.count(defect.before) == 1, name
+        assert all(value in CHOICES[choice] for choice, values in defect.where.items() for value in values), name
