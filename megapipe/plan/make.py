@@ -31,7 +31,7 @@ from megapipe.plan.transforms.paired import linked, with_pairs
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, Work, pieces
 from megapipe.schedule import Schedule
-from megapipe.schedule.transforms.depths import own_chain, with_depths
+from megapipe.schedule.transforms.depths import behind, own_chain, with_depths
 from megapipe.schedule.views.moved import MOVES
 
 
@@ -129,7 +129,10 @@ def _step_time(plan: Plan) -> float:
 def with_further(config: Config, plan: Plan, depths: tuple[Work, ...], ranks: Sequence[int]) -> Plan:
     """The plan with depths of multi-token prediction on these ranks, and with the passes of a shared vocabulary."""
     plan = replace(plan, pieces=plan.pieces.further(depths))
-    costs, vocabulary = linked(config, plan.costs), plan.pieces.shares > 1
+    vocabulary = plan.pieces.shares > 1
+    place = replace(behind(plan.schedule.placement, ranks), vocabulary=vocabulary)
+    # Costs name each stage, depths too: they are those of the placement to come.
+    costs = linked(config, replace(plan, schedule=replace(plan.schedule, placement=place)).costs)
     return replace(plan, schedule=with_depths(plan.schedule, ranks, costs, vocabulary=vocabulary))
 
 

@@ -32,6 +32,19 @@ def count(table: Schedule, *kinds: Kind) -> int:
     return sum(x.kind in kinds for row in table.ranks for step in row for x in step)
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("depths", [1, 2])
+def test_depths_of_multi_token_prediction_have_shards_too(strategy, depths):
+    """Every such run was refused by a sentence of the clock, as the costs had no column for a depth."""
+    made, _ = plan(
+        FSDP, "--data-parallel-sharding-strategy", strategy, "--mtp-num-layers", str(depths),
+        "--pipeline-model-parallel-size", "2",
+    )  # fmt: skip
+    verify(made.schedule)
+    assert made.schedule.placement.depths == depths
+    assert count(made.schedule, Kind.RS) >= made.schedule.placement.num_stages
+
+
 @pytest.mark.parametrize(
     "flags, kept",
     [
