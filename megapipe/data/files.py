@@ -82,6 +82,11 @@ def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
     write_complete(_how(output), json.dumps(how, indent=1) + "\n")
 
 
+def forget_how(output: str | os.PathLike[str]) -> None:
+    """Remove what `note_how` wrote of a former output, before the next one takes its place."""
+    _how(output).unlink(missing_ok=True)
+
+
 def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, Any]) -> bool:
     """Do all outputs exist, none older than an input, and was the first one made so?"""
     made, sources = [Path(p) for p in outputs], [Path(p) for p in inputs]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapipe.data.files import write_complete
+from megapipe.data.files import write_complete, writing
 from megapipe.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 _PROBE = (
@@ -40,6 +40,12 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
         "eod": tokenizer.eod,
     }
     write_complete(_path(prefix), json.dumps(said, indent=1) + "\n")
+
+
+def forget_fingerprint(prefix: str) -> None:
+    """Remove the fingerprint of a former PREFIX.bin and .idx."""
+    with writing(prefix):
+        _path(prefix).unlink(missing_ok=True)
 
 
 def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapipe.config import TokenizerConfig
-from megapipe.data.fingerprint import write_fingerprint
+from megapipe.data.files import forget_how
+from megapipe.data.fingerprint import forget_fingerprint, write_fingerprint
 from megapipe.data.indexed import IndexedWriter, token_dtype
 from megapipe.data.text import RawDocument, raw_documents, texts
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -88,6 +89,10 @@ def preprocess(
             report(documents, num_bytes)
         if not all(tokens):
             raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
+        # Cut off between the new tokens and what is noted of them, the former notes would vouch for the new tokens.
+        forget_how(f"{prefixes[0]}.bin")
+        for prefix in prefixes:
+            forget_fingerprint(prefix)
     for prefix in prefixes:
         write_fingerprint(prefix, tokenizer, encoding.tokenizer.tokenizer)
     return [Written(prefix, documents, n) for prefix, n in zip(prefixes, tokens, strict=True)]

@@ -246,3 +246,19 @@ def test_on_a_terminal_documents_fill_a_bar_and_elsewhere_a_line_is_printed(tmp_
     said = capsys.readouterr()
     assert "Processed" not in said.out
     assert re.search(r"\r\[#+\.+\] +\d+% 50 documents, \d+ s left\r *\r$", said.err), said.err
+
+
+def test_tokens_cut_off_before_their_notes_have_no_notes_of_former_ones(tmp_path, monkeypatch) -> None:
+    """The old fingerprint vouched for the new tokens, and --reuse with the old flags said "up to date"."""
+    corpus = json_lines(tmp_path / "c.jsonl", {"text": "1 2 3"})
+    flags = ["--input", corpus, "--output-prefix", f"{tmp_path}/out", "--tokenizer-type", "NullTokenizer"]
+    preprocess_command.main([*flags, "--vocab-size", "100"])
+    assert len([*tmp_path.glob("out*.json")]) == 2
+
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megapipe.data.preprocess.write_fingerprint", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess_command.main([*flags, "--vocab-size", "200"])
+    assert [*tmp_path.glob("out*.json")] == []
