@@ -62,7 +62,7 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
     """Build the entry, or wait for who does, until it is there."""
     lock = entry.with_name(f".lock-{entry.name}")
     seen: tuple[str, int] | None = None
-    since = 0.0
+    since = time.monotonic()
     with contextlib.suppress(OSError):  # a folder that cannot be made: said where the entry is stored
         entry.parent.mkdir(parents=True, exist_ok=True)
     while not entry.is_dir():
@@ -72,10 +72,14 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
             # The holder's beat is watched by this machine's clock: those of two machines may differ by hours.
             if (now := _holder(lock)) != seen:
                 seen, since = now, time.monotonic()
-            if now is not None and (_dead(now[0]) or time.monotonic() - since > _STALE_S):
-                _take_away(lock, now)
-            else:
-                time.sleep(0.05)
+            stale = time.monotonic() - since > _STALE_S
+            if now is not None and (stale or _dead(now[0])) and not _take_away(lock, now):
+                build()  # another user's lock that this one may not remove
+                return
+            if now is None and stale and lock.exists():
+                build()  # nor read
+                return
+            time.sleep(0.05)
             continue
         except OSError:  # nor written
             build()
@@ -108,16 +112,24 @@ def _holder(lock: Path) -> tuple[str, int] | None:
         return None
 
 
-def _take_away(lock: Path, seen: tuple[str, int]) -> None:
-    """A lock file whose builder is gone, removed by the first of those that wait; the next one's stays.
+def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
+    """Remove the lock file of a builder that is gone; return False where this user may not.
+
+    The first of those that wait removes it, and the lock of the next builder stays.
 
     Without the file lock, one that has looked at the old file could remove the new file of one that was faster.
     """
-    with contextlib.suppress(OSError), lock.open() as file:
-        with contextlib.suppress(OSError):  # a file system without such locks: two may build, and store the same
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if _holder(lock) == seen:
-            lock.unlink()
+    try:
+        with lock.open() as file:
+            with contextlib.suppress(OSError):  # a file system without such locks: two may build, and store the same
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _holder(lock) == seen:
+                lock.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def _dead(holder: str) -> bool:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -201,3 +202,32 @@ def test_a_cache_entry_whose_arrays_are_not_those_that_were_stored_is_named(tmp_
     }[damage]()
     with pytest.raises(DataError, match=f"entry {entry} is damaged .* Delete it: rm -r"):
         cached(str(tmp_path), {}, lambda: pytest.fail("built again"))
+
+
+@pytest.mark.parametrize("refused", ["removed", "read"])
+def test_a_dead_lock_of_another_user_holds_nobody_up(tmp_path, monkeypatch, refused: str) -> None:
+    """Every rank waited without end for a lock that its user might not remove or read."""
+    cached(str(tmp_path), {"a": 1}, lambda: [np.arange(10)])
+    (entry,) = tmp_path.iterdir()
+    shutil.rmtree(entry)
+    lock = tmp_path / f".lock-{entry.name}"
+    if refused == "read":
+        lock.mkdir()  # cannot be read as a file by root either
+    else:
+        lock.write_text("elsewhere 1")
+    unlink = Path.unlink
+
+    def may_not(path: Path, missing_ok: bool = False) -> None:
+        if path == lock:
+            raise PermissionError
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", may_not)
+    monkeypatch.setattr(index_cache, "_STALE_S", 0.2)
+    found: list[np.ndarray] = []
+    waiting = threading.Thread(
+        target=lambda: found.extend(cached(str(tmp_path), {"a": 1}, lambda: [np.arange(10)])), daemon=True
+    )
+    waiting.start()
+    waiting.join(20)
+    assert [array.tolist() for array in found] == [list(range(10))]
