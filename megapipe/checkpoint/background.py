@@ -29,6 +29,11 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 
 _PAGE = 4096
+# The writer runs this very package, which need not be installed nor lie in the current folder.
+_WRITER = (
+    f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "runpy.run_module('megapipe.checkpoint.writer', run_name='__main__', alter_sys=True)"
+)
 SILENT_S = 600.0
 """Seconds that a writer may give no sign of life where no --distributed-timeout-* says it."""
 
@@ -91,7 +96,7 @@ class Background:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a process inherits it, until it ignores them
         try:
             self._writer = subprocess.Popen(
-                [sys.executable, "-m", "megapipe.checkpoint.writer", str(self._memory), str(os.getpid())],
+                [sys.executable, "-c", _WRITER, str(self._memory), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(self._memory,),

@@ -146,7 +146,7 @@ def save_checkpoint(
             on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
             saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
         if background is not None:
-            background.learn(saved, writer.mine)
+            together(mesh, lambda: background.learn(saved, writer.mine))
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -40,6 +40,7 @@ class Saving:
         writes = run.mesh.world.rank == 0
         self.jobs = JobLog(run.config, run.progress.consumed_train_samples, writes=writes)
         self._background = Background(run.mesh) if wanted and possible else None
+        self._told: int | None = None  # the iteration whose failed save had an ALARM when it was noticed
         self.own = [self.last] if self.last and _one_folder(run.config.checkpoint) else []
         if run.report.speaks and (text := retention.others(run.config.checkpoint, self.own)):
             run.say(text)
@@ -49,7 +50,7 @@ class Saving:
 
         Raises: CheckpointError on all ranks if one of the two fails, unless --save-failure continue and not last.
         """
-        self.finish(last=last)
+        self.finish()  # the save before is not the last one: --save-failure decides whether its failure ends the run
         run, n = self._run, self._run.progress.iteration
         directory = run.config.checkpoint.save
         assert directory is not None
@@ -73,6 +74,7 @@ class Saving:
         if self._background is not None and (news := self._background.news()) is not None:
             n, problem, removed = news
             if problem:
+                self._told = n
                 self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", f"iteration {n}: {problem}"))
             else:
                 self._say(n, removed)
@@ -81,10 +83,12 @@ class Saving:
         """Wait for the save under way. Collective, and raises as `save`."""
         if self._background is None or (n := self._background.under_way) is None:
             return
-        done = self._tried(self._background.finish, last)
-        self.look()
+        done = self._tried(self._background.finish, last, told=self._told == n)
         if done:
+            self.look()
             self._complete(n)
+        else:
+            self._background.news()  # told already
 
     def close(self) -> None:
         """Wait for this rank's part of a save under way, also where an error ends the run."""
@@ -92,7 +96,8 @@ class Saving:
             self._background.close()
             self.look()
 
-    def _tried(self, save: Callable[[], object], last: bool) -> bool:
+    def _tried(self, save: Callable[[], object], last: bool, *, told: bool = False) -> bool:
+        """Return whether a save was made. told: its failure has had its ALARM, and what follows from it has not."""
         try:
             save()
         except CheckpointError as error:
@@ -100,7 +105,7 @@ class Saving:
                 raise
             going_on = f"going on from iteration {self.last}'s checkpoint alone until the next save"
             text = f"{going_on} (--save-failure continue)"
-            self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, text))
+            self._run.say(text if told else banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, text))
             return False
         return True
 

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import short_run
 import torch
 from killed_saves import Toy, load_newest
-from programs import FORKED
+from programs import FORKED, ROOT
 from safetensors.torch import load_file
 from tiny import STYLES
 
@@ -27,9 +29,9 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 
 
-def run(folder: Path, **flags):
+def run(folder: Path, iterations: int = 6, **flags):
     base = short_run.config(STYLES["gpt2"])
-    train = replace(base.train, train_iters=6)
+    train = replace(base.train, train_iters=iterations)
     checkpoint = CheckpointConfig(save=str(folder), save_interval=2, **flags)
     done = short_run.run_of(
         ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LogConfig(log_interval=1))
@@ -180,3 +182,48 @@ def test_a_folder_that_is_gone_is_the_answer_of_poll_and_not_its_error(tmp_path,
     os.kill(saved._writer.pid, signal.SIGKILL)
     monkeypatch.setattr(Path, "touch", refuse)
     assert saved.poll(wait=True) == "the process that writes rank 0's part has ended"
+
+
+def test_the_last_save_is_tried_after_one_that_failed_and_the_failure_is_told_once(tmp_path, monkeypatch, capsys):
+    start = Background.start
+
+    def killed(self, folder, iteration, *args):
+        if iteration == 4:
+            os.kill(self._writer.pid, signal.SIGSTOP)
+        start(self, folder, iteration, *args)
+        if iteration == 4:
+            self._writer.kill()
+
+    monkeypatch.setattr(Background, "start", killed)
+    run(tmp_path, 5, async_save=True, save_failure="continue")
+    assert commit.iterations_in(tmp_path) == [2, 5]
+    assert capsys.readouterr().out.count("ALARM: CHECKPOINT NOT SAVED") == 1
+
+
+def test_the_writer_runs_in_a_clone_that_is_not_installed_from_another_folder(tmp_path):
+    """An environment of its own has torch by its path, and megapipe by the program's own alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    packages = Path(torch.__file__).parents[1]
+    program = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/support')!r}]\n"
+        "from pathlib import Path\n"
+        "from killed_saves import Toy\n"
+        "from megapipe.checkpoint.background import Background\n"
+        "from megapipe.distributed.mesh import ProcessMesh\n"
+        "background = Background(ProcessMesh.single())\n"
+        "for n in (1, 2):\n"
+        "    Toy(n).save(Path('ck'), background)\n"
+        "print(background.finish())\n"
+        "background.close()\n"
+    )
+    # What .pth files name, such as an editable install, is not found by PYTHONPATH.
+    env = os.environ | {"PYTHONPATH": str(packages)}
+    done = subprocess.run(
+        [tmp_path / "bare/bin/python", "-c", program],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("2\n"), done.stderr
