@@ -131,16 +131,6 @@ class Plan:
         pipeline that do; DualPipe's `twins`."""
         return sharing(self.schedule.placement, tied=self.tied)
 
-    def saved_bytes(self, parameters: Sequence[int], *, optimizer: bool) -> int:
-        """Bytes that a checkpoint takes at least; under ZeRO-1 a share of its optimizer state is counted.
-
-        parameters: of each stage, over all tp ranks.
-        """
-        weight, gradient = self.sharding.kept() if self.sharding else (0.0, self.gradient)
-        each = (self.state if optimizer else self.replica) - gradient
-        each += self.sharding.element - weight if self.sharding else 0.0  # saved whole
-        return int(sum(parameters[: self.schedule.placement.chain]) * each)
-
     def _state_on(self, stages: Sequence[int]) -> float:
         chain, words = self.schedule.placement.chain, self.vocab_weights
         total = 0.0

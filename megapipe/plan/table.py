@@ -110,19 +110,17 @@ def _numbers(span: LayerSpan) -> str:
     return f"{span.first}-{span.layers[-1]}"
 
 
-def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
+def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
     """(of a checkpoint, most that a rank holds on its host beside the run while it writes its part).
 
     torch's safetensors writer holds a rank's part as tensors and once more as one piece; data-parallel replicas divide
     the writing among them. Under ZeRO-1 each rank first gathers the optimizer state of its stages whole.
     """
-    place, half = plan.schedule.placement, config.train.half
-    weight, (_, moments, master) = 2 if half else 4, bytes_of_state(config.train)
-    moments = 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
+    place = plan.schedule.placement
+    weight, moments = _bytes_of_parameter(config)
     works = [
         [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain] for rank in range(place.num_ranks)
     ]
-    once = sum(work.parameters for row in works for work in row) - plan.tied * plan.vocab_weights  # that is saved once
     gathered = moments if config.parallel.splits_optimizer else 0
     experts = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
     most = max(
@@ -132,7 +130,26 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[float, float]:
         + sum(work.experts for work in row) / plan.expert_ranks * (2 * (weight + moments) / experts + gathered)
         for row in works
     )
-    return once * (weight + moments), most
+    return saved_bytes(plan, config, [work.parameters for work in plan.works]), most
+
+
+def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
+    """Return the bytes of a checkpoint's tensors: all of them, also where ranks hold shards of the optimizer state.
+
+    Args:
+        parameters: of each stage, summed over its tensor-parallel ranks.
+    """
+    weight, moments = _bytes_of_parameter(config)
+    once = sum(parameters[: plan.schedule.placement.chain]) - plan.tied * plan.vocab_weights  # tied ones are saved once
+    return once * (weight + moments)
+
+
+def _bytes_of_parameter(config: Config) -> tuple[int, int]:
+    """Return the bytes that a checkpoint holds for a parameter: its weight, and its saved optimizer state."""
+    half = config.train.half
+    weight = 2 if half else 4
+    _, moments, master = bytes_of_state(config.train)
+    return weight, 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
 
 
 def checkpoint_line(plan: Plan, config: Config) -> str:

@@ -27,6 +27,7 @@ from megapipe.flags.parse import to_flags
 from megapipe.models.provider import find_provider
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
+from megapipe.plan.table import saved_bytes
 from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
@@ -104,7 +105,7 @@ def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
             there = there.absolute().parent
         if not os.access(there, os.W_OK | os.X_OK):
             problems.append(f"--save {root}: {there} may not be written to by this user. Give another folder.")
-        size = plan.saved_bytes([work.parameters for work in plan.works], optimizer=not flags.no_save_optim)
+        size = saved_bytes(plan, config, [work.parameters for work in plan.works])
         problems += ask(lambda: refuse_living(root))
         problems += ask(lambda: refuse_without_room(there, size))
     if start is not None:

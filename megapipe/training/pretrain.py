@@ -47,6 +47,7 @@ from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
+from megapipe.plan.table import saved_bytes
 from megapipe.training.check import DatasetsProvider, as_here, check, start_block
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
@@ -196,7 +197,7 @@ class Training:
         self.profiler, self.saving = Profiler(config.log, mesh.world.rank), Saving(run, self.seams, found)
         self.driver = Driver(run, self.seams, self.saving, reading.training(data.train, run.progress))
         if flags.save:
-            size = plan.saved_bytes(parameters, optimizer=not flags.no_save_optim)
+            size = saved_bytes(plan, config, parameters)
             check_save(flags.save, run.progress.iteration, mesh, size)
 
     def train(self) -> int:

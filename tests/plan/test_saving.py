@@ -13,6 +13,7 @@ from tiny import STYLES
 from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.plan.table import checkpoint_bytes, checkpoint_line
 from megapipe.training.forward_step import forward_step
@@ -36,6 +37,21 @@ def test_the_plan_tells_the_bytes_of_the_tensors_on_the_disk(tmp_path, capsys, s
     assert sum(len(shard) - 8 - struct.unpack("<Q", shard[:8])[0] for shard in shards) == size
     assert most >= 2 * size
     assert checkpoint_line(make_plan(config), config) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_save_is_refused_for_the_bytes_on_the_disk_however_the_optimizer_state_is_divided(
+    tmp_path, monkeypatch, zero
+):
+    """Under ZeRO-1 only a rank's shard of the optimizer state was asked for, and the first save did not fit."""
+    asked: list[int] = []
+    monkeypatch.setattr("megapipe.training.pretrain.check_save", lambda *given: asked.append(given[-1]))
+    flags = CheckpointConfig(save=str(tmp_path), save_interval=100)
+    config = replace(planned("llama", dp=2, zero=zero, exit_interval=1, bf16=True), checkpoint=flags)
+    run_threads(lambda mesh: short_run.run_of(mesh, config).train(), dp=2)
+    written = sum(path.stat().st_size for path in tmp_path.glob("iter_*/*.safetensors"))
+    assert asked == [checkpoint_bytes(make_plan(config), config)[0]] * 2
+    assert asked[0] == pytest.approx(written, rel=0.05)
 
 
 def test_replicas_divide_the_writing_and_zero_1_gathers_the_state_whole():
