@@ -72,7 +72,11 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${#FILES[@]}" -gt 0 ]; then
   case $CODE in
     0 | 2 | 17 | 130) ;;                         # done, or what a restart would meet again
     75) scontrol requeue "$SLURM_JOB_ID" ;;      # stopped on request
-    *) [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_RESTARTS:-5}" ] || scontrol requeue "$SLURM_JOB_ID" ;;
+    *) # counted here: Slurm's own count has the requeues at the time limit too
+      FAILURES=$(($(cat "$RUN/failures-$SLURM_JOB_ID" 2>/dev/null || echo 0) + 1))
+      echo "$FAILURES" >"$RUN/failures-$SLURM_JOB_ID"
+      [ "$FAILURES" -gt "${MAX_RESTARTS:-5}" ] || scontrol requeue "$SLURM_JOB_ID"
+      ;;
   esac
 fi
 exit "$CODE"

@@ -41,8 +41,11 @@ run)
   trap down EXIT
   up
   on 1 "$2" 2>&1 | sed 's/^/host1: /' &
-  on 0 "$2" 2>&1 | sed 's/^/host0: /'
-  wait
+  other=$!
+  code=0
+  on 0 "$2" 2>&1 | sed 's/^/host0: /' || code=$?
+  wait "$other" || code=$?
+  exit "$code"
   ;;
 *)
   sed -n '2,7p' "$0"
