@@ -41,8 +41,19 @@ class Cutting:
         return (tuple(begins),) if begins else ()
 
 
+MOST_SLICES = 64
+"""Slices of a microbatch at most: messages between stages are numbered by 6 bits of them."""
+
+
 def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[float, ...]:
-    """Lengths of so many slices, as shares of a sequence of so many documents of one length. how: of `CUTS`."""
+    """Return the lengths of `count` slices, as shares of a sequence of so many documents of one length.
+
+    Args:
+        how: of `CUTS`.
+    Raises: ScheduleError for more slices than MOST_SLICES.
+    """
+    if count > MOST_SLICES:
+        raise ScheduleError(f"{count:,} slices of a microbatch: {MOST_SLICES} are the most. Use that, or fewer.")
     if how == "equal":
         return (1 / count,) * count
     if documents > 1:  # which each are as a sequence of which attention is a smaller part

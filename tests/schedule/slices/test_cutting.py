@@ -143,3 +143,12 @@ def test_cuts_are_multiples_and_none_is_empty(length, multiple):
 def test_a_length_that_cannot_be_cut_is_refused():
     with pytest.raises(ScheduleError, match="4 slices of 30 tokens, each a multiple of 8, cannot be"):
         in_tokens((0.25,) * 4, 30, 8)
+
+
+def test_more_slices_than_messages_can_be_numbered_by_are_refused_at_once():
+    """Nine quintillion of them took the machine's memory."""
+    with pytest.raises(ScheduleError, match="65 slices of a microbatch: 64 are the most"):
+        shares(65, "work", Costs())
+    with pytest.raises(ScheduleError):
+        shares(2**63 - 1, "equal", Costs())
+    assert len(shares(64, "equal", Costs())) == 64
