@@ -21,7 +21,7 @@ from megapipe.schedule.generators.orders import Problem, decode, one_by_one, pro
 from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import check_size, fixed
-from megapipe.schedule.search.bound import lower_bound
+from megapipe.schedule.search.bound import bound_of_any
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.search.contest import Spending, contest, pace_here
 from megapipe.schedule.simulate import simulate
@@ -41,7 +41,7 @@ class Report:
     """The result of a search. Times and memory are in the units of the costs.
 
     Attributes:
-        bound: no schedule of this placement, memory and objective can be faster.
+        bound: no schedule of this placement, memory and objective can be faster, also with whole backwards or pairs.
         distance: objective / bound - 1.
     """
 
@@ -137,16 +137,14 @@ def search_among(
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
     spending = Spending(pace_here(portable), process_time() + seconds, Random(0))
     best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
-    schedule, costs = decode(best.problem, best.found.orders, "zb-auto"), best.problem.costs
+    schedule, of = decode(best.problem, best.found.orders, "zb-auto"), best.problem
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
         for made in _fitting(x):
-            if _worth(made, x.costs, period) < _worth(schedule, costs, period):
-                schedule, costs = made, x.costs
-    timeline = simulate(schedule, costs)
+            if _worth(made, x.costs, period) < _worth(schedule, of.costs, period):
+                schedule, of = made, x
+    timeline = simulate(schedule, of.costs)
     least = timeline.period if period else timeline.makespan
-    bound = min(lower_bound(x.placement, microbatches, x.costs, x.memory, objective) for x in problems)
-    if schedule.placement == best.problem.placement:
-        bound = best.bound
+    bound = bound_of_any(of.placement, microbatches, of.costs, of.memory, objective)
     distance = least / bound - 1 if bound else 0.0
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 

@@ -6,16 +6,36 @@ last B only W, no more than its memory holds. And every microbatch occupies memo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import SHARES, Costs, PerStage
 from megapipe.schedule.passes import Kind, Placement
 
 
+class Overheads(NamedTuple):
+    """The least number of `Costs.overhead` that an F, a B and a W pay each."""
+
+    f: float
+    b: float
+    w: float
+
+
+SPLIT = Overheads(1.0, 1.0, 1.0)
+WHOLE = Overheads(1.0, 1.0, 0.0)  # a BW pays one for its B and its W together
+PAIRED = Overheads(0.5, 0.5, 0.0)  # a pair pays one for both of its passes
+
+
 def lower_bound(
-    placement: Placement, microbatches: int, costs: Costs, memory: float | tuple[float, ...], objective: str
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    memory: float | tuple[float, ...],
+    objective: str,
+    overheads: Overheads = SPLIT,
 ) -> float:
-    """Least makespan or period of any schedule with a split backward on one chain.
+    """Least makespan or period of any schedule on one chain, without pairs that hide communication.
 
     With uniform stages, no latency, memory p and m >= 2p it is m(F+B+W) + (p-1) max(B, F + max(0, B-W)) for one chunk
     and m(F+B+W) + (p-1) max(F, B)/2 for two.
@@ -23,12 +43,14 @@ def lower_bound(
     Args:
         memory: limit of every rank or of each, in the unit of the costs.
         objective: "makespan" or "period" (longest time from a rank's first start to its last end).
+        overheads: SPLIT: of tables with a split backward alone; WHOLE: of those with whole backwards too.
     Returns: a time in the unit of the costs.
     """
     ranks, m, rank_of = placement.num_ranks, microbatches, placement.rank_of
     limits = memory if isinstance(memory, tuple) else (memory,) * ranks
-    time = costs.durations(placement)
-    f, b, w = (time[kind] for kind in (Kind.F, Kind.B, Kind.W))
+    work = replace(costs, overhead=0.0).durations(placement)
+    each = zip((Kind.F, Kind.B, Kind.W), overheads, strict=True)
+    f, b, w = ([time + count * costs.overhead for time in work[kind]] for kind, count in each)
     mem_b, mem_w, *_ = costs.memory(placement)
     lag = [costs.lag(one, two, ranks) for one, two in pairwise(rank_of)] + [0.0]
     # When F of stage s can start, and how long after the start of B at the last stage B of stage s can start.
@@ -64,6 +86,45 @@ def lower_bound(
                 span = max(span, down[deeper] - down[first] + alone[r][0] + back + w[first])
         best = max(best, span + (down[first] if objective == "makespan" else 0.0))
     return best
+
+
+def bound_of_any(
+    placement: Placement, microbatches: int, costs: Costs, memory: float | tuple[float, ...], objective: str
+) -> float:
+    """Least makespan or period of any schedule on one chain, be its backwards split, whole or in pairs.
+
+    Arguments and result as of `lower_bound`.
+    """
+    size = placement, microbatches
+    beside = _beside_backwards(costs)
+    if not any(getattr(costs, name) for name in SHARES):
+        # Without fb a pair takes the time of both of its passes.
+        overheads = WHOLE if costs.fb is None else PAIRED
+        return lower_bound(*size, beside, memory, objective, overheads)
+    # A pair takes no less than the arithmetic of both passes, nor than the communication of both. With either alone as
+    # their time, one after the other, it is two steps of a table without pairs that holds no more.
+    links = [getattr(costs, name) for name in SHARES]
+    lanes = [1 - share for share in links], links
+    return max(lower_bound(*size, _scaled(beside, shares), memory, objective, PAIRED) for shares in lanes)
+
+
+def _beside_backwards(costs: Costs) -> Costs:
+    """The costs whose forwards take no more than `fb` leaves them beside a whole backward."""
+    if costs.fb is None:
+        return costs
+    if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
+        return replace(costs, f=0.0)
+    links = any(getattr(costs, name) for name in SHARES)
+    left = 0.0 if links else max(0.0, costs.fb - costs.b - costs.w)
+    return replace(costs, f=min(costs.f, left))
+
+
+def _scaled(costs: Costs, shares: list[float]) -> Costs:
+    def part(time: PerStage, share: float) -> PerStage:
+        return tuple(share * x for x in time) if isinstance(time, tuple) else share * time
+
+    f, b, w = (part(time, share) for time, share in zip((costs.f, costs.b, costs.w), shares, strict=True))
+    return replace(costs, f=f, b=b, w=w)
 
 
 def _most(limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]) -> float:

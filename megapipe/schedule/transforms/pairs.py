@@ -20,7 +20,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
-from megapipe.schedule.search.bound import lower_bound
+from megapipe.schedule.search.bound import bound_of_any
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.manner import GRID
 from megapipe.schedule.transforms.together import best_play
@@ -135,24 +135,8 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
 
 
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
-    """No table of this placement and memory is faster, whatever runs together; None for two copies of the model.
-
-    A step of two takes no less than the arithmetic of both, nor than their communication. With either alone in place of
-    its passes' time, one behind the other, it is a step of an unpaired table of no more memory.
-    """
-    place, m = schedule.placement, schedule.num_microbatches
+    """No table of this placement and memory is faster, whatever runs together; None for two copies of the model."""
+    place = schedule.placement
     if place.num_chains > 1 or costs.fb is not None:
         return None
-    # Once with arithmetic alone and once with communication alone: no pair hides more than all of the other.
-    links = [getattr(costs, name) for name in SHARES]
-    lanes = [1 - share for share in links], links
-    return max(lower_bound(place, m, _scaled(costs, shares), memory, "makespan") for shares in lanes)
-
-
-def _scaled(costs: Costs, shares: list[float]) -> Costs:
-    times = [
-        tuple(share * x for x in time) if isinstance(time, tuple) else share * time
-        for share, time in zip(shares, (costs.f, costs.b, costs.w), strict=True)
-    ]
-    f, b, w = times
-    return replace(costs, f=f, b=b, w=w)
+    return bound_of_any(place, schedule.num_microbatches, costs, memory, "makespan")

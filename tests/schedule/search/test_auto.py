@@ -18,7 +18,8 @@ from megapipe.schedule.generators.classic import zb_h1, zb_h2
 from megapipe.schedule.generators.interleaved import interleaved_zb
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.patterns import fixed
-from megapipe.schedule.search.auto import lower_bound, search, zb_auto
+from megapipe.schedule.search.auto import search, zb_auto
+from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 
