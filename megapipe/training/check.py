@@ -72,7 +72,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     found = None
     if not missing and tokenizer is not None:
         found = look(config.checkpoint)
-        _refuse(as_run, plan, found, datasets, tokenizer)
+        here += _refuse(as_run, plan, found, datasets, tokenizer)
     lines = [
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
@@ -92,12 +92,17 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     print("\n".join(line for line in lines if line), flush=True)
 
 
-def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer) -> None:
+def _refuse(
+    config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
+) -> list[str]:
     """Problems that the launch would find in folders, checkpoint, program and data. Makes no folder and no index.
 
-    start: the checkpoint to load. Raises: ConfigError with every problem.
+    start: the checkpoint to load.
+    Returns: problems of this machine's disk alone, where --check-paths no says that the run has another.
+    Raises: ConfigError with every problem.
     """
     flags = config.checkpoint
+    no_room: list[str] = []
     problems = ask(lambda: refuse_save(flags, start))
     if flags.save is not None:
         root = there = Path(flags.save)
@@ -107,7 +112,7 @@ def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
             problems.append(f"--save {root}: {there} may not be written to by this user. Give another folder.")
         size = saved_bytes(plan, config, [work.parameters for work in plan.works])
         problems += ask(lambda: refuse_living(root))
-        problems += ask(lambda: refuse_without_room(there, size))
+        no_room = ask(lambda: refuse_without_room(there, size))
     if start is not None:
         if flags.moe_use_upcycling:
             problems += ask(lambda: refuse_upcycling(start, config))
@@ -117,8 +122,12 @@ def _refuse(config: Config, plan: Plan, start: Path | None, datasets: DatasetsPr
         problems += ask(lambda: find_provider(named))
     if datasets is build_datasets:  # a program's own may need what only the launch has
         problems += ask(lambda: open_parts(config, tokenizer))
+    if config.check.check_paths == "yes":
+        problems += no_room
+        no_room = []
     if problems:
         raise ConfigError(problems)
+    return no_room
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:

@@ -117,6 +117,16 @@ def test_a_check_refuses_what_the_launch_refuses(saved, capsys, monkeypatch, mor
         lock.release()
 
 
+def test_a_cluster_is_planned_on_a_machine_whose_disk_has_no_room_for_its_checkpoints(saved, capsys, monkeypatch):
+    """--check-paths no was refused for the free bytes of a laptop."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=7))
+    given = flags(saved, "--check --save F/elsewhere --save-interval 4")
+    pretrain_gpt.main([*given, "--check-paths", "no"])
+    assert re.search(
+        r"on this machine: --save \S+: a checkpoint takes [\d,]+ bytes, and 7 are free", capsys.readouterr().out
+    )
+
+
 def test_a_check_of_what_goes_on_makes_nothing(saved, capsys):
     before = sorted(saved.rglob("*"))
     pretrain_gpt.main(flags(saved, "--check --load F/c --save F/c"))
