@@ -159,6 +159,7 @@ def test_a_null_tokenizers_eod_may_be_any_of_its_ids():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "--vocab-file and --merge-file are missing"),
         ({"vocab_file": "no.json"}, "--merge-file is missing"),
         ({"vocab_file": "no.json", "merge_file": "no.txt"}, "--merge-file no.txt: No such file"),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "meta/llama"}, "hf download meta/llama"),

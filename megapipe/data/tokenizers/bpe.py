@@ -61,8 +61,11 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
     Raises: DataError for a file that is missing, not of that kind, or without <|endoftext|>.
     """
     if vocab_file is None or merge_file is None:
-        missing = " and ".join(n for n, f in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if f is None)
-        raise DataError(f"{missing} is missing: --tokenizer-type GPT2BPETokenizer reads vocab.json and merges.txt")
+        missing = [n for n, f in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if f is None]
+        verb = "is" if len(missing) == 1 else "are"
+        raise DataError(
+            f"{' and '.join(missing)} {verb} missing: --tokenizer-type GPT2BPETokenizer reads vocab.json and merges.txt"
+        )
     _read("--merge-file", merge_file)
     vocab = _json("--vocab-file", vocab_file)
     try:
