@@ -21,10 +21,10 @@ from megapipe.schedule.generators.interleaved import (
     interleaved_zb,
     slimpipe,
 )
-from megapipe.schedule.generators.waves import chimera, hanayo
+from megapipe.schedule.generators.waves import chimera, hanayo, loop, vee, wave
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.own import own_schedule
-from megapipe.schedule.passes import Schedule
+from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.verify import verify
 
 OWN = "own"
@@ -109,28 +109,46 @@ SLICED: dict[str, Entry] = {
 """Schedules whose microbatches are in slices: what is made of tables of whole ones does not take them."""
 
 
-def fixed(ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
-    """Every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be."""
-    small = ranks * microbatches * chunks <= _KEPT
-    return iter(_fixed(ranks, microbatches, chunks, costs)) if small else _each(ranks, microbatches, chunks, costs)
+def fixed(
+    ranks: int, microbatches: int, chunks: int, costs: Costs | None = None, placement: Placement | None = None
+) -> Iterator[Schedule]:
+    """Yield every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be.
+
+    They are not verified: these are our own tables, and a search that asks for dozens plays them anyway.
+
+    Args:
+        placement: those of these stages alone; None: all.
+    """
+    arguments = ranks, microbatches, chunks, costs, placement
+    return iter(_fixed(*arguments)) if ranks * microbatches * chunks <= _KEPT else _each(*arguments)
 
 
 _KEPT = 4096
 """Forwards of a table, up to which it is kept: searches ask for the same ones again and again."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _fixed(*arguments: Any) -> tuple[Schedule, ...]:
     return tuple(_each(*arguments))
 
 
-def _each(ranks: int, microbatches: int, chunks: int, costs: Costs | None) -> Iterator[Schedule]:
+def _each(
+    ranks: int, microbatches: int, chunks: int, costs: Costs | None, placement: Placement | None
+) -> Iterator[Schedule]:
     for name, entry in PATTERNS.items():
-        if entry.copies == 1 and entry.chunks in (None, chunks):
-            try:
-                yield make(name, entry, ranks, microbatches, chunks=chunks, costs=costs)
-            except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
-                continue
+        if entry.copies > 1 or entry.chunks not in (None, chunks):
+            continue
+        if placement not in (None, _shape(entry, ranks, chunks)):
+            continue
+        try:
+            yield made(name, entry, ranks, microbatches, chunks=chunks, costs=costs)
+        except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
+            continue
+
+
+def _shape(entry: Entry, ranks: int, chunks: int) -> Placement:
+    shapes = {"loop": loop(ranks, chunks), "v": vee(ranks), "wave": wave(ranks, max(1, chunks // 2))}
+    return shapes[entry.placement]
 
 
 def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
@@ -154,6 +172,24 @@ def make(
     **options: Any,
 ) -> Schedule:
     """Make a table of an entry and verify it. Arguments and errors as of `catalogue.build`."""
+    size = ranks, microbatches
+    schedule = made(name, entry, *size, chunks=chunks, costs=costs, memory=memory, **options)
+    verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
+    return schedule
+
+
+def made(
+    name: str,
+    entry: Entry,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int | None,
+    costs: Costs | None,
+    memory: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Make a table of an entry without verifying it. Arguments and errors as of `catalogue.build`."""
     check_size(name, ranks, microbatches, chunks or 1)
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"{name} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
@@ -170,6 +206,4 @@ def make(
     if "costs" in takes and (costs is not None or entry.placement == OWN):
         options["costs"] = costs or UNIT
     generate = partial(entry.generate, ranks, microbatches, **options)
-    schedule = own_schedule(name, generate, ranks, microbatches) if entry.placement == OWN else generate()
-    verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
-    return schedule
+    return own_schedule(name, generate, ranks, microbatches) if entry.placement == OWN else generate()

@@ -24,7 +24,7 @@ from megapipe.schedule.patterns import check_size, fixed
 from megapipe.schedule.search.bound import bound_of_any
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.search.contest import Spending, contest, pace_here
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -138,30 +138,28 @@ def search_among(
     spending = Spending(pace_here(portable), process_time() + seconds, Random(0))
     best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
     schedule, of = decode(best.problem, best.found.orders, "zb-auto"), best.problem
-    for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
-        for made in _fitting(x):
-            if _worth(made, x.costs, period) < _worth(schedule, of.costs, period):
-                schedule, of = made, x
     timeline = simulate(schedule, of.costs)
+    for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
+        for made, time in _fitting(x):
+            if _worth(time, period) < _worth(timeline, period):
+                schedule, of, timeline = made, x, time
     least = timeline.period if period else timeline.makespan
     bound = bound_of_any(of.placement, microbatches, of.costs, of.memory, objective)
     distance = least / bound - 1 if bound else 0.0
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 
 
-def _fitting(of: Problem) -> Iterator[Schedule]:
-    """The catalogue's schedules of this placement and memory under these costs."""
+def _fitting(of: Problem) -> Iterator[tuple[Schedule, Timeline]]:
+    """The catalogue's schedules of this placement and memory under these costs, and how long they take."""
     place = of.placement
-    for made in fixed(place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs):
-        if made.placement == place and all(
-            peak <= limit * (1 + 1e-9) for peak, limit in zip(simulate(made, of.costs).peak, of.memory, strict=True)
-        ):
-            yield replace(made, name="zb-auto")
+    for made in fixed(place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs, place):
+        time = simulate(made, of.costs)
+        if all(peak <= limit * (1 + 1e-9) for peak, limit in zip(time.peak, of.memory, strict=True)):
+            yield replace(made, name="zb-auto"), time
 
 
-def _worth(schedule: Schedule, costs: Costs, period: bool) -> tuple[float, float]:
+def _worth(time: Timeline, period: bool) -> tuple[float, float]:
     """Its time and, of equal ones, what ranks hold; less is better, by more than a hair."""
-    time = simulate(schedule, costs)
     return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
 
 

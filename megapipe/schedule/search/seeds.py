@@ -113,10 +113,7 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
 def _known(problem: Problem) -> Iterator[Schedule]:
     """Every schedule of the catalogue in this placement."""
     place = problem.placement
-    p, chunks = place.num_ranks, place.num_stages // place.num_ranks
-    for schedule in fixed(p, problem.microbatches, chunks):
-        if schedule.placement == place:
-            yield schedule
+    return fixed(place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks, None, place)
 
 
 def _timed(problem: Problem, orders: Orders) -> Found | None:

@@ -60,10 +60,9 @@ def searched_slices(
             found = search_among(asked, n * microbatches, effort=part, portable=portable, progress=progress)
             more = over(found.schedule)
             room = tuple(most - x for most, x in zip(room, more, strict=True)) if any(more) else memory
-    for order in fixed(place.num_ranks, n * microbatches, place.num_stages // place.num_ranks, mean):
+    for order in fixed(place.num_ranks, n * microbatches, place.num_stages // place.num_ranks, mean, place):
         with suppress(ScheduleError):
-            if order.placement == place:
-                over(order)
+            over(order)
     return best and best[1]
 
 
