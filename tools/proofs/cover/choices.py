@@ -25,6 +25,7 @@ Case = Mapping[str, str]
 
 SEQ = 16
 VOCAB = 32
+LR = 3e-3
 STEPS = 5
 FEW = 4
 """Processes of a case, if what it is to combine does not need more."""
@@ -206,7 +207,7 @@ PLAIN: dict[str, str] = {name: next(iter(values)) for name, values in CHOICES.it
 _TINY = (
     f"--hidden-size 32 --num-attention-heads 4 --max-position-embeddings {SEQ} --seq-length {SEQ} --mock-data "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --padded-vocab-size {VOCAB} --train-iters {STEPS} "
-    "--lr 3e-3 --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-3 --num-workers 0 --log-interval 1 "
+    f"--lr {LR} --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-3 --num-workers 0 --log-interval 1 "
     "--no-check-for-nan-in-loss-and-grad --max-bad-iterations-in-a-row 9 --distributed-backend gloo"
 )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megapipe.distributed.layout import whole_name
 from megapipe.errors import UserError
 from megapipe.models.gpt import WORD_EMBEDDINGS
-from tools.proofs.cover.choices import HALF, STEPS, Case, num_layers, one_process, world_size
+from tools.proofs.cover.choices import HALF, LR, STEPS, Case, num_layers, one_process, world_size
 from tools.proofs.cover.rank import Numbers, Part, run_rank
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-3}
@@ -289,4 +289,8 @@ def _close(case: Case, a: Tensor, b: Tensor, allowed: float) -> bool:
     a, b = a.double(), b.double()
     if case["precision"] == "float64" and case["moments"] == "fp32":
         return bool((a - b).abs().max() <= allowed * max(float(b.abs().max()), 1e-6))
-    return bool((a - b).norm() <= allowed * max(float(b.norm()), 1e-6))
+    # A bias of keys has no gradient but rounding: softmax does not see it. From 0 it goes as far as Adam's steps do.
+    most = 2 * STEPS * LR
+    if b.abs().max() <= most:
+        return bool(a.abs().max() <= most)
+    return bool((a - b).norm() <= allowed * float(b.norm()))
