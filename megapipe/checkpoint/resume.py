@@ -15,6 +15,9 @@ from megapipe.optim.lr import LRSchedule
 TOKENS = "tokens"
 """The key in `contents` of the tokens in the .bin files."""
 
+ORDER = "order"
+"""The key in `contents` of the order in which the first training samples are read."""
+
 _SECTIONS: dict[str, type[Any]] = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
 RULES = {section: note_of(cls, Resume) for section, cls in _SECTIONS.items()}
 """Rules for a setting that is not the checkpoint's, by section of Config; all other sections are free."""
@@ -58,12 +61,18 @@ def changed_settings(
     if trained:
         changed |= _cut_otherwise(saved, config)
     if trained and contents is not None and here is not None:
-        for name in sorted((here.keys() | contents.keys()) - {TOKENS}):
+        for name in sorted((here.keys() | contents.keys()) - {TOKENS, ORDER}):
             if here.get(name) != contents.get(name):
                 changed[name] = f"{flag(name)} is another file or has other contents than what was trained with"
         # Checkpoints of earlier versions do not know it.
         if "data_path" not in changed and here.get(TOKENS, "") != contents.get(TOKENS, here.get(TOKENS, "")):
             changed["data_path"] = "--data-path has other tokens than what was trained with, in files of the same sizes"
+        if not changed and ORDER in here and here[ORDER] != contents.get(ORDER, here[ORDER]):
+            name = "train_iters" if config.train.train_samples is None else "train_samples"
+            changed[name] = (
+                f"{flag(name)} is {getattr(config.train, name)}, and was {saved['train'].get(name)}: data that is read "
+                "more than once is shuffled by how often, so the rest would not be the samples that are still unread"
+            )
     return changed
 
 
@@ -100,7 +109,12 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
     """Problems that forbid to go on of it: all changes that --override-on-load does not name."""
     names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
     may = (Resume.NAMED, Resume.MICROBATCH)
-    known = {*_CONTENTS_NAMES, *(name for rules in RULES.values() for name, rule in rules.items() if rule in may)}
+    known = {
+        *_CONTENTS_NAMES,
+        "train_iters",
+        "train_samples",
+        *(name for rules in RULES.values() for name, rule in rules.items() if rule in may),
+    }
     problems = [
         f"--override-on-load {name}: no setting that may be overridden so. There are {' '.join(sorted(known))}"
         for name in names

@@ -190,7 +190,7 @@ class Training:
         start = Progress.after(LoadedState(), config.train)
         run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, seams.lr)
         flags, self.check_files = config.checkpoint, partial(refuse_cut_off, mapped_files(config.data))
-        found = on_first(mesh, lambda: contents(config)) if flags.save or flags.load else {}
+        found = on_first(mesh, lambda: contents(config, data.train)) if flags.save or flags.load else {}
         self.run = run = resumed(run, found)
         self.seams, reading = with_rescheduling(seams, config, plan), Reading(config, mesh, place, also)
         self.evaluation = Evaluation(run, self.seams, reading, data, self.check_files)

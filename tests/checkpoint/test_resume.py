@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from short_run import config, run_of
 from tiny import STYLES
 
-from megapipe.checkpoint.resume import RULES, changed_settings, resume_problems, unnamed
+from megapipe.checkpoint.resume import ORDER, RULES, changed_settings, resume_problems, unnamed
 from megapipe.config import CheckpointConfig, DataConfig
+from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.loader import SampleOrder
 from megapipe.distributed.mesh import ProcessMesh
@@ -113,6 +115,33 @@ def test_cyclic_order_belongs_to_its_replicas(kind, refused):
     saved = json.loads(json.dumps(asdict(replace(config, world_size=2))))
     text = "--dataloader-type cyclic reads other samples on 4 data-parallel ranks than on 2, as then"
     assert changed_settings(saved, None, config, None) == ({"dataloader_type": text} if refused else {})
+
+
+def reading(num_samples):
+    """Data of 40 documents of which so many samples are read."""
+    source = MockTokens(32, 31)
+    documents = np.arange(40)
+    return GPTDataset(source, build_indices(source.lengths, documents, 64, num_samples, 1), 64, 32, documents)
+
+
+def test_a_length_by_which_data_is_read_more_often_is_refused_as_the_rest_would_be_other_samples():
+    """The shuffles follow the number of epochs: another --train-iters dealt other samples without a word."""
+    epoch = len(reading(1))
+    order = {n: contents(BASE, reading(n))[ORDER] for n in (epoch // 3, epoch // 2, 2 * epoch, 5 * epoch)}
+    first = {n: [reading(n)[i].tolist() for i in range(20)] for n in order}
+    for a, b in itertools.combinations(order, 2):
+        assert (order[a] == order[b]) == (first[a] == first[b])
+    assert order[epoch // 3] == order[epoch // 2] != order[2 * epoch] != order[5 * epoch]
+
+    longer = replace(BASE, train=replace(TRAIN, train_iters=2 * TRAIN.train_iters))
+    changed = changed_settings(SAVED, {ORDER: order[epoch // 2]}, longer, {ORDER: order[2 * epoch]})
+    assert [*changed] == ["train_iters"]
+    assert changed["train_iters"].startswith("--train-iters is 40, and was 20: data that is read more than once is")
+    (text,) = unnamed(changed, longer, "iter_0000001")
+    assert text.endswith(" add --override-on-load train_iters")
+    may = replace(longer, checkpoint=CheckpointConfig(override_on_load=("train-iters",)))
+    assert unnamed(changed, may, "") == []
+    assert changed_settings(SAVED, {}, longer, {ORDER: order[2 * epoch]}) == {}, "an older checkpoint says nothing"
 
 
 def test_a_refusal_follows_what_the_numbers_do():

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.resume import TOKENS
+from megapipe.checkpoint.resume import ORDER, TOKENS
 from megapipe.config import Config
+from megapipe.data.blend import BlendedDataset
+from megapipe.data.gpt_dataset import GPTDataset, TokenDataset
 from megapipe.data.sources import blends, in_a_file, is_named
 from megapipe.data.tokenizers.tokenizer import tokenizer_files
 from megapipe.errors import DataError
@@ -54,10 +56,14 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
     }
 
 
-def contents(config: Config) -> dict[str, str]:
-    """Digests of the data and the tokenizer: a run that goes on must find the same again, wherever they lie.
+def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str]:
+    """Return digests of the data and the tokenizer: a run that goes on must find the same again, wherever they lie.
 
-    "data_path" is of the indices, the files' sizes and the weights, as it was in the first version; TOKENS came later.
+    "data_path" is of the indices, the files' sizes and the weights, as it was in the first version; TOKENS and ORDER
+    came later.
+
+    Args:
+        train: the training samples, once they are open.
     """
     data, found = config.data, {}
     if files := tokenizer_files(data):
@@ -70,7 +76,25 @@ def contents(config: Config) -> dict[str, str]:
         found["data_path"] = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
         tokens = [_tokens(prefix) for blend in blends(data) if blend for prefix in blend.prefixes]
         found[TOKENS] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+    if order := "".join(_order(train)):
+        cyclic = config.data.dataloader_type == "cyclic"  # which shuffles all samples, and so asks how many there are
+        found[ORDER] = hashlib.sha256(f"{order} {len(train) if cyclic and train else ''}".encode()).hexdigest()[:16]
     return found
+
+
+FIRST = 4096
+"""Samples whose order is compared: another number of epochs shuffles all of them anew."""
+
+
+def _order(train: TokenDataset | None) -> Iterator[str]:
+    """Yield what says which samples come first; nothing for a data set that is not one of ours."""
+    match train:
+        case GPTDataset(indices=indices):
+            yield hashlib.sha256(indices.shuffle[:FIRST].tobytes() + indices.documents[:FIRST].tobytes()).hexdigest()
+        case BlendedDataset(datasets=datasets, choice=choice, index=index):
+            yield hashlib.sha256(choice[:FIRST].tobytes() + index[:FIRST].tobytes()).hexdigest()
+            for part in datasets:
+                yield from _order(part)
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
