@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -11,7 +14,7 @@ import torch
 
 from tools.proofs.cover.array import Array
 from tools.proofs.cover.choices import CHOICES, PLAIN, num_layers, one_process, problems, world_size
-from tools.proofs.cover.judge import Runs, differences
+from tools.proofs.cover.judge import differences
 from tools.proofs.cover.planted import DEFECTS
 from tools.proofs.cover.rank import Numbers, Part
 
@@ -58,10 +61,12 @@ def test_each_value_of_a_choice_has_flags_that_parse(name):
         assert all("unknown flag" not in line and "invalid choice" not in line for line in problems(case))
 
 
-def test_a_case_of_two_ranks_that_is_saved_and_goes_on_on_one_has_the_numbers_of_one_process(tmp_path):
-    case = PLAIN | {"pp": "2", "schedule": "zb-h1", "resumed": "into-one", "evaluation": "every-2"}
-    verdict = Runs(tmp_path, 120).judge(case)
-    assert (verdict.result, verdict.found) == ("same", ())
+def test_a_case_of_two_ranks_that_is_saved_and_goes_on_on_one_has_the_numbers_of_one_process():
+    """In a process of its own: it forks, and a process that has run tests has threads."""
+    case = {"pp": "2", "schedule": "zb-h1", "resumed": "into-one", "evaluation": "every-2"}
+    command = [sys.executable, "-m", "tools.proofs.cover", "--case", json.dumps(case)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[0] == "same", ran.stdout + ran.stderr
 
 
 def numbers(weight: float, loss: float) -> Numbers:

@@ -144,6 +144,7 @@ def running(host_waits: Callable[[str], None]) -> Iterator[None]:
         "Stream": Stream,
         "current_stream": Stream,
         "stream": nullcontext,
+        "set_device": lambda device: None,  # there is one
         "synchronize": lambda device=None: host_waits("synchronize"),
         "memory_stats": lambda device=None: dict.fromkeys(_STATS, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 << 30),
