@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from programs import run_ranks
 from torch.distributed import PrefixStore, TCPStore
 
 from megapipe.config import ParallelConfig
@@ -95,3 +97,12 @@ def test_what_nccl_says_is_told_to_its_last_line(monkeypatch):
     assert str(caught.value) == (
         f"rank 1 on {socket.gethostname()} could not make its process groups (gloo, cpu):\n{text}"
     )
+
+
+def test_processes_that_make_a_second_mesh_meet_again():
+    """It read the addresses of the first one's peers: "Connection refused" on one rank, a RuntimeError on the other."""
+    said = run_ranks(2, [Path(__file__).parents[1] / "support/three_meshes.py"])
+    assert sorted(line for line in said.splitlines() if "stages" in line) == [
+        *["1 stages, sum 2"] * 4,
+        *["2 stages, sum 2"] * 2,
+    ]

@@ -6,8 +6,10 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import cache
+from itertools import count
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -50,7 +52,9 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
     # torchrun reuses its store over restarts, where a new attempt would read the addresses of dead peers. One that
     # rank 0 keeps is new; a launcher that took another's place has counted fewer restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else ""
-    store = PrefixStore(f"attempt{attempt}", plain)
+    # A second mesh of the same processes must not read the first one's roll, facts and addresses.
+    mesh = next(_meshes())
+    store = PrefixStore(f"attempt{attempt}" + f" mesh{mesh}" * (mesh > 0), plain)
     try:
         problem = call_the_roll(PrefixStore("roll", store), rank, world_size, timeout_s)
     except RuntimeError as error:
@@ -64,6 +68,12 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
             f"or wait longer: --distributed-timeout-minutes {max(10, timeout_s / 30):g}"
         )
     return store
+
+
+@cache
+def _meshes() -> Iterator[int]:
+    """Return the one count of meshes that this process has met for."""
+    return count()
 
 
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
