@@ -95,8 +95,12 @@ PATTERNS: dict[str, Entry] = {
     "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
     "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
-    "dualpipe": Entry(dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-3W), memory p+1", split=True, copies=2, pairs=True),
-    "dualpipe-v": Entry(dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-3W), memory p+1/2", split=True, pairs=True),
+    "dualpipe": Entry(
+        dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1", split=True, copies=2, pairs=True
+    ),
+    "dualpipe-v": Entry(
+        dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2", split=True, pairs=True
+    ),
 }
 
 SLICED: dict[str, Entry] = {

@@ -14,7 +14,10 @@ from megapipe.schedule.passes import Schedule, Step
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p/2-1)(F&B+B-3W) at memory p+1, with two copies of the parameters. Half the microbatches go each way."""
+    """DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1, two copies of the parameters.
+
+    Half of the microbatches go each way.
+    """
     if ranks % 2:
         raise ScheduleError(f"dualpipe needs an even number of ranks, got {ranks}; the nearest is {ranks + 1}.")
     if microbatches % 2 or microbatches < 2 * ranks:
@@ -36,7 +39,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe cut in half: bubble (p-1)/2 (F&B+B-3W) at memory p+1/2, one copy, twice the messages."""
+    """DualPipe cut in half: bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2, one copy, twice the messages."""
     if microbatches < 2 * ranks:
         raise ScheduleError(
             f"dualpipe-v on {ranks} ranks needs at least {2 * ranks} microbatches, got {microbatches}; "
