@@ -22,7 +22,7 @@ from megapipe.flags.stop import program
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file, verify
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.memory.solve import searched, tables
+from megapipe.schedule.memory.solve import searched, solve, tables
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.search.auto import search, told
 from megapipe.schedule.search.paired import search_pairs
@@ -154,23 +154,10 @@ def run_show(args: argparse.Namespace) -> int:
     figure.check()
     args.costs = _attending(_priced(args.costs, args.comm_share), args)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    schedule, found = _moved(args) if args.copy_ratio else _sliced(args) if args.slices else _schedule(args)
-    if schedule.cuts:
-        choice = {"cutting": _cutting(args), "chunks": args.chunks}
-        others = references(args.name, args.pp, args.microbatches, args.costs, **choice) if args.slices else {}
-        found.append(told_keys(schedule, others, args.costs))
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
-    if args.pairs:
-        schedule, found = told_pairs(schedule, args.costs, args.memory)
-    if args.shard:
-        args.costs = replace(args.costs, **args.shard)
-        schedule, shares = told_shares(schedule, args.costs, args.memory)
-        found += shares
-    args.costs = replace(args.costs, **(args.step or {}), **(args.vocabulary or {}))
-    if args.vocabulary:
-        schedule = with_vocabulary(schedule, args.costs)
-        verify(schedule, memory=args.memory, costs=args.costs)  # they may hold a microbatch more
+    schedule, found = _composed(args)
+    args.costs = replace(args.costs, **(args.step or {}))
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
@@ -257,20 +244,54 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
         raise ScheduleError(found)
 
 
-def _moved(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """The schedule that the arguments name with copies; what these take is in the costs then."""
-    args.costs = with_copies(args.costs, args.copy_ratio)
+def _composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """Compose the table in the order of a run: a shared vocabulary or pairs, then copies, then shards of weights.
+
+    The costs that the flags state are in `args.costs` afterwards.
+    """
+    args.costs = replace(args.costs, **(args.vocabulary or {}), **(args.shard or {}))
+    if args.copy_ratio:
+        args.costs = with_copies(args.costs, args.copy_ratio)
+    plain, found = _candidates(args)
+    schedule, *_ = plain
+    solved = partial(_solved, plain, args.costs) if args.solve else None
+    if args.copy_ratio and not (solved and args.shard):  # else the solver is asked for what whole weights leave
+        if solved:
+            schedule, moves = told_choices(plain, args.costs, args.memory)
+        else:
+            schedule, moves = told_copies(schedule, args.costs, args.memory, args.switch)
+        found = found + moves
+    if schedule.cuts:
+        choice = {"cutting": _cutting(args), "chunks": args.chunks}
+        others = references(args.name, args.pp, args.microbatches, args.costs, **choice) if args.slices else {}
+        found = [*found, told_keys(schedule, others, args.costs)]
+    if args.shard:
+        schedule, shares = told_shares(schedule, args.costs, args.memory, solved)
+        found = found + shares
+    return schedule, found
+
+
+def _solved(plain: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
+    return solve(plain, costs, memory).schedule
+
+
+def _candidates(args: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
+    """Return the tables without copies and shards. With --solve a search offers several, else there is one."""
     any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
-    if args.solve and any_order and not args.slices and args.pp and args.microbatches:
+    if args.solve and any_order and not (args.slices or args.pairs or args.shard) and args.pp and args.microbatches:
         size = args.pp, args.microbatches, args.costs
-        return told_choices([*tables(*size), *searched(*size, args.memory)], args.costs, args.memory)
-    without = argparse.Namespace(**vars(args) | {"memory": None})
-    plain, said = _sliced(without) if args.slices else _schedule(without)
-    if args.solve:
-        made, more = told_choices([plain], args.costs, args.memory)
-    else:
-        made, more = told_copies(plain, args.costs, args.memory, args.switch)
-    return made, said + more
+        found = [*tables(*size), *searched(*size, args.memory)]
+        return [with_vocabulary(x, args.costs) if args.vocabulary else x for x in found], []
+    # What copies take away may be over the limit before.
+    limit = None if args.copy_ratio and not args.pairs else args.memory
+    unlimited = argparse.Namespace(**vars(args) | {"memory": limit})
+    schedule, said = _sliced(unlimited) if args.slices else _schedule(unlimited)
+    if args.pairs:
+        schedule, said = told_pairs(schedule, args.costs, args.memory)
+    if args.vocabulary:
+        schedule = with_vocabulary(schedule, args.costs)
+        verify(schedule, memory=limit, costs=args.costs)  # ranks may hold a microbatch more
+    return [schedule], said
 
 
 def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:

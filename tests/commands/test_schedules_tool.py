@@ -261,3 +261,55 @@ def test_compare_takes_several_points_and_curves_need_a_file(tmp_path):
     assert refused.stderr == (
         "schedules.py: error: --curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE\n"
     )
+
+
+STEP = ("--pp", "8", "--microbatches", "16")
+
+
+def said_of_the_step(*flags: str) -> tuple[float, float]:
+    """Makespan and peak that `show 1f1b` prints for 8 ranks and 16 microbatches."""
+    done = tool("show", "1f1b", *STEP, *flags)
+    assert done.returncode == 0, done.stderr
+    made = re.search(r"makespan ([\d.]+)", done.stdout)[1]
+    return float(made), float(re.search(r"peak ([\d.]+)", done.stdout)[1])
+
+
+SHARED = ("--vocabulary", "0.5,0.25")
+
+
+def test_copies_of_a_table_with_a_shared_vocabulary_are_in_time_for_its_passes():
+    shared, held = said_of_the_step(*SHARED)
+    assert held == 9  # a microbatch more than 1F1B's 8
+    # All copies are in time: the step takes no longer, and a rank holds what it computes and what comes back.
+    assert said_of_the_step(*SHARED, "--copy-ratio", "0.5") == (shared, 2)
+    done = tool("show", "1f1b", *STEP, *SHARED, "--copy-ratio", "0.5")
+    assert f"; without, {shared:g} at a memory of 9" in done.stdout
+    assert said_of_the_step(*SHARED, "--copy-ratio", "0.5", "--solve", "--memory", "4") == (shared, 4)
+
+
+def test_a_gather_and_a_reduction_lengthen_the_step_of_a_shared_vocabulary_by_themselves():
+    shared, _ = said_of_the_step(*SHARED)
+    done = tool("show", "1f1b", *STEP, *SHARED, "--shard", "0.1,0.1")
+    assert said_of_the_step(*SHARED, "--shard", "0.1,0.1")[0] == pytest.approx(shared + 0.2)
+    assert f"the step takes {shared + 0.2:g}, where they live for ever {shared:g}" in done.stdout
+
+
+@pytest.mark.parametrize("memory", [4, 5, 8, 9])
+def test_the_solver_leaves_room_for_gathered_weights(memory: int):
+    flags = ("--copy-ratio", "0.5", "--solve", "--memory", str(memory), "--shard", "0.1,0.1,1,1")
+    # (m + p - 1) (F + B + W), and the gather before the first pass and the reduction after the last.
+    assert said_of_the_step(*flags) == (pytest.approx((16 + 8 - 1) * 3 + 0.1 + 0.1), memory)
+
+
+def test_copies_are_added_to_a_table_of_pairs():
+    paired = said_of_the_step("--pairs", "--comm-share", "0.3")
+    moved = said_of_the_step("--pairs", "--comm-share", "0.3", "--copy-ratio", "0.5")
+    assert moved[0] == paired[0] < (16 + 8 - 1) * 3
+    assert moved[1] < paired[1]
+
+
+def test_pairs_in_a_file_with_copies_say_what_to_leave_out(tmp_path):
+    path = tmp_path / "copied.json"
+    assert tool("show", "1f1b", *STEP, "--copy-ratio", "0.5", "--json", path).returncode == 0
+    said = tool("show", path, "--pairs", "--comm-share", "0.3").stderr
+    assert "has L, O, and pairs are made of F, B, W and BW alone. Give the table without them" in said

@@ -92,7 +92,8 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
         raise ScheduleError(
-            f"{schedule.name} has {', '.join(more)}: pairs are made in a table of F, B, W and BW alone, before these."
+            f"{schedule.name} has {', '.join(more)}, and pairs are made of F, B, W and BW alone. Give the "
+            "table without them: copies and gathers are added after pairs."
         )
     if schedule.cuts:
         raise ScheduleError(f"{schedule.name} is cut in slices: pairs are made in a table of whole microbatches.")

@@ -110,7 +110,8 @@ def refuse_uncuttable(schedule: Schedule) -> None:
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
         raise ScheduleError(
-            f"{schedule.name} has {', '.join(more)}: slices are cut in a table of F, B, W and BW alone, before these."
+            f"{schedule.name} has {', '.join(more)}, and slices are cut in a table of F, B, W and BW alone. Give the "
+            "table without them: copies and gathers are added after slices."
         )
     if schedule.cuts:
         raise ScheduleError(f"{schedule.name} is cut in {len(schedule.cuts)} slices already.")

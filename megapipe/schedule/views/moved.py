@@ -52,11 +52,17 @@ def told_choices(plain: Sequence[Schedule], costs: Costs, memory: float) -> tupl
     return found.schedule, told_moves(found.schedule, costs)
 
 
-def told_shares(plain: Schedule, costs: Costs, memory: float | None) -> tuple[Schedule, list[str]]:
-    """The table whose weights are gathered for runs of passes, and how often. Raises: ScheduleError if none fits."""
-    made = sharded_within(plain, costs, inf if memory is None else memory)
+def told_shares(
+    plain: Schedule, costs: Costs, memory: float | None, moved: Callable[[float], Schedule] | None = None
+) -> tuple[Schedule, list[str]]:
+    """Return the table whose weights are gathered for runs of passes, and lines on how often.
+
+    moved: makes the table fit the activation memory that gathered weights leave, as in `sharded_within`.
+    Raises: ScheduleError if none fits.
+    """
+    made = sharded_within(plain, costs, inf if memory is None else memory, moved=moved)
     verify(made, memory=memory, costs=costs)
-    before, time = simulate(plain, costs), simulate(made, costs)
+    before, time = simulate(without_shares(made), costs), simulate(made, costs)
     own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
     whole, duration = simulate(made, own).peak, costs.durations(plain.placement)
     rows = [_SHARES]
@@ -67,6 +73,7 @@ def told_shares(plain: Schedule, costs: Costs, memory: float | None) -> tuple[Sc
         shown = map(short, (whole[rank], time.peak[rank], took))
         rows.append((str(rank), str(len(beside) - sums), str(sums), *shown))  # type: ignore[arg-type]
     return made, [
+        *(told_moves(made, costs) if moved else ()),
         f"weights and gradients are whole for runs of passes: the step takes {short(time.makespan)}, "
         f"where they live for ever {short(before.makespan)}",
         *_aligned(rows),
