@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from megapipe.flags.stop import program
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file, verify
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.solve import searched, solve, tables
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.search.auto import search, told
@@ -43,6 +44,7 @@ from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
 from megapipe.schedule.views.terminal import facts, to_terminal
 from megapipe.schedule.views.timeline import draw_memory, draw_schedule
+from megapipe.schedule.weights.runs import GATHERS, REDUCES
 
 STDOUT = Path("-")
 
@@ -130,9 +132,13 @@ def _priced(costs: Costs, share: float | None) -> Costs:
     return costs if share is None else replace(costs, **dict.fromkeys(SHARES, share))
 
 
-def _attending(costs: Costs, args: argparse.Namespace) -> Costs:
-    """The costs with --attention-share. Raises: ScheduleError for a flag of slices without --slices."""
-    if not args.slices and (args.cuts or args.attention_share or args.documents):
+def _attending(costs: Costs, args: argparse.Namespace, names: Sequence[str]) -> Costs:
+    """The costs with --attention-share, which a file that is cut in slices takes too.
+
+    Raises: ScheduleError for a flag of slices without slices.
+    """
+    unsliced = args.attention_share and not any(is_file(name) and load(name).cuts for name in names)
+    if not args.slices and (args.cuts or args.documents or unsliced):
         flags = "--cuts, --documents and --attention-share"
         raise ScheduleError(f"{flags} are of slices: add --slices 4, or leave them out")
     return replace(costs, **dict.fromkeys(ATTENTION, args.attention_share)) if args.attention_share else costs
@@ -152,14 +158,19 @@ def run_show(args: argparse.Namespace) -> int:
     if args.curves and (not figure.named or args.svg == STDOUT):
         raise ScheduleError("--curves is a figure and needs a file: --svg FILE, --png FILE or --pdf FILE")
     figure.check()
-    args.costs = _attending(_priced(args.costs, args.comm_share), args)
+    args.costs = _attending(_priced(args.costs, args.comm_share), args, [args.name])
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
+    args.costs = _stated(args)
+    has = _only_costs(args) if is_file(args.name) else []
     schedule, found = _composed(args)
-    args.costs = replace(args.costs, **(args.step or {}))
+    found = has + found
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
+    if args.csv and len({round(cut, 9) for cut in schedule.cuts}) > 1:
+        unequal = "--csv: the slices have several lengths, which CSV cannot say"
+        raise ScheduleError(f"{unequal}. Write --json, or cut them with --cuts equal.")
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
     files: list[tuple[Path | None, Callable[[], str]]] = [
         (args.json, lambda: to_json(table)),
@@ -190,7 +201,7 @@ def run_compare(args: argparse.Namespace) -> int:
     names, svg = [*(args.only or SCHEDULES), *args.files], args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
-    costs = [_attending(_priced(cost, args.comm_share), args) for cost in args.costs]
+    costs = [_attending(_priced(cost, args.comm_share), args, args.files) for cost in args.costs]
     slices = _cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
@@ -244,14 +255,40 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
         raise ScheduleError(found)
 
 
-def _composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """Compose the table in the order of a run: a shared vocabulary or pairs, then copies, then shards of weights.
+def _stated(args: argparse.Namespace) -> Costs:
+    """The costs with what flags of passes state of them."""
+    costs = replace(args.costs, **(args.vocabulary or {}), **(args.shard or {}), **(args.step or {}))
+    return with_copies(costs, args.copy_ratio) if args.copy_ratio else costs
 
-    The costs that the flags state are in `args.costs` afterwards.
+
+_PASSES: dict[str, Collection[Kind]] = {
+    "vocabulary": {kind for kind in Kind if kind.traits.at},
+    "copy_ratio": {Kind.O, Kind.L},
+    "shard": GATHERS | REDUCES,
+    "step": {kind for kind in Kind if kind.traits.per_stage},
+}
+"""The flags that put passes into a table and state what they take, and the passes."""
+
+
+def _only_costs(args: argparse.Namespace) -> list[str]:
+    """Clear each flag whose passes the file has, as its costs are stated, and return a line for each of them.
+
+    So `show` reads what it has written with the flags that it was written with.
     """
-    args.costs = replace(args.costs, **(args.vocabulary or {}), **(args.shard or {}))
-    if args.copy_ratio:
-        args.costs = with_copies(args.costs, args.copy_ratio)
+    said: list[str] = []
+    given = [flag for flag in _PASSES if getattr(args, flag)]
+    if not given or args.solve or args.switch or args.post_validation:
+        return said  # the last three ask for passes of another kind or order
+    kinds = load(args.name).kinds
+    for flag in given:
+        if there := sorted(kinds.intersection(_PASSES[flag])):
+            setattr(args, flag, None)
+            said.append(f"{args.name} has {', '.join(there)}: --{flag.replace('_', '-')} states what they take")
+    return said
+
+
+def _composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
+    """Compose the table in the order of a run: a shared vocabulary or pairs, then copies, then shards of weights."""
     plain, found = _candidates(args)
     schedule, *_ = plain
     solved = partial(_solved, plain, args.costs) if args.solve else None

@@ -128,7 +128,43 @@ def test_what_a_table_has_of_its_step_is_not_added_again(tmp_path):
     path = tmp_path / "whole.json"
     assert tool("show", "1f1b", *SIZE, "--step", "2,1", "--json", path).returncode == 0
     assert "whole.json has G already" not in tool("show", path).stderr
-    assert "1f1b has G already, and each stage has one a step" in tool("show", path, "--step", "2,1").stderr
+    refused = tool("show", path, "--step", "2,1", "--post-validation").stderr
+    assert "1f1b has G already, and each stage has one a step" in refused
+    assert "whole.json has G, U: --step states what they take" in tool("show", path, "--step", "2,1").stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "costs", "step"),
+    [
+        # 1F1B of 8 ranks and 16 microbatches takes (16 + 7) (F + B + W).
+        (["--slices", "4"], ["--attention-share", "0.6"], 16 * 3 + 7 * 3 / 4),
+        ([], ["--copy-ratio", "0.5"], 23 * 3),
+        ([], ["--shard", "0.1,0.2"], 23 * 3 + 0.1 + 0.2),
+        ([], ["--step", "2,1"], 23 * 3 + 2 + 1),
+        ([], ["--vocabulary", "0.5,0.25"], None),
+    ],
+)
+def test_a_written_table_is_shown_again_with_the_costs_that_it_was_written_with(tmp_path, flags, costs, step):
+    """Of the file the flags were to add the passes once more, and without them its passes took no time."""
+    path = tmp_path / "mine.json"
+    written = tool("show", "1f1b", "--pp", "8", "--microbatches", "16", *flags, *costs, "--json", path)
+    shown = tool("show", path, *costs)
+    assert shown.returncode == 0, shown.stderr
+    first, again = (float(re.search(r"makespan ([\d.]+)", done.stdout)[1]) for done in (written, shown))
+    assert again == first
+    if step is not None:
+        assert again == pytest.approx(step)
+
+
+def test_csv_is_refused_for_slices_of_several_lengths(tmp_path):
+    """It was read back as one of equal slices, whose step and memory are others."""
+    cut = ("--slices", "4", "--attention-share", "0.6", "--csv", tmp_path / "a.csv")
+    refused = tool("show", "1f1b", *SIZE, *cut)
+    assert "the slices have several lengths, which CSV cannot say. Write --json, or cut them" in refused.stderr
+    equal = tool("show", "1f1b", *SIZE, *cut, "--cuts", "equal").stdout
+    again = tool("show", tmp_path / "a.csv", "--attention-share", "0.6").stdout
+    first, second = (re.search(r"makespan ([\d.]+)", said)[1] for said in (equal, again))
+    assert first == second
 
 
 def compared(tmp_path, **costs) -> str:

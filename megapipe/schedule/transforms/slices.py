@@ -114,7 +114,10 @@ def refuse_uncuttable(schedule: Schedule) -> None:
             "table without them: copies and gathers are added after slices."
         )
     if schedule.cuts:
-        raise ScheduleError(f"{schedule.name} is cut in {len(schedule.cuts)} slices already.")
+        raise ScheduleError(
+            f"{schedule.name} is cut in {len(schedule.cuts)} slices already. Leave out --slices; "
+            "--attention-share says what they take."
+        )
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
