@@ -56,6 +56,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+class _OfShow(argparse.Action):
+    """Refuse a flag that `show` alone has: its value would be read as a FILE."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        flag = self.option_strings[0]
+        parser.error(f"compare has no {flag}. Leave it out, or draw one schedule: show NAME {flag}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one of its four commands. Returns: the exit status."""
     top = parser()
@@ -113,6 +121,9 @@ def parser() -> Parser:
     show.add_argument("--curves", action="store_true", help="the figure is of what each rank holds over time, alone")
     for kind in ("svg", "csv"):
         both.add_argument(f"--{kind}", type=given.path, metavar="FILE", help=f"write {kind} of every point too")
+    for action in show._actions:
+        if action.option_strings and action.option_strings[0] not in both._option_string_actions:
+            both.add_argument(*action.option_strings, nargs=action.nargs, action=_OfShow, help=argparse.SUPPRESS)
     show.set_defaults(run=run_show)
     both.set_defaults(run=run_compare)
     site = commands.add_parser("site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False)

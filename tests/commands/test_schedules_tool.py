@@ -349,3 +349,18 @@ def test_pairs_in_a_file_with_copies_say_what_to_leave_out(tmp_path):
     assert tool("show", "1f1b", *STEP, "--copy-ratio", "0.5", "--json", path).returncode == 0
     said = tool("show", path, "--pairs", "--comm-share", "0.3").stderr
     assert "has L, O, and pairs are made of F, B, W and BW alone. Give the table without them" in said
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--copy-ratio 0.5", "--shard 0.1,0.1", "--vocabulary 0.5,0.25", "--solve", "--step 2,1", "--chunks 2", "--json a"],
+)
+def test_compare_names_the_flag_that_only_show_has(given: str):
+    """It said `argument FILE: unknown schedule 0.5`."""
+    flag = given.split()[0]
+    refused = tool("compare", *SIZE, *given.split())
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        f"schedules.py compare: error: compare has no {flag}. Leave it out, or draw one schedule: show NAME {flag}\n"
+    )
+    assert flag not in tool("compare", "--help").stdout
