@@ -34,8 +34,12 @@ def own_generator(name: str) -> Callable[..., Schedule]:
     return found
 
 
-def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatches: int) -> Schedule:
+def own_schedule(
+    source: str, generate: Callable[[], Any], ranks: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
     """The schedule that `generate` makes, its rows and steps as tuples. `source` names it in errors.
+
+    chunks: the stages of each rank that it was asked for; None: it was not asked.
 
     Raises: ScheduleError if the user's code fails, or what it returns is no table for these numbers.
     """
@@ -48,7 +52,7 @@ def own_schedule(source: str, generate: Callable[[], Any], ranks: int, microbatc
         raise ScheduleError(told) from error
     problems: list[str] = []
     if isinstance(made, Schedule):
-        problems += _number_problems(made, ranks, microbatches)
+        problems += _number_problems(made, ranks, microbatches, chunks)
     else:
         problems.append(
             f"it returned a {type(made).__name__}, not a Schedule(name, placement, num_microbatches, ranks)"
@@ -70,13 +74,19 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
         yield f"chain {chain} must divide the number of stages, {len(stages)}"
 
 
-def _number_problems(made: Schedule, ranks: int, microbatches: int) -> Iterator[str]:
+def _number_problems(made: Schedule, ranks: int, microbatches: int, chunks: int | None) -> Iterator[str]:
     if not isinstance(made.placement, Placement):
         yield f"placement is a {type(made.placement).__name__}, not a Placement(rank_of, chain)"
         return
     yield from placement_problems(made.placement.rank_of, made.placement.chain, ranks)
     if made.num_microbatches != microbatches:
         yield f"num_microbatches is {made.num_microbatches}, not the {microbatches} that were asked for"
+    stages = len(made.placement.rank_of)
+    if chunks is not None and stages != chunks * ranks:
+        yield (
+            f"it has {stages} stages, not {chunks} chunks on each of {ranks} ranks. Make as many, refuse other numbers "
+            "with a ScheduleError, or do not name chunks as an argument"
+        )
     if len(made.ranks) != ranks:
         yield f"it has rows for {len(made.ranks)} ranks, not for the {ranks} that were asked for"
 

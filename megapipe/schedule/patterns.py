@@ -210,4 +210,6 @@ def made(
     if "costs" in takes and (costs is not None or entry.placement == OWN):
         options["costs"] = costs or UNIT
     generate = partial(entry.generate, ranks, microbatches, **options)
-    return own_schedule(name, generate, ranks, microbatches) if entry.placement == OWN else generate()
+    if entry.placement == OWN:
+        return own_schedule(name, generate, ranks, microbatches, options.get("chunks"))
+    return generate()

@@ -135,7 +135,8 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
             if not whole and b not in seen and w not in seen:
                 yield f"rank {rank}: {bw} is missing (or {b} and {w})"
                 needed = [f]
-            yield from (f"rank {rank}: {item} is missing" for item in needed if item not in seen)
+            owed = {w: f"; {b} owes it, or {bw} does both"} if b in seen else {}
+            yield from (f"rank {rank}: {item} is missing{owed.get(item, '')}" for item in needed if item not in seen)
             there = [item for item in needed if item in seen]
             for before, after in pairwise(there):
                 if seen[after] <= seen[before]:

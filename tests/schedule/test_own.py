@@ -85,3 +85,17 @@ def test_an_entry_of_ones_own_in_the_catalogue_is_verified_too(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "cut", Entry(cut, "loop", 1, "a table that lacks its last pass"))
     with pytest.raises(ScheduleError, match="cut is not valid:\n  rank 0: 0BW3 is missing"):
         build("cut", 2, 4)
+
+
+def test_a_function_that_ignores_the_chunks_it_names_is_refused(tmp_path):
+    """Two rows of a comparison, v=2 and v=4, had the same table."""
+    source = WHOLE.replace("make(ranks, microbatches)", "make(ranks, microbatches, chunks=1)")
+    (tmp_path / "mine.py").write_text(source)
+    name = f"{tmp_path}/mine.py:make"
+    assert build(name, 2, 3).placement.num_stages == build(name, 2, 3, chunks=1).placement.num_stages == 2
+    with pytest.raises(ScheduleError, match="it has 2 stages, not 4 chunks on each of 2 ranks"):
+        build(name, 2, 3, chunks=4)
+
+
+def test_a_weight_gradient_that_is_missing_names_the_pass_that_owes_it(tmp_path):
+    assert "rank 1: 1W2 is missing; 1B2 owes it, or 1BW2 does both" in told(tmp_path, WHOLE.replace("rec.w()", "pass"))
