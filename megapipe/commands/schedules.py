@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,36 +15,29 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapipe.commands import given
+from megapipe.commands.composed import composed, cutting
 from megapipe.commands.progress import Progress
 from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
 from megapipe.flags.stop import program
-from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file, verify
+from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, entry_of, is_file
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import searched, solve, tables
 from megapipe.schedule.patterns import SLICED
-from megapipe.schedule.search.auto import search, told
-from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.text import load, to_csv, to_json
-from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.moved import refuse_unfinished, told_choices, told_copies, told_shares, with_copies
+from megapipe.schedule.views.moved import refuse_unfinished
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
-from megapipe.schedule.views.paired import paired_table, told_pairs
+from megapipe.schedule.views.paired import paired_table
 from megapipe.schedule.views.perfetto import to_perfetto
-from megapipe.schedule.views.sliced import references, told_keys, told_slices
 from megapipe.schedule.views.study import draw as draw_study
 from megapipe.schedule.views.study import study
 from megapipe.schedule.views.study import to_csv as study_to_csv
 from megapipe.schedule.views.terminal import facts, to_terminal
 from megapipe.schedule.views.timeline import draw_memory, draw_schedule
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
 
 STDOUT = Path("-")
 
@@ -171,12 +164,7 @@ def run_show(args: argparse.Namespace) -> int:
     figure.check()
     args.costs = _attending(_priced(args.costs, args.comm_share), args, [args.name])
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    if args.pairs and args.vocabulary:
-        raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
-    args.costs = _stated(args)
-    has = _only_costs(args) if is_file(args.name) else []
-    schedule, found = _composed(args)
-    found = has + found
+    schedule, found = composed(args)
     if args.step or args.post_validation:
         schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
     if args.csv and len({round(cut, 9) for cut in schedule.cuts}) > 1:
@@ -213,7 +201,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
     costs = [_attending(_priced(cost, args.comm_share), args, args.files) for cost in args.costs]
-    slices = _cutting(args) if args.slices else None
+    slices = cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
@@ -264,123 +252,3 @@ def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
     """Refuse before the work. Raises: ScheduleError for each that is to be written where no file can be."""
     if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
         raise ScheduleError(found)
-
-
-def _stated(args: argparse.Namespace) -> Costs:
-    """The costs with what flags of passes state of them."""
-    costs = replace(args.costs, **(args.vocabulary or {}), **(args.shard or {}), **(args.step or {}))
-    return with_copies(costs, args.copy_ratio) if args.copy_ratio else costs
-
-
-_PASSES: dict[str, Collection[Kind]] = {
-    "vocabulary": {kind for kind in Kind if kind.traits.at},
-    "copy_ratio": {Kind.O, Kind.L},
-    "shard": GATHERS | REDUCES,
-    "step": {kind for kind in Kind if kind.traits.per_stage},
-}
-"""The flags that put passes into a table and state what they take, and the passes."""
-
-
-def _only_costs(args: argparse.Namespace) -> list[str]:
-    """Clear each flag whose passes the file has, as its costs are stated, and return a line for each of them.
-
-    So `show` reads what it has written with the flags that it was written with.
-    """
-    said: list[str] = []
-    given = [flag for flag in _PASSES if getattr(args, flag)]
-    if not given or args.solve or args.switch or args.post_validation:
-        return said  # the last three ask for passes of another kind or order
-    kinds = load(args.name).kinds
-    for flag in given:
-        if there := sorted(kinds.intersection(_PASSES[flag])):
-            setattr(args, flag, None)
-            said.append(f"{args.name} has {', '.join(there)}: --{flag.replace('_', '-')} states what they take")
-    return said
-
-
-def _composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """Compose the table in the order of a run: a shared vocabulary or pairs, then copies, then shards of weights."""
-    plain, found = _candidates(args)
-    schedule, *_ = plain
-    solved = partial(_solved, plain, args.costs) if args.solve else None
-    if args.copy_ratio and not (solved and args.shard):  # else the solver is asked for what whole weights leave
-        if solved:
-            schedule, moves = told_choices(plain, args.costs, args.memory)
-        else:
-            schedule, moves = told_copies(schedule, args.costs, args.memory, args.switch)
-        found = found + moves
-    if schedule.cuts:
-        choice = {"cutting": _cutting(args), "chunks": args.chunks}
-        others = references(args.name, args.pp, args.microbatches, args.costs, **choice) if args.slices else {}
-        found = [*found, told_keys(schedule, others, args.costs)]
-    if args.shard:
-        schedule, shares = told_shares(schedule, args.costs, args.memory, solved)
-        found = found + shares
-    return schedule, found
-
-
-def _solved(plain: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    return solve(plain, costs, memory).schedule
-
-
-def _candidates(args: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
-    """Return the tables without copies and shards. With --solve a search offers several, else there is one."""
-    any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
-    if args.solve and any_order and not (args.slices or args.pairs or args.shard) and args.pp and args.microbatches:
-        size = args.pp, args.microbatches, args.costs
-        found = [*tables(*size), *searched(*size, args.memory)]
-        return [with_vocabulary(x, args.costs) if args.vocabulary else x for x in found], []
-    # What copies take away may be over the limit before.
-    limit = None if args.copy_ratio and not args.pairs else args.memory
-    unlimited = argparse.Namespace(**vars(args) | {"memory": limit})
-    schedule, said = _sliced(unlimited) if args.slices else _schedule(unlimited)
-    if args.pairs:
-        schedule, said = told_pairs(schedule, args.costs, args.memory)
-    if args.vocabulary:
-        schedule = with_vocabulary(schedule, args.costs)
-        verify(schedule, memory=limit, costs=args.costs)  # ranks may hold a microbatch more
-    return [schedule], said
-
-
-def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """The schedule that the arguments name, in slices; attention's share is in the costs then."""
-    others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
-    if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    choice = {"cutting": _cutting(args), "chunks": args.chunks, "memory": args.memory}
-    return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
-
-
-def _cutting(args: argparse.Namespace) -> Cutting:
-    return Cutting(args.slices, args.cuts or "work", args.documents or 1)
-
-
-def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """The schedule that the arguments name, a file or an entry of the catalogue, and how well a search did."""
-    name = args.name.lower()
-    options = {k: x for k in ("placement", "objective", "effort") if (x := getattr(args, k)) is not None}
-    if is_file(name):
-        said = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
-        if said:
-            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(said)}")
-        verify(schedule := load(args.name), memory=None if args.pairs else args.memory, costs=args.costs)
-        return schedule, []
-    searched = name in SCHEDULES and SCHEDULES[name].searched
-    if options and not searched:
-        raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
-    missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
-    if missing and entry_of(args.name):
-        raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
-    ranks, microbatches = args.pp or 1, args.microbatches or 1
-    choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
-    if searched and args.pairs:
-        return search_pairs(ranks, microbatches, progress=Progress(), **choice, **options), []
-    if searched:
-        choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
-        report = search(ranks, microbatches, progress=Progress(), **choice, **options)
-        return report.schedule, told(report)
-    try:
-        return build(args.name, ranks, microbatches, **choice | ({"memory": None} if args.pairs else {})), []
-    except ScheduleError as error:
-        hint = "" if args.memory is None else "; `compare` with the same --memory shows what fits"
-        raise ScheduleError("; ".join(str(error).split("\n  ")).replace(":;", ":") + hint) from None

@@ -364,3 +364,34 @@ def test_compare_names_the_flag_that_only_show_has(given: str):
         f"schedules.py compare: error: compare has no {flag}. Leave it out, or draw one schedule: show NAME {flag}\n"
     )
     assert flag not in tool("compare", "--help").stdout
+
+
+def test_several_problems_of_a_function_stand_one_a_line_as_those_of_a_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F1,0BW0,0BW1\n1F1,1BW0,1BW1\n")
+    (tmp_path / "mine.py").write_text(
+        f"from megapipe.schedule import Kind, Pass, Schedule, loop\n\n\ndef make(ranks, microbatches):\n"
+        f"    cells = [line.split(',') for line in open({str(path)!r}).read().split()]\n"
+        "    rows = [[(Pass(Kind(c[1:-1]), int(c[0]), int(c[-1])),) for c in row] for row in cells]\n"
+        "    return Schedule('mine', loop(ranks), microbatches, rows)\n"
+    )
+    of_file = tool("show", path).stderr.splitlines()
+    of_function = tool("show", f"{tmp_path}/mine.py:make", "--pp", "2", "--microbatches", "2").stderr.splitlines()
+    assert of_function[1:] == of_file[1:]
+    assert of_file[1:] == ["  rank 0: 0F0 is missing", "  rank 1: 1F0 is missing"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("zb-v", "--memory", "4"),
+        ("zb-v", "--memory", "4", "--costs", "10,14,7"),
+        ("1f1b", "--vocabulary", "0.5,0.25", "--memory", "8"),
+        ("1f1b", "--copy-ratio", "3", "--memory", "1"),
+    ],
+)
+def test_a_memory_limit_that_is_too_low_is_answered_with_one_that_is_enough(flags):
+    refused = tool("show", flags[0], *STEP, *flags[1:]).stderr
+    enough = re.search(r"--memory (\d+) is enough for it", refused)[1]
+    more = [enough if text == flags[flags.index("--memory") + 1] else text for text in flags[1:]]
+    assert tool("show", flags[0], *STEP, *more).returncode == 0
