@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.schedule import SCHEDULES, Costs, build
+from megapipe.schedule import SCHEDULES, Costs, build, simulate
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
-from megapipe.schedule.views.compare import Row, measure
+from megapipe.schedule.views.compare import Row, compare, measure
 from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +58,18 @@ def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say(monkeypa
     with contextlib.redirect_stdout(out):
         exec(use, {})
     assert out.getvalue() == printed[1]
+
+
+def test_the_docs_build_with_the_costs_that_they_simulate_as_compare_does():
+    """v-half without costs waits 104.5, with 104: what the docs wrote was not the row of `compare`."""
+    *_, use = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+    calls = re.findall(r"build\(([^()]*)\)", use)
+    assert len(calls) == 2
+    assert all("costs=costs" in call for call in calls)
+    costs = Costs(10, 11, 8)
+    (row,) = (row for row in compare(8, 16, costs, names=["v-half"]) if row.label == "v-half")
+    assert row.bubble == simulate(build("v-half", 8, 16, costs=costs), costs).bubble
+    assert row.bubble < simulate(build("v-half", 8, 16), costs).bubble
 
 
 def test_the_files_written_in_the_docs_load(tmp_path):
