@@ -30,7 +30,7 @@ from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks
 from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import Costs, Placement, Program, Schedule, build, forward_only, unpaired, verify
+from megapipe.schedule import Costs, Pass, Placement, Program, Schedule, build, forward_only, unpaired, verify
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
@@ -80,6 +80,7 @@ class Request:
         documents: of a microbatch, with which its slices end where one is near a cut.
         around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
         on_stage_done: called with a stage's number when its last pass is over.
+        read: called with each pass before its time is taken; waits for the samples that it needs.
         on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
         weights: what the table's passes of a stage as a whole do, of each chunk; None if it has none.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
@@ -103,6 +104,7 @@ class Request:
     documents: Callable[[int], Documents | None] | None = None
     around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
     on_stage_done: Callable[[int], None] | None = None
+    read: Callable[[Pass], None] | None = None
     on_layer_done: Callable[[int, int, int], None] | None = None
     weights: Sequence[Weights] | None = None
     on_loss: Callable[[Loss], None] | None = None
@@ -165,7 +167,7 @@ class ForwardBackward:
         stages = _stages(step, table, chunks, config, self.mesh, self.host, lengths)
         programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
-        comm = self._messenger(step, config, self._dtype, in_flight[rank] + SLACK, lengths, variable)
+        comm = self._messenger(step, config, table.placement, in_flight[rank] + SLACK, lengths, variable)
         # At the first step of each placement: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
@@ -177,6 +179,7 @@ class ForwardBackward:
                 stages,
                 comm,
                 on_stage_done=step.on_stage_done,
+                read=step.read,
                 position=self.mesh.position,
                 watch=step.stopwatch,
                 together=self._together,
@@ -184,21 +187,21 @@ class ForwardBackward:
         return _reported(stages.values(), step.on_loss)
 
     def _messenger(
-        self, step: Request, config: Any, dtype: torch.dtype, in_flight: int, lengths: Lengths, variable: bool
+        self, step: Request, config: Any, place: Placement, in_flight: int, lengths: Lengths, variable: bool
     ) -> Messenger:
+        assert self._dtype is not None
         shared = ranks_of_tokens(self.mesh, config)
         given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
         # One pipeline rank sends nothing, so it need not know the size of a message.
         length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
         shape = (length // shared, batch, hidden)
-        place = self.table(step.num_microbatches).placement
         if place.vocabulary:
             check_shares(variable, self.mesh.cp.size)
-        whole = shape_of(place, (shape[0] * shared, batch, hidden), shape[0], dtype, evaluates=step.forward_only)
+        whole = shape_of(place, (shape[0] * shared, batch, hidden), shape[0], self._dtype, evaluates=step.forward_only)
         return Messenger(
             self.mesh.pp,
             shape,
-            dtype,
+            self._dtype,
             transport=self.transport,
             shape_of=partial(shape_of_slice, lengths, shape) if lengths.usual else whole,
             beyond_neighbours=place.vocabulary,

@@ -118,6 +118,7 @@ def execute(
     comm: Messenger,
     *,
     on_stage_done: Callable[[int], None] | None = None,
+    read: Callable[[Pass], None] | None = None,
     position: Position | None = None,
     watch: Stopwatch | None = None,
     together: Together | None = None,
@@ -134,6 +135,7 @@ def execute(
         stages: this rank's stages by number, with what `PASSES` calls.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
+        read: called with each pass before its time is taken; waits for the samples that it needs.
         position: kept up to date, for `pipeline_parallel.watch`.
         watch: takes the time of every pass, and of every wait for a collective within one.
         together: runs the pairs.
@@ -146,7 +148,7 @@ def execute(
     position.comm, position.hand, position.plan = comm, hand, plan  # in this order: `watch` reads them meanwhile
     # In this thread on a GPU too, where autograd has one of its own for all: two backwards may run together.
     with torch.autograd.set_multithreading_enabled(False), at_waits.do(None, None):
-        _walk(plan, runs, position, on_stage_done)
+        _walk(plan, runs, position, on_stage_done, read)
     assert not hand, f"never used: {', '.join(map(str, hand))}"
 
 
@@ -155,6 +157,7 @@ def _walk(
     runs: _Runs,
     position: Position,
     on_stage_done: Callable[[int], None] | None,
+    read: Callable[[Pass], None] | None,
 ) -> None:
     stages, hand, comm, watch, _ = runs
     step = runs.labelled if profiler._is_profiler_enabled else runs.item
@@ -165,6 +168,9 @@ def _walk(
         while at < len(plan):
             item = plan[at]
             position.at = item, monotonic()
+            if read is not None and not isinstance(item, Exchange):
+                for call in item:
+                    read(call.item)
             watch.ask()
             if step(item):
                 _forget(stages, hand)

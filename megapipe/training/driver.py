@@ -16,7 +16,7 @@ from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late, read_together
 from megapipe.plan import with_batch
 from megapipe.training.guards.numbers import Guard
-from megapipe.training.reading import BatchesAt
+from megapipe.training.reading import Awaited, BatchesAt
 from megapipe.training.run import Run
 from megapipe.training.saving import Saving
 from megapipe.training.seams import Seams
@@ -76,7 +76,8 @@ class Driver:
             config = run.config.with_batch(size)
             run.stages.take(config, with_batch(run.plan, config).schedule)
         with run.report.reading():
-            return self._batches_at(consumed)
+            step = self._batches_at(consumed)
+        return Awaited(step, run.report.reading)
 
     def _step(self, leaving: Callable[[], bool]) -> StepResult | None:
         """All passes of a step, this rank's update among them; the step before ends within them, if it is open."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import overload
 
 from megapipe.config import Config
 from megapipe.data.gpt_dataset import TokenDataset
@@ -15,6 +17,29 @@ from megapipe.training.progress import Progress
 
 BatchesAt = Callable[[int], Sequence[Microbatch]]
 """(samples consumed) -> the microbatches of a step, none on a rank that looks at no tokens."""
+
+
+@dataclass(frozen=True)
+class Awaited(Sequence[Microbatch]):
+    """The microbatches of a step, which may still be under way.
+
+    Attributes:
+        waiting: makes what is entered while one is waited for.
+    """
+
+    step: Sequence[Microbatch]
+    waiting: Callable[[], AbstractContextManager[None]]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Microbatch]: ...
+    def __getitem__(self, index: int | slice) -> Microbatch | Sequence[Microbatch]:
+        with self.waiting():
+            return self.step[index]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,17 @@ cuts every schedule and number of ranks has the same bits.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.slices import joined
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.training.steps import stages
 from tools.proofs.equivalence import alone, differences, train
 from tools.proofs.equivalence_case import Case, table
 
@@ -92,6 +95,17 @@ def test_ranks_share_the_tokens_of_each_slice(settings):
     case = case_of(**{"pp": 2} | settings)
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp")}
     assert differences(case, run_threads(lambda mesh: train(mesh, case), timeout_s=60, **sizes)) == []
+
+
+def test_the_documents_of_a_microbatch_are_found_once_a_step(monkeypatch):
+    """They were found anew for every stage, slice and pass."""
+    calls = []
+    found = partial(stages.find_documents)
+    monkeypatch.setattr(stages, "find_documents", lambda *given, **also: calls.append(0) or found(*given, **also))
+    case = case_of("interleaved", 1, chunks=2, documents="attention", follows=True, steps=3)
+    train(ProcessMesh.single(), case)
+    evaluation = 1
+    assert len(calls) == 4 * (3 + evaluation)
 
 
 def test_a_mean_of_a_slice_is_no_part_of_a_microbatchs():

@@ -2,7 +2,8 @@
 
 `forward-backward` is a rank's step from its first question for an input to its last pass; `optimizer` what follows:
 what is left to reduce, norm, clipping and update. `forward-compute` and `backward-compute` are its passes;
-`forward-recv` and `backward-recv` are its waits for their input, `batch-generator` those for samples.
+`forward-recv` and `backward-recv` are its waits for messages; `batch-generator` its waits for samples, which stand
+between passes and count in none of the others' times but `forward-backward`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megapipe.pipeline_parallel.passes.host import Host
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.schedule import Costs, Kind, Schedule
+from megapipe.schedule import Costs, Kind, Pass, Schedule
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.transforms.cuts import DOCUMENTS
 from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
@@ -164,7 +164,9 @@ class Stages:
         self.routers.begin()
         losses, done = list[Loss](), self.on_layer_done
         chunk = {stage: i for i, stage in enumerate(self._own)}
-        batches = [self._batches(stage, microbatches) for stage in self._own]
+        documents = lru_cache(maxsize=64)(partial(self._documents, microbatches))
+        borders = documents if config.parallel.pipeline_slice_cuts == DOCUMENTS else None
+        batches = [self._batches(stage, microbatches, borders) for stage in self._own]
         with self.scales.of_a_step():
             self._forward_backward(
                 forward_step_func=self._forward_step,
@@ -177,13 +179,12 @@ class Stages:
                 calculate_per_token_loss=config.train.calculate_per_token_loss,
                 loss_scale=loss_scale,
                 on_loss=losses.append,
-                documents=self._borders(microbatches),
+                documents=borders,
+                read=partial(self._read, microbatches),
                 stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
                 on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
                 weights=weights,
-                stream=lambda i: Stream(
-                    config.train.seed, consumed + (i * dp.size + dp.rank) * b, self._documents(microbatches, i)
-                ),
+                stream=lambda i: Stream(config.train.seed, consumed + (i * dp.size + dp.rank) * b, documents(i)),
             )
         if not (evaluate or config.train.freeze_all_layers):
             self.stopwatch = watch
@@ -200,28 +201,42 @@ class Stages:
             return None
         return find_documents(tokens_of(microbatches[i])[:, :-1], self._eod, isolate=isolate, restart=restart)
 
-    def _borders(self, microbatches: Sequence[Microbatch]) -> Callable[[int], Documents | None] | None:
-        """The documents of a microbatch, if slices end with them."""
-        follow = self.config.parallel.pipeline_slice_cuts == DOCUMENTS
-        return partial(self._documents, microbatches) if follow else None
-
     @property
     def _own(self) -> tuple[int, ...]:
         return self.schedule.placement.stages_on(self.mesh.pp.rank)
 
-    def _batches(self, stage: int, microbatches: Sequence[Microbatch]) -> Rewinding[Batch] | None:
-        """The stage's microbatches in its order; None where it has neither embedding nor loss and did not ask."""
+    def _looks(self, stage: int) -> bool:
+        """Return whether the stage gets batches: it has an end of the model, shares the vocabulary, or asked."""
         place = self.schedule.placement
-        shares = stage in place.shares(stage)
-        if not (place.reads(stage) or stage in self._also_read or shares):
+        return place.reads(stage) or stage in self._also_read or stage in place.shares(stage)
+
+    def _read(self, microbatches: Sequence[Microbatch], item: Pass) -> None:
+        """Wait until the samples of a pass have been read."""
+        data = self.config.data
+        looks = data.reset_attention_mask or data.reset_position_ids or self._looks(item.stage)
+        if item.kind in (Kind.F, Kind.E) and looks:
+            microbatches[item.microbatch]
+
+    def _batches(
+        self,
+        stage: int,
+        microbatches: Sequence[Microbatch],
+        borders: Callable[[int], Documents | None] | None,
+    ) -> Rewinding[Batch] | None:
+        """Return the stage's microbatches in its order, None where it gets none.
+
+        Args:
+            borders: the documents of a microbatch, if slices end with them.
+        """
+        if not self._looks(stage):
             return None
+        place = self.schedule.placement
         steps = self.schedule.ranks[self.mesh.pp.rank]
-        reads = Kind.E if shares else Kind.F
+        reads = Kind.E if stage in place.shares(stage) else Kind.F
         order = [self.schedule.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
         data, cp, table = self.config.data, self.mesh.cp, self.schedule
         depth, per_token = place.depth(stage), self.config.train.calculate_per_token_loss
         ends = self._eod if self.config.model.mtp_within_documents else None
-        borders = self._borders(microbatches)
         slices = Slices(lengths_of(table, self.config.train.seq_length, self.mesh, self.config.model, borders))
 
         @lru_cache(maxsize=1)  # slices of a microbatch follow each other

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import time
+from dataclasses import replace
 
+import numpy as np
+import pytest
+from short_run import config
+from tiny import STYLES
+
+from megapipe.data.build import Datasets
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.provider import gpt_provider
 from megapipe.schedule import Kind, Pass
 from megapipe.schedule.measured.costs import Ran
+from megapipe.training.forward_step import forward_step
+from megapipe.training.pretrain import Training
 from megapipe.training.report.timers import of_step, text
 
 
@@ -47,3 +59,31 @@ LABEL = "    optimizer ......................................: "
 def test_the_lines_are_megatrons(option, lines):
     """As megatron/core/timers.py formats them; ranks without a time are left out."""
     assert text({"optimizer": [0.02, 0.0, 0.00125]}, option).splitlines() == lines
+
+
+class Slow:
+    """Samples that take 0.2 s each to read."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        time.sleep(0.2)
+        return np.arange(17, dtype=np.int64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_waiting_for_samples_is_the_batch_generators_time_and_no_passs(capsys, workers, isolated):
+    """Samples were waited for within forwards, if threads read them: the timer was 0, and the stage was slow."""
+    asked = config(STYLES["gpt2"])
+    data = replace(asked.data, num_workers=workers, reset_attention_mask=isolated)
+    log = replace(asked.log, timing_log_level=2, timing_log_option="max", log_interval=1)
+    asked = replace(asked, data=data, log=log, train=replace(asked.train, train_iters=1, lr_warmup_iters=0))
+    mesh = ProcessMesh.single()
+    Training(asked, mesh, gpt_provider, forward_step, Datasets(Slow(), None, None), 127, time.monotonic()).train()
+    found = dict(re.findall(r" (\S+) \.+: ([\d.]+)", capsys.readouterr().out))
+    # One thread reads 4 microbatches of 2 samples one after the other, for 1.6 s, which passes cannot hide.
+    assert float(found["batch-generator"]) > 800
+    assert float(found["forward-compute"]) < 800
+    assert "forward-recv" not in found or float(found["forward-recv"]) < 100
