@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 
@@ -69,3 +70,11 @@ def _script_of(name: str, processes: str | None) -> str:
         return f"torchrun --nproc-per-node {processes} pretrain_gpt.py" if processes else "python pretrain_gpt.py"
     script = DOORS[name].script
     return f"python tools/{script}.py" if script else f"python -m megapipe {name}"
+
+
+def version() -> str:
+    """The installed one; a clone that was never installed has none."""
+    try:
+        return metadata.version("megapipe")
+    except metadata.PackageNotFoundError:
+        return "of a clone"

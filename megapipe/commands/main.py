@@ -9,10 +9,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from megapipe.data.files import write_complete
-from megapipe.doors import DOORS
+from megapipe.doors import DOORS, version
 from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
 
@@ -61,14 +60,6 @@ def tell(text: str, numbers: object, file: str | None) -> None:
     print(text)
     if file is not None:
         write_complete(file, f"{json.dumps(numbers, indent=1)}\n")
-
-
-def version() -> str:
-    """The installed one; a clone that was never installed has none."""
-    try:
-        return metadata.version("megapipe")
-    except metadata.PackageNotFoundError:
-        return "of a clone"
 
 
 def help_text(width: int) -> str:

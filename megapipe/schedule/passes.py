@@ -199,6 +199,12 @@ class Schedule:
     documents: tuple[tuple[int, ...], ...] = ()
     shared: tuple[Shared, ...] = ()
 
+    def __repr__(self) -> str:
+        passes = sum(len(step) for row in self.ranks for step in row)
+        return (
+            f"Schedule({self.name!r}, {len(self.ranks)} ranks, {self.num_microbatches} microbatches, {passes} passes)"
+        )
+
     @property
     def slices(self) -> Sequence[int | None]:
         """The slices of a microbatch; of one that is whole, None alone."""

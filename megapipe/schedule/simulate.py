@@ -99,7 +99,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
     Args:
         took: what single passes take, overhead included, in place of what the costs say of their kind.
     Raises: ScheduleError if ranks wait for each other for ever, saying which rank waits where and for what.
+        TypeError for a name in place of a schedule, or numbers in place of costs.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f'simulate takes a Schedule, such as build("zb-v", 4, 8), not {schedule!r}')
+    if not isinstance(costs, Costs):
+        raise TypeError(f"simulate takes Costs, such as Costs(f=10, b=11, w=8), not {costs!r}")
     clock = run_clock(schedule, costs, took)
     place, links = schedule.placement, schedule.links
     start: dict[Pass, float] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, run, run_ranks
 
+import megapipe
 from megapipe import doors
 from megapipe.commands import main as shell
 from megapipe.commands.start import completion, init
@@ -142,3 +143,11 @@ def test_bash_completes_commands_and_flags(tmp_path, capsys):
     command = ["bash", "-c", f"PATH={tmp_path}:$PATH; {script}"]
     said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     assert said == "rehearse\n--output\n"
+
+
+def test_the_package_says_its_version_and_what_is_in_it():
+    said = subprocess.run([sys.executable, "-m", "megapipe", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"megapipe {megapipe.__version__}\n"
+    assert "megapipe.schedule" in megapipe.__doc__
+    with pytest.raises(AttributeError, match="a part of it is imported by name"):
+        _ = megapipe.build

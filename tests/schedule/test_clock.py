@@ -124,6 +124,19 @@ def test_a_timeline_prints_what_people_ask_and_not_every_pass() -> None:
     assert said == "Timeline(makespan 33, bubble 9, peak by rank 4 3 2 1)"
 
 
+def test_a_schedule_prints_its_size_and_not_every_pass() -> None:
+    # F and BW of each of 8 microbatches on each of 4 ranks.
+    assert repr(build("1f1b", 4, 8)) == "Schedule('1f1b', 4 ranks, 8 microbatches, 64 passes)"
+
+
+def test_a_name_or_plain_numbers_are_refused_where_a_table_and_costs_are_needed() -> None:
+    """It was `'tuple' object has no attribute 'lag'`."""
+    with pytest.raises(TypeError, match=r"takes Costs, such as Costs\(f=10, b=11, w=8\), not \(10, 11, 8\)"):
+        simulate(build("1f1b", 2, 2), (10, 11, 8))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes a Schedule, such as build\(\"zb-v\", 4, 8\), not 'zb-v'"):
+        simulate("zb-v")  # type: ignore[arg-type]
+
+
 def test_single_passes_may_take_what_they_took() -> None:
     """The second forward of two ranks takes 4 more on the first rank, and all that waits for it comes as much later."""
     schedule = build("gpipe", 2, 2)

@@ -27,6 +27,13 @@ API = {
         *(f"megapipe.schedule.{name}" for name in ("catalogue", "passes", "costs", "text", "generators.recorder")),
         *(f"megapipe.schedule.{name}" for name in ("simulate.simulate", "simulate.Timeline", "verify.verify")),
     ],
+    "Transforms of a schedule": [
+        *(f"megapipe.schedule.transforms.{name}" for name in ("slices", "pairs", "vocabulary", "memory", "optimizer")),
+        *(f"megapipe.schedule.{name}" for name in ("memory.solve.solve", "weights.sharded.sharded_within")),
+    ],
+    "Schedules compared and drawn": [
+        *(f"megapipe.schedule.views.{name}" for name in ("compare", "terminal", "draw", "timeline", "perfetto"))
+    ],
     "A run": ["megapipe.training.pretrain", "megapipe.training.seams"],
     "Models": ["megapipe.models.provider", "megapipe.models.gpt"],
     "Optimizers": ["megapipe.optim.rule"],
