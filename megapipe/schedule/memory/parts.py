@@ -24,8 +24,10 @@ class Moved(NamedTuple):
 
         Args:
             length: of the slice, in sequences; document: of the document that ends with it, 0 if none does.
-        Raises: ScheduleError if some are of each stage and others of all.
+        Raises: ScheduleError if some are of each stage and others of all, and the keys of one count in the other.
         """
+        if not any(self.mem_k) if isinstance(self.mem_k, tuple) else not self.mem_k:
+            return {name: _times(length, whole) for name, whole in self._asdict().items() if name != "mem_k"}
         if not (counts := {len(x) for x in self if isinstance(x, tuple)}):
             rows: list[Any] = [self]
         else:
@@ -34,6 +36,10 @@ class Moved(NamedTuple):
             rows = [*zip(*(x if isinstance(x, tuple) else (0.0,) * max(counts) for x in self), strict=True)]
         found = [*zip(*(_of_stage(row, length, document) for row in rows), strict=True)]
         return dict(zip(self._fields, found if counts else [x for (x,) in found], strict=False))
+
+
+def _times(length: float, whole: PerStage) -> PerStage:
+    return tuple(length * x for x in whole) if isinstance(whole, tuple) else length * whole
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:

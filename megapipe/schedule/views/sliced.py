@@ -27,8 +27,20 @@ _EFFORT = 4.0
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     """The most that a rank holds of keys and values, and of them and their gradients, in those of a microbatch."""
+    # Numbers of stages and plain ones do not mix, so all that say what moves are plain here.
     counted = replace(
-        costs, mem_b=1.0, mem_w=0.0, mem_s=0.0, mem_k=1.0, wide_k=1.0, mem_o=None, mem_r=0.0, mem_a=0.0, mem_g=0.0
+        costs,
+        mem_b=1.0,
+        mem_w=0.0,
+        mem_s=0.0,
+        mem_k=1.0,
+        wide_k=1.0,
+        mem_o=None,
+        mem_r=0.0,
+        mem_a=0.0,
+        mem_g=0.0,
+        o=0.0,
+        l=0.0,
     )
     clock = run_clock(schedule, costs)
 

@@ -107,3 +107,17 @@ def test_tables_of_the_literature_are_shown_in_their_own_slices_or_in_those_aske
         schedules.main(["show", "slimpipe", "--pp", "4", "--microbatches", "2", "--slices", "6"])
     with pytest.raises(ScheduleError, match=r"slimpipe has slices of its own\. Leave out --documents"):
         schedules.main(["show", "slimpipe", "--pp", "4", "--microbatches", "2", "--slices", "8", "--documents", "2"])
+
+
+@pytest.mark.parametrize("copies", [{"o": 0.1, "l": 0.1, "mem_o": 0.8, "mem_k": 0.2}, {}])
+def test_costs_of_equal_stages_hold_the_keys_that_plain_costs_do(copies, tmp_path, capsys):
+    """Copies by stage, as `plan --save-costs` writes them, were refused, and --copy-ratio with any costs by stage."""
+    plain = {"f": 1.0, "b": 2.0, "w": 1.5, "mem_b": 1.0, "mem_w": 0.5, **copies}
+    asked = ["show", "1f1b", "--pp", "4", "--microbatches", "8", "--slices", "2", "--costs"]
+    more = [] if copies else ["--copy-ratio", "0.5"]
+    printed = []
+    for name, costs in {"plain": plain, "stages": {key: [x] * 4 for key, x in plain.items()}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(costs))
+        assert schedules.main([*asked, str(tmp_path / f"{name}.json"), *more]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
