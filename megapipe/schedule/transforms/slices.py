@@ -17,7 +17,7 @@ from itertools import pairwise
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
+from megapipe.schedule.passes import Pass, Placement, Schedule, Step, unpaired
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 
@@ -46,6 +46,7 @@ def slices(
     n = len(cuts)
     pattern = unpaired(made_for(n * microbatches))
     refuse_uncuttable(pattern)
+    _refuse_costs(costs, cuts, pattern.placement)
     best: tuple[float, Schedule] | None = None
     least = 0.0
     most = n * pattern.placement.num_stages // pattern.placement.num_ranks
@@ -118,6 +119,15 @@ def refuse_uncuttable(schedule: Schedule) -> None:
             f"{schedule.name} is cut in {len(schedule.cuts)} slices already. Leave out --slices; "
             "--attention-share says what they take."
         )
+
+
+def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
+    """Raises: ScheduleError for costs that are not of these stages and links, or cannot be of slices."""
+    part = costs.of_slice(cuts, (0, 0, len(cuts)))
+    part.durations(place)
+    part.memory(place)
+    for rank in range(1, place.num_ranks):
+        costs.lag(rank - 1, rank, place.num_ranks)
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:

@@ -1,6 +1,7 @@
 """Schedules cut in slices against the papers' formulas, and cuts against the work that they divide."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -143,6 +144,20 @@ def test_cuts_are_multiples_and_none_is_empty(length, multiple):
 def test_a_length_that_cannot_be_cut_is_refused():
     with pytest.raises(ScheduleError, match="4 slices of 30 tokens, each a multiple of 8, cannot be"):
         in_tokens((0.25,) * 4, 30, 8)
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"),
+    [
+        (Costs(f=(1, 1, 1, 2), o=0.5, l=0.5, mem_k=(0.1,) * 4), "Costs name o of all stages together"),
+        (Costs(f=(1, 1, 2)), "Costs.f names 3 stages, but the model is cut in 4."),
+        (Costs(comm=(1, 1)), "Costs.comm names 2 links, but 4 ranks have at least 3."),
+    ],
+)
+def test_costs_that_do_not_go_with_the_table_are_not_blamed_on_the_number_of_slices(costs, told):
+    with pytest.raises(ScheduleError) as caught:
+        slices(partial(build, "1f1b", 4), 8, (1.0, 1.0), costs)
+    assert told in str(caught.value)
 
 
 def test_more_slices_than_messages_can_be_numbered_by_are_refused_at_once():
