@@ -114,6 +114,12 @@ def _candidates(args: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
     """Return the tables without copies and shards. With --solve a search offers several, else there is one."""
     any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
     if args.solve and any_order and not (args.slices or args.pairs or args.shard) and args.pp and args.microbatches:
+        choices = ("chunks", "placement", "objective", "effort")
+        if said := [f"--{name}" for name in choices if getattr(args, name) is not None]:
+            raise ScheduleError(
+                f"show {args.name} --solve looks among all stages per rank and placements for the least makespan: "
+                f"leave out {', '.join(said)}, or solve a schedule by its name"
+            )
         size = args.pp, args.microbatches, args.costs
         found = [*tables(*size), *searched(*size, args.memory)]
         return [with_vocabulary(x, args.costs) if args.vocabulary else x for x in found], []

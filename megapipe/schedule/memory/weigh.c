@@ -72,7 +72,7 @@ static int put_copies(const Moved *t, const Rows *rows, const int *verb, int r, 
         if (kind == F) forward[x] = i;
         if (kind != B && kind != BW) continue;
         int j = count++; /* the latest backward first */
-        for (; j && rows->start[first + i] > rows->start[first + used[j - 1]]; j--) used[j] = used[j - 1];
+        for (; j && rows->start[first + i] >= rows->start[first + used[j - 1]]; j--) used[j] = used[j - 1];
         used[j] = i;
     }
     for (int j = 0; j < count; j++) {
@@ -85,6 +85,7 @@ static int put_copies(const Moved *t, const Rows *rows, const int *verb, int r, 
             if (rows->end[first + middle] * (1 - 1e-9) <= back) low = middle + 1;
             else high = middle;
         }
+        if (low > used[j]) low = used[j]; /* a backward that takes no time may end by then */
         if (low - 1 > at) at = low - 1;
         next[x] = behind[at];
         behind[at] = x;

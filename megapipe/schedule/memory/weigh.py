@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 from math import inf
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.held import gradients_of_keys
@@ -71,9 +72,15 @@ def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
 
 
 def places(plain: Schedule) -> list[Place]:
-    """All places, in order."""
-    count = plain.all_microbatches * len(plain.slices)
-    return [(stage, number) for stage in range(plain.placement.num_stages) for number in range(count)]
+    """All places, in order. Of two copies of the model each has its own microbatches."""
+    place, per = plain.placement, len(plain.slices)
+    count = plain.all_microbatches * per
+    return [
+        (stage, number)
+        for stage in range(place.num_stages)
+        for number in range(count)
+        if plain.chain_of(number // per) == stage // place.chain
+    ]
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
@@ -179,7 +186,8 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
         for one, verb in choices.items():
             verbs[number[one]] = numbers[verb]
         makespan = code.weigh(ctypes.byref(table), order, verbs, seen)
-        assert makespan >= 0, f"{plain.name} cannot proceed"
+        if makespan < 0:
+            raise ScheduleError(f"{plain.name} cannot proceed with its copies. Take another schedule.")
         return Weight(makespan, seen[:n], seen[n : 2 * n], seen[2 * n : 3 * n], *_halves(seen[3 * n :]))
 
     return weigh

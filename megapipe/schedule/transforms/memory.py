@@ -175,13 +175,14 @@ def _put_copies(
     behind: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     places = {rank: _Places(schedule.ranks[rank], clock.end[rank]) for rank in ranks}
     back = inf  # when the next copy on the way back must begin
-    for copy in sorted(copies, key=lambda copy: -copy.due):
+    # Backwards that take no time may be due at once: the last in the row has the last way back.
+    for copy in sorted(copies, key=lambda copy: (-copy.due, copy.rank, -copy.used)):
         begin = min(back, copy.due) - duration(Kind.L, copy)
         if begin < there[copy] * (1 - 1e-9) and not fixed:
             del there[copy]
             continue
         back = begin
-        at = max(places[copy.rank].before(begin), copy.out)
+        at = max(min(places[copy.rank].before(begin), copy.used - 1), copy.out)
         behind[copy.rank].setdefault(at, []).insert(0, copy.step(Kind.L))
     out: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     for copy in there:

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from megapipe.commands import schedules
-from megapipe.schedule import Costs, ScheduleError, build, from_json, simulate
+from megapipe.schedule import Costs, ScheduleError, build, from_json, simulate, verify
+from megapipe.schedule.memory import weigh
 from megapipe.schedule.memory.solve import searched, solve, tables
 from megapipe.schedule.memory.weigh import Verb, applied, scales
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
@@ -115,3 +116,43 @@ def test_copies_on_shared_lanes_are_shown(capsys) -> None:
     printed = shown(capsys, "show 1f1b --pp 4 --microbatches 8 --copy-ratio 0.5 --switch 2 --memory 3")
     assert "activation: peak 2 of 3; by rank 2 2 2 1" in printed
     assert printed[-4].split() == ["0", "0", "8", "0", "2", "4", "8", "0"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
+def test_of_two_copies_of_the_model_each_has_its_own_microbatches(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places of the other copy's microbatches ended it in a KeyError."""
+    if not compiled:
+        monkeypatch.setattr(weigh, "library", lambda: None)
+    table = build(name, 2, 4)
+    forwards = {x[1:3] for row in table.ranks for step in row for x in step if x.kind.is_forward}
+    assert set(weigh.places(table)) == forwards
+    costs = Costs(o=0.5, l=0.5)
+    found = solve([table], costs, 1.5, tries=5)
+    verify(found.schedule, memory=1.5, costs=costs)
+    assert found.makespan == simulate(found.schedule, costs).makespan
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_copy_is_back_before_a_backward_that_takes_no_time(share: float) -> None:
+    """It stood behind the backward that waits for it: an AssertionError, or a table that its own rules refuse."""
+    none = Costs(f=1, b=0, w=0, o=1e-20, l=1e-20)
+    table = build("1f1b", 4, 8)
+    verify(with_offload(table, none, share=share))
+    weigh_it = scales(table, none, 4.0)
+    choices = dict.fromkeys(weigh.places(table), Verb.OFFLOAD)
+    time = simulate(applied(table, choices, none), none)
+    assert (weigh_it(choices).makespan, tuple(weigh_it(choices).peak)) == (time.makespan, time.peak)
+    assert max(solve([table], none, 2.0, tries=5).peak) <= 2
+
+
+def test_solve_of_any_order_refuses_what_names_one(capsys) -> None:
+    line = "show zb-auto --pp 2 --microbatches 4 --copy-ratio 0.5 --memory 2 --solve"
+    with pytest.raises(ScheduleError) as caught:
+        schedules.main(f"{line} --chunks 1 --placement loop --objective period --effort 1".split())
+    assert "leave out --chunks, --placement, --objective, --effort, or solve a schedule by its name" in str(
+        caught.value
+    )
+    assert shown(capsys, line)
