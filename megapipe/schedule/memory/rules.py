@@ -18,6 +18,10 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
             yield from (f"rank {rank_of[item.stage]}, step {step}, {item}: {problem}" for problem in found)
     for lane in schedule.shared:
         yield from _shared_problems(schedule, lane, seen)
+    for i, lane in enumerate(schedule.shared):
+        for before in schedule.shared[:i]:
+            if both := sorted(set(lane.ranks) & set(before.ranks)) if lane.lane is before.lane else []:
+                yield f"rank {both[0]} is in two shared lanes {lane.lane}; join them in one, as a rank has one order"
 
 
 _MOVES = {Kind.O, Kind.L, Kind.R}

@@ -24,6 +24,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.lower import forward_only
+from megapipe.schedule.passes import Shared
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.views.perfetto import to_perfetto
@@ -121,6 +122,19 @@ def test_two_ranks_that_disagree_on_a_shared_lane_are_refused() -> None:
     assert "the lane d2h that ranks 0, 1 share: its order must name each of their passes once; look at 0O0" in refusal(
         short
     )
+
+
+def test_a_rank_in_two_lanes_of_a_kind_is_refused() -> None:
+    """The order of the first was lost: a table that blocks was accepted."""
+    table = with_offload(build("1f1b", 3, 4), HALF)
+    back = {
+        rank: [x for step in table.ranks[rank] for x in step if x.kind.traits.lane is Lane.H2D] for rank in range(3)
+    }
+    lanes = tuple(Shared(Lane.H2D, pair, (*back[pair[0]], *back[pair[1]])) for pair in ((0, 1), (1, 2)))
+    assert "rank 1 is in two shared lanes h2d" in refusal(replace(table, shared=lanes))
+    out = with_offload(build("1f1b", 4, 4), HALF, switches=[(0, 1), (2, 3)])
+    verify(out)  # a rank has a lane of each kind, and neighbours another
+    assert len(out.shared) == 4
 
 
 def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refused() -> None:
