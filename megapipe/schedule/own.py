@@ -6,12 +6,14 @@ The function takes (ranks, microbatches), and of chunks, costs and memory those 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.named import find_named, place_of
-from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Step
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step
 
 
 def own_generator(name: str) -> Callable[..., Schedule]:
@@ -59,16 +61,18 @@ def own_schedule(
         )
     if not problems:
         rows = tuple(tuple(_steps(row, rank, problems)) for rank, row in enumerate(made.ranks))
+        more = _more(made, problems)
     if problems:
         raise ScheduleError(f"{source} is not a schedule:" + "".join(f"\n  {problem}" for problem in problems))
-    placement = Placement(tuple(made.placement.rank_of), made.placement.chain, made.placement.vocabulary)
-    return Schedule(made.name, placement, microbatches, rows, cuts=tuple(made.cuts), documents=made.documents)
+    placement = replace(made.placement, rank_of=tuple(made.placement.rank_of))
+    return Schedule(made.name, placement, microbatches, rows, **more)
 
 
 def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
     """Reasons why there is no placement of these numbers."""
     stages = list(rank_of)
-    if set(stages) != set(range(ranks)):
+    named = set(stages)
+    if len(named) != ranks or named != set(range(ranks)):  # counted first: a file may ask for any number of ranks
         yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
     if chain < 1 or len(stages) % chain:
         yield f"chain {chain} must divide the number of stages, {len(stages)}"
@@ -81,6 +85,8 @@ def _number_problems(made: Schedule, ranks: int, microbatches: int, chunks: int 
     yield from placement_problems(made.placement.rank_of, made.placement.chain, ranks)
     if made.num_microbatches != microbatches:
         yield f"num_microbatches is {made.num_microbatches}, not the {microbatches} that were asked for"
+    if not 0 <= made.placement.depths < made.placement.chain:
+        yield f"depths, the last stages of a chain, must be a number from 0 to {made.placement.chain - 1}"
     stages = len(made.placement.rank_of)
     if chunks is not None and stages != chunks * ranks:
         yield (
@@ -99,11 +105,38 @@ def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]
     for i, step in enumerate(row):
         passes = [step] if isinstance(step, Pass) else step
         try:
-            yield tuple(
-                Pass(Kind(kind), int(stage), int(microbatch), *map(int, (x for x in piece if x is not None)))
-                for kind, stage, microbatch, *piece in passes
-            )
+            yield tuple(map(_pass, passes))
         except (TypeError, ValueError):
             problems.append(
                 f"rank {rank}, step {i}, {step!r}: a step is a tuple of passes, such as (Pass(Kind.F, 0, 3),)"
             )
+
+
+def _pass(item: Sequence[Any]) -> Pass:
+    """The pass of a Pass, or of a tuple like it. Raises: TypeError or ValueError if it is none."""
+    kind, stage, microbatch, *piece = item
+    return Pass(Kind(kind), int(stage), int(microbatch), *(int(x) for x in piece if x is not None))
+
+
+def _more(made: Schedule, problems: list[str]) -> dict[str, Any]:
+    """The fields of a Schedule that have defaults, as tuples."""
+    shapes: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
+        "cuts": ("lengths of slices, such as (1.0, 1.0)", lambda x: tuple(map(float, x))),
+        "documents": ("a tuple of slices for each microbatch, or one for all", _documents),
+        "shared": ("Shared(lane, ranks, order), each with a tuple of passes", _lanes),
+    }
+    found: dict[str, Any] = {}
+    for name, (rule, shape) in shapes.items():
+        try:
+            found[name] = shape(getattr(made, name))
+        except (AttributeError, TypeError, ValueError):
+            problems.append(f"{name} must be {rule}, got {getattr(made, name)!r}")
+    return found
+
+
+def _documents(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _lanes(shared: Iterable[Shared]) -> tuple[Shared, ...]:
+    return tuple(Shared(Lane(x.lane), tuple(map(int, x.ranks)), tuple(map(_pass, x.order))) for x in shared)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.schedule import ScheduleError, build
+from megapipe.schedule import Costs, ScheduleError, build, simulate
+from megapipe.schedule.transforms.memory import with_offload
 
 HEAD = """
 from megapipe.schedule import Kind, Pass, Placement, Recorder, Schedule, loop
@@ -99,3 +100,36 @@ def test_a_function_that_ignores_the_chunks_it_names_is_refused(tmp_path):
 
 def test_a_weight_gradient_that_is_missing_names_the_pass_that_owes_it(tmp_path):
     assert "rank 1: 1W2 is missing; 1B2 owes it, or 1BW2 does both" in told(tmp_path, WHOLE.replace("rec.w()", "pass"))
+
+
+def test_shared_lanes_and_depths_of_a_function_are_kept(tmp_path):
+    """They were dropped: a rank held 2 where its lane, shared by four, leaves 3."""
+    offload = """
+from dataclasses import replace
+from megapipe.schedule import Costs, build
+from megapipe.schedule.transforms.memory import with_offload
+
+def make(ranks, microbatches):
+    return with_offload(build("1f1b", ranks, microbatches), Costs(o=0.5, l=0.5), switches=[range(ranks)])
+
+def lists(ranks, microbatches):
+    made = make(ranks, microbatches)
+    return replace(made, shared=[lane._replace(order=[tuple(x) for x in lane.order]) for lane in made.shared])
+
+def wrong(ranks, microbatches):
+    return replace(make(ranks, microbatches), shared=[["h2d"]])
+"""
+    (tmp_path / "mine.py").write_text(offload)
+    costs = Costs(o=0.5, l=0.5)
+    own = with_offload(build("1f1b", 4, 8), costs, switches=[range(4)])
+    for name in ("make", "lists"):
+        made = build(f"{tmp_path}/mine.py:{name}", 4, 8)
+        assert made.shared == own.shared
+        assert simulate(made, costs).peak == simulate(own, costs).peak
+    assert "shared must be Shared(lane, ranks, order), each with a tuple of passes, got [['h2d']]" in told(
+        tmp_path, offload, "wrong"
+    )
+    deep = "replace(build('1f1b', p, m), placement=Placement((0, 1, 2), 3, depths=1))"
+    imports = "from dataclasses import replace\nfrom megapipe.schedule import Placement, build\n"
+    (tmp_path / "deep.py").write_text(f"{imports}def make(p, m):\n    return {deep}\n")
+    assert build(f"{tmp_path}/deep.py:make", 3, 4).placement.depths == 1
