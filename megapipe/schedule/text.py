@@ -236,6 +236,11 @@ def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
     if max(rank_of) >= stages:
         gap = next(s for s in range(stages + 1) if s not in rank_of)
         raise ScheduleError(f"{source}: no rank runs stage {gap}, but there is a stage {max(rank_of)}.")
+    if not through:
+        first = next(x for row in rows for step in row for x in step)
+        raise ScheduleError(
+            f"{source}: {first} is of a stage as a whole, and the file has no pass of a microbatch, such as 0F0."
+        )
     # DualPipe: the first and the last microbatch run through different copies of the model.
     half = set(range(stages // 2))
     two = stages % 2 == 0 and through[min(through)] == half and through[max(through)] == set(rank_of) - half
@@ -281,6 +286,7 @@ def _shape_problems(data: Any) -> Iterator[str]:
         return
     if len(data["ranks"]) != data["pp"]:
         yield f"ranks has {len(data['ranks'])} lists, pp is {data['pp']}"
+        return
     cuts = data.get("cuts", [])
     if not (isinstance(cuts, list) and all(type(x) in (int, float) and 0 < x < 1e9 for x in cuts)):
         yield "cuts must be the lengths of a microbatch's slices, each above 0"

@@ -1,6 +1,7 @@
 """Files of schedules: what is read, and what a user is told of a file that cannot be."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_the_documented_json() -> None:
             "rank 1 (line 2), step 0, 1F0: stage 1 is on rank 0 (line 1) too; a stage has one rank",
         ),
         (ONE_F_ONE_B.replace(",", ";"), "rank 0 (line 1), step 0: 0F0;0F1;0BW0;0BW1: separate passes by commas, not"),
+        ("0U0\n", "0U0 is of a stage as a whole, and the file has no pass of a microbatch, such as 0F0."),
+        ("0G0\n1G0\n", "0G0 is of a stage as a whole, and the file has no pass of a microbatch"),
         ("", "the file is empty"),
         (",,\n", "the file is empty"),
         ("0F0,0BW99999999\n", "there are 100000000 microbatches, but only 2 passes"),
@@ -74,6 +77,12 @@ def test_the_documented_json() -> None:
         ("{}", "ranks must be a list for each rank of steps, each a list of passes"),
         (to_json(build("1f1b", 2, 2)).replace("1BW0", "1Q0"), "rank 1, step 1: 1Q0: unknown letter Q"),
         (to_json(build("1f1b", 2, 2)).replace('"pp": 2', '"pp": 3'), "ranks has 2 lists, pp is 3"),
+        (
+            to_json(build("1f1b", 2, 2)).replace(
+                '"chain": 2', '"chain": 2, "shared": [{"lane": [1], "ranks": [0], "order": []}]'
+            ),
+            "shared must be a list of objects with lane (d2h or h2d), ranks and order",
+        ),
         (to_json(build("1f1b", 2, 2)).replace('"chain": 2', '"chain": 3'), "chain 3 must divide the number of stages"),
         (
             to_json(build("1f1b", 2, 2)).replace("[0, 1]", "[0, 5]"),
@@ -144,3 +153,19 @@ def test_torchs_letters_cannot_say_a_shared_vocabulary() -> None:
         ScheduleError, match=r"1f1b shares the vocabulary, and torch.distributed.pipelining has no passes"
     ):
         to_csv(with_vocabulary(build("1f1b", 2, 2)), torch=True)
+
+
+def test_numbers_that_a_file_asks_for_are_compared_before_they_are_counted_out() -> None:
+    """A file of two rows with pp 200,000,000 took 3 GB of memory before it was refused."""
+    table = to_json(build("1f1b", 2, 2))
+    tracemalloc.start()
+    try:
+        many = table.replace('"pp": 2', '"pp": 1000000')
+        assert "ranks has 2 lists, pp is 1000000" in sentence(many)
+        assert "there are 1000000 microbatches" in sentence(
+            table.replace('"microbatches": 2', '"microbatches": 1000000')
+        )
+        assert "chain 1000000 must divide" in sentence(table.replace('"chain": 2', '"chain": 1000000'))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()

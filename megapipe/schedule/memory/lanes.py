@@ -15,7 +15,7 @@ def lane_to_json(lane: Shared) -> dict[str, Any]:
 
 def is_lane(lane: object) -> bool:
     """Is it what `lane_to_json` writes?"""
-    if not (isinstance(lane, dict) and {"lane", "ranks", "order"} <= lane.keys() and lane["lane"] in set(COPIES)):
+    if not (isinstance(lane, dict) and {"lane", "ranks", "order"} <= lane.keys() and lane["lane"] in list(COPIES)):
         return False
     ranks = isinstance(lane["ranks"], list) and all(type(r) is int and r >= 0 for r in lane["ranks"])
     return ranks and isinstance(lane["order"], list) and all(isinstance(text, str) for text in lane["order"])
