@@ -38,7 +38,7 @@ _PREFLIGHT = 1 << 20  # tokens of each file looked at before the run; items chec
 
 _Range = tuple[int, int] | None
 _Member = tuple[TokenSource, NDArray[Any]]
-_Part = tuple[list[_Member], Blend, int]
+Part = tuple[list[_Member], Blend, int]
 """Files and their documents, where they were named, and how many samples the run reads."""
 
 
@@ -56,11 +56,10 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 
     Raises: DataError with every missing, damaged, foreign or too small file.
     """
-    parts = [part and _build_part(config, tokenizer.vocab_size, *part) for part in open_parts(config, tokenizer)]
-    return Datasets(*parts)
+    return Datasets(*(part and build_part(config, tokenizer, part) for part in open_parts(config, tokenizer)))
 
 
-def open_parts(config: Config, tokenizer: Tokenizer) -> list[_Part | None]:
+def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """The sources of train, validation and test, None for what the run does not read; no sample is put in order.
 
     Raises: DataError as `build_datasets`, but for files that have too few samples.
@@ -68,7 +67,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[_Part | None]:
     data, vocab_size, wanted = config.data, tokenizer.vocab_size, samples_wanted(config)
     mock = Blend("--mock-data", [], None)
     given = (mock,) if data.mock_data else blends(data)
-    parts: list[_Part | None] = [None] * 3
+    parts: list[Part | None] = [None] * 3
     if len(given) == 3:
         for part, blend in enumerate(given):
             if blend is not None and wanted[part]:
@@ -171,8 +170,13 @@ def _refuse_empty(
         raise DataError(problems)
 
 
-def _build_part(config: Config, vocab_size: int, members: Sequence[_Member], blend: Blend, wanted: int) -> TokenDataset:
-    dataset, weights = partial(_build_member, config, vocab_size), blend.weights
+def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset:
+    """Put the samples of one of `open_parts` in order.
+
+    Raises: DataError for files that have too few samples.
+    """
+    members, blend, wanted = part
+    dataset, weights = partial(_build_member, config, tokenizer.vocab_size), blend.weights
     if len(members) == 1 and weights is None:
         return dataset(members[0], wanted)
     if weights is None:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from megapipe.checkpoint.commit import refuse_without_room
 from megapipe.checkpoint.lock import refuse_living
 from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
-from megapipe.checkpoint.saved_config import with_checkpoint_args
+from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, tokenizer_problems
 from megapipe.config import Config
 from megapipe.config.layers import inline
 from megapipe.convert.upcycle import refuse_upcycling
-from megapipe.data.build import Datasets, build_datasets, open_parts
+from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
+from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.provider import find_provider
@@ -95,7 +96,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
 def _refuse(
     config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
 ) -> list[str]:
-    """Problems that the launch would find in folders, checkpoint, program and data. Makes no folder and no index.
+    """Problems that the launch would find in folders, checkpoint, program and data. Nothing is made on disk.
 
     start: the checkpoint to load.
     Returns: problems of this machine's disk alone, where --check-paths no says that the run has another.
@@ -113,21 +114,43 @@ def _refuse(
         size = saved_bytes(plan, config, [work.parameters for work in plan.works])
         problems += ask(lambda: refuse_living(root))
         no_room = ask(lambda: refuse_without_room(there, size))
+    parts = list[Part | None]()
+    unread = list[str]()
+    if datasets is build_datasets:  # a program's own may need what only the launch has
+        unread = ask(lambda: parts.extend(open_parts(config, tokenizer)))
     if start is not None:
         if flags.moe_use_upcycling:
             problems += ask(lambda: refuse_upcycling(start, config))
         else:
-            problems += ask(lambda: refuse_load(start, config, contents(config)))
+            train = parts[0] if parts else None
+            order = partial(_reordered, config, start, tokenizer, train)
+            problems += ask(lambda: refuse_load(start, config, contents(config, order())))
     if (named := config.model.model_provider) is not None:
         problems += ask(lambda: find_provider(named))
-    if datasets is build_datasets:  # a program's own may need what only the launch has
-        problems += ask(lambda: open_parts(config, tokenizer))
+    problems += unread
     if config.check.check_paths == "yes":
         problems += no_room
         no_room = []
     if problems:
         raise ConfigError(problems)
     return no_room
+
+
+def _reordered(config: Config, start: Path, tokenizer: Tokenizer, train: Part | None) -> TokenDataset | None:
+    """Return the training samples in their order, where the run has another length than the checkpoint's; else None.
+
+    Only then can the order be another, and putting a large data set in order takes a while.
+    """
+    if train is None or config.checkpoint.finetune:
+        return None
+    try:
+        saved, mine = saved_config(start).train, config.train
+    except CheckpointError:  # `refuse_load` says so, or an older one is taken
+        return None
+    if (saved.train_iters, saved.train_samples) == (mine.train_iters, mine.train_samples):
+        return None
+    unstored = replace(config, data=replace(config.data, data_cache_path=None))
+    return build_part(unstored, tokenizer, train)
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:

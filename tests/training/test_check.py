@@ -96,6 +96,7 @@ def refusal(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--load F/c --seed 7", "--seed is 7, and was 1234"),
         ("--load F/c --hidden-size 16", "--hidden-size is 16, but iter_0000002 has 8"),
         ("--load F/c --min-lr 1e-4", "iter_0000002 was trained with other settings"),
+        ("--load F/c --train-iters 40", "--train-iters is 40, and was 4: data that is read more than once is shuffled"),
         ("--load F/c --ckpt-step 1", "--ckpt-step 1: F/c has no such checkpoint"),
         ("--eval-interval 1 --eval-iters 1 --split 98,1,1", "--split 98,1,1 leaves no tokens for validation"),
         ("--model-provider F/none.py:provider", "F/none.py"),
