@@ -71,6 +71,11 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
     assert "2 data, sharded, x 1 pipeline" in report(found, 0.02 * GIB)
     check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
+    # It moves no activations, so it is also the best of those that move none, whose flags say as much.
+    assert found.plain is not None
+    assert not first.moves
+    assert found.plain.step == first.step
+    assert flags_of(found.plain.config) == said.split()
     assert first.parts["gradient sums"] < min(
         x.parts["gradient sums"] for x in found.best.values() if x.config.data_parallel_size > 1 and not x.plan.sharding
     )
@@ -107,6 +112,8 @@ def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_t
     assert first.step < 0.95 * best
     said = report(found, room)
     assert f"single activations: {best:.4g} s, {best / first.step - 1:.1%} slower than the first, 1f1b" in said
+    alone = report(replace(found, plain=None), room)
+    assert "without copies to the host and second forwards of single activations no plan fits\n" in alone
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
     moved = "of 16 activations"
     assert f"{moved} 7 computed again" in said
