@@ -132,6 +132,26 @@ def test_a_mistake_of_the_user_is_not_queued_again_and_a_failure_a_few_times(tmp
         assert (tmp_path / "requeued").read_text() == "requeue 7\n" * expected, code
 
 
+IP = """#!/usr/bin/env bash
+if [ "$1 $2" = "netns exec" ]; then host="$3" bash -c "${!#}"; else echo "$@" >> "$LOG"; fi
+"""
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 3), (4, 0), (4, 3)])
+def test_two_hosts_end_with_the_status_of_one_that_failed_once_both_are_over(tmp_path, codes):
+    """The second host's status was forgotten, and the script did not wait for it where the first one failed."""
+    (tmp_path / "ip").write_text(IP)
+    (tmp_path / "ip").chmod(0o755)
+    command = f"n=${{host#megapipe}}; sleep $n; codes=({codes[0]} {codes[1]}); echo over; exit ${{codes[$n]}}"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+    with open(tmp_path / "said", "w") as said:  # a pipe would be read until the last process has closed it
+        ended = ["bash", "scripts/two_hosts.sh", "run", command]
+        done = subprocess.run(ended, cwd=ROOT, env=env, stdout=said, timeout=60, check=False)
+    assert (tmp_path / "said").read_text() == "host0: over\nhost1: over\n"
+    assert (done.returncode != 0) == any(codes)
+    assert done.returncode in codes
+
+
 def test_the_857m_script_runs_3_warm_up_forwards_5_pairs_and_3_cool_down_backwards(tmp_path):
     """Its pipeline as it is: 4 stages, global batch 16, micro batch 2."""
     profile = f"--tensorboard-dir {tmp_path}/tb --profile --use-pytorch-profiler --profile-step-start 1"

@@ -91,6 +91,12 @@ def test_an_error_on_one_rank_stops_all_with_the_same_text(pool, tmp_path):
     assert pool.run(toy_run.damaged_load, [(1, 1, 4)], folder) == [(text,)] * WORLD
 
 
+def test_a_rank_without_memory_for_saves_beside_steps_stops_all_with_the_same_text(pool, tmp_path):
+    """It was that rank's traceback, and the others waited for it until the time-out."""
+    text = "rank 2's memory: Cannot allocate memory"
+    assert pool.run(toy_run.unlearned_save, [(2, 1, 2)], tmp_path) == [(text,)] * WORLD
+
+
 def test_all_ranks_find_what_the_first_finds(pool, tmp_path):
     config = CheckpointConfig(load=str(tmp_path))
     assert pool.run(toy_run.find, [(1, 4, 1)], config) == [None] * WORLD

@@ -180,6 +180,21 @@ def failing_save(mesh, root):
         commit.digest = real
 
 
+def unlearned_save(mesh, root):
+    """The first save of a run that is to save beside its steps, where a rank gets no memory for that."""
+    background = Background(mesh)
+
+    def no_memory(folder, names):
+        raise OSError(12, "Cannot allocate memory", "rank 2's memory")
+
+    if mesh.world.rank == 2:
+        background.learn = no_memory
+    try:
+        return problems(lambda: Run(mesh).save(root, 1, background=background))
+    finally:
+        background.close()
+
+
 def damaged_load(mesh, folder):
     return problems(lambda: Run(mesh).load(folder))
 
