@@ -31,6 +31,11 @@ def composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
     """
     if args.pairs and args.vocabulary:
         raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
+    if args.shard and (args.step or args.post_validation):
+        raise ScheduleError(
+            "--shard sums gradients after runs of passes, --step and --post-validation once a step. "
+            "Leave one of them out."
+        )
     args.costs = _stated(args)
     has = _only_costs(args) if is_file(args.name) else []
     try:
@@ -42,7 +47,7 @@ def composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
 
 def _stated(args: argparse.Namespace) -> Costs:
     """The costs with what flags of passes state of them."""
-    costs = replace(args.costs, **(args.vocabulary or {}), **(args.shard or {}), **(args.step or {}))
+    costs = replace(args.costs, **(args.vocabulary or {}) | (args.shard or {}) | (args.step or {}))
     return with_copies(costs, args.copy_ratio) if args.copy_ratio else costs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.commands.main import command
-from megapipe.errors import ConfigError
+from megapipe.errors import UserError
 
 RUN = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -29,6 +29,9 @@ REFUSED = {
     "emulate --copy-ratio nan": "--copy-ratio nan must be a number from 0",
     "emulate --reduction -1": "--reduction -1 must be a number from 0",
     "emulate --pairs --memory nan": "--memory nan must be a number above 0",
+    "schedules show 1f1b --pp 2 --microbatches 4 --shard 0.3,0.3 --step 2,0.5": (
+        "--shard sums gradients after runs of passes, --step and --post-validation once a step"
+    ),
     f"plan {RUN} --repeats 3": "--repeats 3 is of --emulate-ms. Add that, or leave it out.",
     f"plan {RUN} --memory-gib 40": "--memory-gib 40 is of --search. Add that, or leave it out.",
     "gpu-check --device cpu --only no-such": "--only no-such is none of the cases: ",
@@ -45,7 +48,7 @@ REFUSED = {
 def test_a_flag_that_would_be_ignored_is_refused(line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     name, *words = line.split()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         command(name)(words)
     assert REFUSED[line] in str(caught.value)
     assert not list(tmp_path.iterdir()), "nothing was begun"
