@@ -17,6 +17,7 @@ from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
 
 
@@ -58,6 +59,31 @@ def test_the_schedule_written_in_the_docs_runs_and_prints_what_they_say(monkeypa
     with contextlib.redirect_stdout(out):
         exec(use, {})
     assert out.getvalue() == printed[1]
+
+
+@pytest.mark.parametrize("p", [4, 5, 8])
+@pytest.mark.parametrize("v", [2, 4])
+def test_the_readme_formula_of_group_interleaved_is_what_show_says(p, v):
+    """It said "between interleaved's and 1F1B's", and with two chunks it waits less than interleaved."""
+    (line,) = (line for line in README.splitlines() if line.startswith("| `group-interleaved` |"))
+    bubble, memory = line.split(" | ")[1:3]
+    assert bubble == "((p-1)(F+B) + (p-g)(v-1)F)/v at F = B = W"
+    assert memory == "(p + (v-1) g)/v, g from p/2 to p"
+    for g in range((p + 1) // 2, p + 1):
+        time = simulate(build("group-interleaved", p, 2 * g, chunks=v, microbatch_group_size_per_vp_stage=g))
+        assert time.bubble == pytest.approx(((p - 1) * (1 + 1) + (p - g) * (v - 1) * 1) / v)
+        assert max(time.peak) == pytest.approx((p + (v - 1) * g) / v)
+
+
+@pytest.mark.parametrize("p", [4, 6, 9, 16])
+def test_the_readme_bounds_of_the_v_schedules_hold(p):
+    """It said that v-min waits about as long as 1F1B, and nothing of the microbatch more where 3 divides p."""
+    for name, bound in (("v-half", 1 / 2), ("v-min", 2 / 3)):
+        said = {1 / 2: "below half of 1F1B's at F = B = W", 2 / 3: "below 2/3 of 1F1B's at F = B = W"}[bound]
+        assert f"| `{name}` | {said} |" in README
+        assert simulate(build(name, p, 2 * p)).bubble < bound * 3 * (p - 1)
+    assert "| (2p+2)//3, one more where 3 divides p |" in README
+    assert max(simulate(build("1f1b-v", p, 2 * p)).peak) == (2 * p + 2) // 3 + (p % 3 == 0)
 
 
 def test_the_docs_build_with_the_costs_that_they_simulate_as_compare_does():

@@ -92,7 +92,7 @@ PATTERNS: dict[str, Entry] = {
     "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
     "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
-    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, about half of 1F1B's bubble", split=True),
+    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, below half of 1F1B's bubble at F = B = W", split=True),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
     "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
     "dualpipe": Entry(
