@@ -1,7 +1,7 @@
 """pretrain_gpt.py with something going wrong: python faulty.py FAULT FOLDER <flags>.
 
-In the third step the second-last rank is about to send its forward of microbatch 2. When it went wrong is written to
-FOLDER/time.
+In the third step the second-last rank is about to send its forward of microbatch 2, or the last one (halt) to begin.
+When it went wrong is written to FOLDER/time.
 """
 
 import os
@@ -44,6 +44,8 @@ def faulty_run(self, microbatches, consumed, **kwargs):
     if consumed == 2 * self.config.global_batch_size:
         if FAULT == "interrupt":
             fail(os.getpid() if WORLD == 1 else os.getppid(), signal.SIGINT)
+        if FAULT == "halt":
+            fail(os.getpid(), signal.SIGSTOP)
         (FOLDER / "time").write_text(str(time.time()))
         consumed += self.config.global_batch_size
     return run(self, microbatches, consumed, **kwargs)
@@ -51,7 +53,7 @@ def faulty_run(self, microbatches, consumed, **kwargs):
 
 if FAULT in ("skip", "kill", "stop", "orphan") and RANK == WORLD - 2:
     Messenger._track = faulty_track
-if FAULT in ("ahead", "interrupt") and RANK == 0:
+if (FAULT in ("ahead", "interrupt") and RANK == 0) or (FAULT == "halt" and RANK == WORLD - 1):
     Stages.run = faulty_run
 sys.argv = [sys.argv[0]]
 main(Path(FOLDER, "flags").read_text().split())

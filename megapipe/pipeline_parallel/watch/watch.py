@@ -77,7 +77,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        lost = error is not None and is_lost(error)
         ours = error is not None and (lost or not isinstance(error, UserError | SystemExit))
         if ours and self.mesh.store is not None:
             if not lost:
@@ -268,7 +268,22 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Return whether a message or collective has failed, which another rank may have caused."""
+    gloos = any(part in str(error) for part in ("gloo", _CLOSED))
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and gloos)
+
+
+_CLOSED = "Application timeout caused pair closure"
+"""Gloo's words to all that wait for a rank after the first of them has timed out: the only ones without its name."""
+
+
 def _short(text: str) -> str:
     """Gloo's and NCCL's page in two words."""
-    known = {"Timed out": "timed out", "Connection closed": "connection closed", "reset by peer": "connection lost"}
+    known = {
+        "Timed out": "timed out",
+        _CLOSED: "timed out",
+        "Connection closed": "connection closed",
+        "reset by peer": "connection lost",
+    }
     return next((words for part, words in known.items() if part in text), text.split("\n")[0][:200])

@@ -38,9 +38,13 @@ def processes(folder: Path, ranks: Sequence[Program]) -> dict[int, str]:
     return {pid: state for pid, state in found.items() if state != "Z"}
 
 
-def run(fault: str, ranks: int, folder: Path, torchrun: bool = False) -> tuple[int, str, float]:
-    """Exit status, all output, and seconds from the fault to the end (stop: to the diagnosis). Leaves no process."""
-    (folder / "flags").write_text(f"{FLAGS} --pipeline-model-parallel-size {ranks}")
+def run(fault: str, ranks: int, folder: Path, torchrun: bool = False, pp: int | None = None) -> tuple[int, str, float]:
+    """Exit status, all output, and seconds from the fault to the end (stop: to the diagnosis). Leaves no process.
+
+    Args:
+        pp: pipeline ranks, by default all.
+    """
+    (folder / "flags").write_text(f"{FLAGS} --pipeline-model-parallel-size {ranks if pp is None else pp}")
     program = [ROOT / "tests" / "support" / "faulty.py", fault, folder]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
     started = [Program([*launcher, *program], folder / "rank-0")] if torchrun else start_ranks(ranks, program, folder)
@@ -105,6 +109,15 @@ def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for
     assert set(mismatch(text).split("; ")[1:]) == waiting
     assert code != 0
     assert seconds < limit_s
+
+
+def test_a_stopped_data_parallel_rank_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    """Of two sums that wait, gloo tells the second in words without its name: taken for an error of the rank's own."""
+    code, text, seconds = run("halt", 2, tmp_path, pp=1)
+    assert mismatch(text) == "rank 1 does not answer: killed, stopped or cut off", text
+    assert lines(text).keys() == {0}, text
+    assert code != 0
+    assert seconds < TIMEOUT_S + 12
 
 
 def test_ranks_whose_launcher_is_killed_end_and_say_so_each_in_one_line(tmp_path):
