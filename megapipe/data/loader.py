@@ -211,8 +211,8 @@ class Batches:
 
     Args:
         order: which samples this rank reads.
-        num_microbatches: microbatches per step and rank, or samples consumed -> those of the step from there; a step
-            consumes b x dp x num_microbatches samples.
+        num_microbatches: samples consumed -> the microbatches of the step from there on each rank, which consumes
+            b x dp x num_microbatches samples.
         num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
         pinned: in page-locked memory, from which a GPU copies while the host goes on.
     """
@@ -221,7 +221,7 @@ class Batches:
         self,
         dataset: TokenDataset,
         order: SampleOrder,
-        num_microbatches: int | Callable[[int], int],
+        num_microbatches: Callable[[int], int],
         *,
         num_workers: int = 2,
         pinned: bool = False,
@@ -248,8 +248,8 @@ class Batches:
         return _Step(step)
 
     def _starts(self, consumed: int) -> range:
-        count, width = self._num_microbatches, self._order.width
-        return range(consumed, consumed + (count if isinstance(count, int) else count(consumed)) * width, width)
+        width = self._order.width
+        return range(consumed, consumed + self._num_microbatches(consumed) * width, width)
 
     def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Microbatch]]:
         return [pool.submit(self._read, start) for start in starts]

@@ -11,7 +11,7 @@ import time
 import pytest
 from programs import FORKED
 
-from megapipe.checkpoint.lock import NAME, Lock
+from megapipe.checkpoint.lock import NAME, Lock, refuse_others
 from megapipe.errors import CheckpointError
 
 
@@ -56,13 +56,15 @@ def test_a_run_on_another_machine_lives_as_long_as_its_file_is_touched(tmp_path)
         Lock(tmp_path, patience_s=5)
     theirs._over.set()
     theirs._thread.join()
+    with pytest.raises(CheckpointError, match=rf"is not this run's, but process {os.getpid()} on node7, since .*'s, "):
+        refuse_others(tmp_path)
     mine = Lock(tmp_path, patience_s=0.2)
     assert "that is gone" in mine.took_over
-    with pytest.raises(CheckpointError, match=f"is not this run's, but process {os.getpid()} on"):
-        theirs.check()
+    refuse_others(tmp_path)
     theirs.release()
-    mine.check()
+    assert (tmp_path / NAME).exists()
     mine.release()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path):
@@ -91,7 +93,6 @@ def test_a_folder_without_hard_links_has_one_owner_too(tmp_path, links):
     mine = Lock(tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another run"):
         Lock(tmp_path)
-    mine.check()
     mine.release()
     assert os.listdir(tmp_path) == []
 
@@ -121,6 +122,5 @@ def test_of_many_that_find_a_dead_owner_one_gets_the_folder(tmp_path, links):
     for thread in threads:
         thread.join()
     assert (len(got), len(refused)) == (1, 15)
-    got[0].check()
     got[0].release()
     assert os.listdir(tmp_path) == []

@@ -29,7 +29,8 @@ def made(
     data: Counting, b: int, count: int, rank: int = 0, dp: int = 1, *, num_workers=2, pinned=False, **how
 ) -> Batches:
     """The microbatches of a rank, b samples in each and so many in a step."""
-    return Batches(data, SampleOrder(len(data), b, rank, dp, **how), count, num_workers=num_workers, pinned=pinned)
+    order = SampleOrder(len(data), b, rank, dp, **how)
+    return Batches(data, order, lambda consumed: count, num_workers=num_workers, pinned=pinned)
 
 
 def ids(batches: Batches, consumed: int) -> list[list[int]]:

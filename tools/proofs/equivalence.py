@@ -80,7 +80,8 @@ class Training:
             if case.compile:
                 compile_layers(stage)
         step = case.reporting(forward_step)
-        self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD, variable_seq_lengths=case.variable)
+        self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD)
+        self.pipeline._forward_backward.variable_seq_lengths = case.variable
         self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.of_optimizer)
         if case.buckets > 1:
             self.pipeline.on_layer_done = self.optimizer.reduction.start_early

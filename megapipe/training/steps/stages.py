@@ -46,7 +46,6 @@ class Stages:
         modules: the stages of this rank in ascending order.
         forward_step: as Megatron's, see pipeline_parallel.stage.
         eod: end-of-document id of the tokenizer.
-        variable_seq_lengths: microbatches may differ in length.
         also_read: stages that get batches beside those with embedding or loss.
         costs: what the stages take, by which messages are ordered.
     Attributes:
@@ -65,7 +64,6 @@ class Stages:
         mesh: ProcessMesh,
         eod: int,
         *,
-        variable_seq_lengths: bool = False,
         also_read: Collection[int] = (),
         costs: Costs = UNIT,
     ) -> None:
@@ -82,7 +80,6 @@ class Stages:
             with_overlap(schedule, config, costs),
             p2p_mode=config.parallel.p2p_mode,
             config=config.model,
-            variable_seq_lengths=variable_seq_lengths,
             costs=costs,
         )
         self.host.share = config.parallel.activation_offload_fraction
