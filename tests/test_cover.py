@@ -33,7 +33,7 @@ def refused(row, fixed=None):
 
 @pytest.mark.parametrize("strength", [2, 3])
 def test_the_rows_have_every_combination_that_any_legal_case_has(strength):
-    array = Array(SMALL, refused, lambda text: {name for name in SMALL if name in text.split()})
+    array = Array(SMALL, (refused,), lambda text: {name for name in SMALL if name in text.split()})
     array.extend(strength)
     every = [dict(zip(SMALL, values, strict=True)) for values in product(*SMALL.values())]
     legal = [row for row in every if not refused(row)]
@@ -46,6 +46,37 @@ def test_the_rows_have_every_combination_that_any_legal_case_has(strength):
     assert array.legal(strength) == len(covered(legal))
     assert len(array.rows) < len(legal) / 2
     assert (("a", "2"), ("b", "0")) in array.refused
+
+
+def test_a_combination_that_narrow_rules_refuse_is_asked_of_the_wide_ones():
+    """As processes are limited: a case has few of them, unless a combination needs more."""
+
+    def narrow(row, fixed=None):
+        return ["c is 0 in small cases"] if row["c"] != "0" and "c" not in (fixed or {}) else refused(row)
+
+    def need(row, fixed=None):
+        """a 1 goes only with c 2, which a combination of a 1 with others does not fix."""
+        return ["a 1 needs c 2"] if row["a"] == "1" and row["c"] != "2" else refused(row)
+
+    both = [lambda row, fixed: [*narrow(row, fixed), *need(row, fixed)], need]
+    array = Array(SMALL, both, lambda text: {name for name in SMALL if name in text.split()})
+    array.extend(3)
+    assert any(row["a"] == "1" and row["d"] == "1" and row["e"] == "1" for row in array.rows)
+    assert (("a", "1"), ("b", "1"), ("d", "1")) not in array.refused
+
+
+def test_an_array_begins_with_the_rows_of_a_smaller_one():
+    named = lambda text: {name for name in SMALL if name in text.split()}  # noqa: E731
+    few = Array({name: values[:2] for name, values in SMALL.items()}, (refused,), named)
+    few.extend(3)
+    grown = Array(SMALL, (refused,), named)
+    grown.take(few.rows, few.refused)
+    grown.extend(3)
+    anew = Array(SMALL, (refused,), named)
+    anew.extend(3)
+    assert grown.rows[: len(few.rows)] == few.rows
+    assert grown.legal(3) == anew.legal(3)
+    assert grown.refused.keys() == anew.refused.keys()
 
 
 def test_the_usual_case_is_legal_and_a_refused_one_says_why():

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,8 +37,12 @@ SECONDS = 240.0
 """How long a start of a case may take; alone on two cores it takes one to five seconds."""
 
 
-def array(strength: int, seed: int) -> Array:
-    """Return the array of a strength, and before it in its rows those of smaller ones."""
+def array(strength: int, seed: int, kept: dict[str, Any] | None = None) -> Array:
+    """Return the array of a strength, and before it in its rows those of smaller ones.
+
+    Args:
+        kept: an array to begin with, as it stands in its file.
+    """
 
     @cache
     def asked(values: tuple[str, ...], most: int) -> tuple[str, ...]:
@@ -47,9 +52,21 @@ def array(strength: int, seed: int) -> Array:
         most = min(MOST, max(FEW, world_size(PLAIN | fixed)))
         return asked(tuple(row[name] for name in CHOICES), most)
 
-    made = Array({name: list(values) for name, values in CHOICES.items()}, said, choices_named, seed)
+    def said_of_many(row: Row, fixed: Row) -> tuple[str, ...]:
+        return asked(tuple(row[name] for name in CHOICES), MOST)
+
+    made = Array(CHOICES, (said, said_of_many), choices_named, seed)
+    if kept is not None:
+        refused = {tuple(_pair(part) for part in key.split(" x ")): why for key, why in kept["refused"].items()}
+        made.take([PLAIN | row for row in kept["rows"]], refused)
+        print(f"{len(made.rows)} of {len(kept['rows'])} cases that are kept are legal", flush=True)
     made.extend(strength, lambda text: print(text, flush=True))
     return made
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition(" ")
+    return name, value
 
 
 def run(rows: Sequence[Row], runs: Runs, jobs: int) -> Iterator[tuple[Row, Verdict]]:
@@ -93,6 +110,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--results", type=Path, help="a line for each case, appended")
     parser.add_argument("--array", type=Path, help="where the rows are kept between starts")
+    parser.add_argument("--begin-with", type=Path, help="an array of fewer choices or values, to which rows are added")
     parser.add_argument("--case", help="run this one case, as printed")
     parser.add_argument("--shrink", action="store_true", help="make the case that differs as small as it goes")
     parser.add_argument("--first", action="store_true", help="stop at the first case that is not as one process")
@@ -164,7 +182,8 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     if options.array and options.array.exists():
         kept = json.loads(options.array.read_text())
         return [PLAIN | row for row in kept["rows"]], kept["refused"]
-    made = array(options.strength, options.seed)
+    kept = json.loads(options.begin_with.read_text()) if options.begin_with else None
+    made = array(options.strength, options.seed, kept)
     refused = {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
     if options.array:
         rows = [json.loads(short(row)) for row in made.rows]
@@ -174,7 +193,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
 
 def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]) -> None:
     values = sum(map(len, CHOICES.values()))
-    covered = Array({name: list(values) for name, values in CHOICES.items()}, lambda row, fixed: (), lambda text: set())
+    covered = Array(CHOICES, (lambda row, fixed: (),), lambda text: set())
     covered.rows = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.result == "same"]
     counts = Counter(verdict.result for verdict in verdicts)
     said = Counter(why.partition("\n")[0] for why in refused.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +24,8 @@ class Array:
 
     Args:
         choices: the values of each choice, the usual one first.
-        problems: (row, the values in it that are fixed) -> the sentences that refuse the row; none for a legal one.
+        problems: each (row, the values in it that are fixed) -> the sentences that refuse the row; none for a legal
+            one. Where the first finds no legal row for a combination, the next is asked: it allows more.
         named: the choices that a sentence names.
         seed: of the draws.
     Attributes:
@@ -32,9 +33,15 @@ class Array:
         refused: combinations of which no legal case was found, with the sentence that refuses it.
     """
 
-    def __init__(self, choices: Mapping[str, Sequence[str]], problems: Problems, named: Named, seed: int = 0) -> None:
+    def __init__(
+        self,
+        choices: Mapping[str, Iterable[str]],
+        problems: Sequence[Problems],
+        named: Named,
+        seed: int = 0,
+    ) -> None:
         self.choices = {name: list(values) for name, values in choices.items()}
-        self.problems = problems
+        self.problems = tuple(problems)
         self.named = named
         self.rows: list[Row] = []
         self.refused: dict[tuple[Pair, ...], str] = {}
@@ -45,6 +52,19 @@ class Array:
         self._number = {item: n for n, item in enumerate(self._items)}
         size = len(self._items)
         self._excluded = np.zeros((size, size), bool)
+
+    def take(self, rows: Sequence[Row], refused: Mapping[tuple[Pair, ...], str]) -> None:
+        """Begin with rows and refused pairs of an earlier array of the same choices, or of some of them.
+
+        Rows that the checks refuse by now are left out. Refused combinations of three values are asked again.
+        """
+        last = self.problems[-1]
+        self.rows += [row for row in rows if not last(row, row)]
+        for pair, why in refused.items():
+            if len(pair) == 2:
+                self.refused[pair] = why
+                a, b = (self._number[item] for item in pair)
+                self._excluded[a, b] = self._excluded[b, a] = True
 
     def extend(self, strength: int, say: Callable[[str], None] = lambda text: None) -> None:
         """Add rows until every legal combination of `strength` choices is in one of them, pairs first.
@@ -107,12 +127,13 @@ class Array:
 
     def _row(self, fixed: Sequence[Pair], missing: np.ndarray) -> Row | None:
         """Return a legal row with these values, rich in missing combinations; None if none is found."""
-        self._said.clear()
-        for attempt in range(3):
-            row = self._greedy(fixed, missing) if attempt < 2 else self._plain | dict(fixed)
-            for _ in range(4 if attempt == 2 else 1):
-                if (legal := self._repaired(row, dict(fixed))) is not None:
-                    return legal
+        for problems in self.problems:
+            self._said.clear()
+            for attempt in range(3):
+                row = self._greedy(fixed, missing) if attempt < 2 else self._plain | dict(fixed)
+                for _ in range(4 if attempt == 2 else 1):
+                    if (legal := self._repaired(row, dict(fixed), problems)) is not None:
+                        return legal
         return None
 
     def _greedy(self, fixed: Sequence[Pair], missing: np.ndarray) -> Row:
@@ -144,11 +165,11 @@ class Array:
             + missing[:, :, number][np.ix_(below, below)].sum()
         )
 
-    def _repaired(self, row: Row, fixed: Row) -> Row | None:
+    def _repaired(self, row: Row, fixed: Row, ask: Problems) -> Row | None:
         """Change what a row's refusals name, but for the fixed choices, until nothing refuses it."""
         row = dict(row)
         for attempt in range(40):
-            problems = self.problems(row, fixed)
+            problems = ask(row, fixed)
             if not problems:
                 return row
             self._said.update(problems)

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from megapipe.checks.run import validate
 from megapipe.config import Config
@@ -34,6 +35,7 @@ MOST = 8
 HALF = 2
 """Iterations of a run that is saved and goes on."""
 
+_OWN = Path(__file__).parents[3] / "examples" / "own_schedule.py"
 _LLAMA = "--normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear --position-embedding-type"
 _EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32"
 
@@ -129,6 +131,8 @@ RUN: dict[str, dict[str, str]] = {
         "chimera": "--pipeline-schedule chimera",
         "dualpipe": "--pipeline-schedule dualpipe",
         "dualpipe-v": "--pipeline-schedule dualpipe-v",
+        "own": f"--pipeline-schedule {_OWN}:eager",
+        "own-split": f"--pipeline-schedule {_OWN}:split --num-virtual-stages-per-pipeline-rank 2",
     },
     "tp": {"1": "", "2": "--tensor-model-parallel-size 2"},
     "sequence": {"whole": "", "split": "--sequence-parallel"},
@@ -229,7 +233,8 @@ def one_process(case: Case) -> dict[str, str]:
 
 def num_layers(case: Case) -> int:
     """Return how many layers a case trains: each stage of its pipeline has at least one."""
-    chunks = 1 if entry_of(case["schedule"]).chunks == 1 else 2
+    _, schedule, *_ = shlex.split(CHOICES["schedule"][case["schedule"]])
+    chunks = 1 if entry_of(schedule).chunks == 1 else 2
     return max(4, int(case["pp"]) * chunks)
 
 
