@@ -225,7 +225,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         return plan
     config = chosen(config, len(plan.schedule.cuts) or 1)
     place, depths = plan.schedule.placement, plan.pieces.depths
-    own = replace(plan, pieces=replace(plan.pieces, depths=()))
+    own = replace(plan, pieces=plan.pieces.without_depths)
     own = replace(own, schedule=replace(plan.schedule, placement=replace(own_chain(place), vocabulary=False)))
     made = _of_batch(own, config, paired=not depths)
     made = with_further(config, made, depths, place.rank_of[place.main :][: place.depths])

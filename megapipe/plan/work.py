@@ -106,6 +106,15 @@ class Pieces:
         kept = self.kept and (self.kept[0], (*self.kept[1], *(0.0 for _ in depths)))
         return replace(self, depths=depths, kept=kept)
 
+    @property
+    def without_depths(self) -> Pieces:
+        """The pieces of the model's own chain: what `further` was called with is taken away again."""
+        kept = self.kept
+        if kept is not None:
+            of_layers, shares = kept
+            kept = of_layers, shares[: len(shares) - len(self.depths)]
+        return replace(self, depths=(), kept=kept)
+
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """The costs of these stages with what slices of a sequence make a difference of: attention, and keys that are
         kept for the slices behind."""

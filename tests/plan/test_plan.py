@@ -92,6 +92,18 @@ def test_a_search_that_finds_no_order_of_slices_starts_with_the_table_that_the_w
     verify(begun.schedule)
 
 
+def test_a_batch_that_grows_is_searched_with_what_depths_and_partial_recomputation_take():
+    """The shares of what is recomputed still counted the depths, and the first step ended in a ValueError."""
+    few = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    few = f"{few} --num-microbatches-with-partial-activation-checkpoints 1 --mtp-num-layers 2"
+    given = config(f"--pipeline-schedule zb-auto --num-layers 4 --pipeline-model-parallel-size 2 {few}", 2)
+    given = replace(given, train=replace(given.train, micro_batch_size=1, global_batch_size=8))
+    begun = with_batch(make_plan(given), given.with_batch(4))
+    assert begun.schedule.num_microbatches == 4
+    assert sum(begun.costs.f) == pytest.approx(sum(make_plan(given).costs.f))
+    verify(begun.schedule)
+
+
 WIDE = "--num-layers 16 --hidden-size 256 --pipeline-model-parallel-size 4"
 
 
