@@ -49,11 +49,13 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
 
     A step takes its overhead, its arithmetic, and what is exposed of its communication; alone a pass hides nothing.
     """
-    counts = Counter(
-        tuple(x._replace(microbatch=0) for x in step) for row in schedule.ranks for step in row if _has_lanes(step)
-    )
+    alike = dict[tuple[object, ...], list[Step]]()
+    for step in (step for row in schedule.ranks for step in row if _has_lanes(step)):
+        # Microbatches may have documents of their own: slices of one number attend to more in one than in another.
+        alike.setdefault(tuple((x.kind, x.stage, schedule.part(x)) for x in step), []).append(step)
     total = exposed = 0.0
-    for step, count in counts.items():
+    for step, *others in alike.values():
+        count = 1 + len(others)
         chains = [chain for _, chain in _chains(schedule, costs, step)]
         link = sum(chain.link for chain in chains)
         rest = costs.of_step(step, schedule.placement, schedule) - sum(chain.compute for chain in chains)

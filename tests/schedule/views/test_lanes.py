@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate, unpaired
-from megapipe.schedule.costs import SHARES
+from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.pairs import pairs
+from megapipe.schedule.transforms.slices import slices
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communication, copied, stretches
 from megapipe.schedule.views.perfetto import to_perfetto
@@ -64,6 +65,15 @@ def test_what_is_exposed_is_what_pairs_do_not_save(table: Schedule) -> None:
     assert found.total == pytest.approx(0.25 * 29 * table.num_microbatches * len(table.ranks))
     assert found.exposed == pytest.approx(found.total - saved)
     assert communication(unpaired(table), COSTS).share == 1.0
+
+
+def test_communication_of_slices_is_that_of_the_documents_of_their_own_microbatch() -> None:
+    """Each slice was counted as one of microbatch 0."""
+    costs = replace(COSTS, f=1.0, b=1.0, w=1.0, **dict.fromkeys(ATTENTION, 1.0))
+    table = slices(lambda m: build("1f1b", 1, m), 2, (1.0, 1.0), costs, documents=((1,), ()))
+    # Attention alone: a document of half the length takes a quarter. Two of them, then one of the whole length.
+    work = 3 * (2 * 0.5**2 + 1)
+    assert communication(table, costs).total == pytest.approx(0.25 * work)
 
 
 def test_a_table_is_told_how_much_of_its_communication_is_exposed() -> None:
