@@ -71,7 +71,8 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
     """The best table for this placement, and the same cuts; the same one if none is shorter. caller: ends when this
     process has.
 
-    Depths of multi-token prediction come into what is found for the model's own chain.
+    Depths of multi-token prediction come into what is found for the model's own chain. A rank that has nothing else
+    leaves the table as it is.
     """
 
     def stop_alone(share: float) -> None:
@@ -86,13 +87,16 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
         sliced = searched_slices(*size, effort=effort, progress=stop_alone)
         after = before if sliced is None else simulate(sliced, costs).makespan
         return best if sliced is None or after >= before else Better(to_json(sliced), before, after)
+    own = own_chain(place)
+    if set(own.rank_of) != set(place.rank_of):  # a rank has depths alone, and a search none to give it
+        return best
     tries = range(2 + place.depths if place.depths else 1)
     for spared in tries:  # microbatches that may come to a rank with its depths
         limits = [
             most - spared * sum(held[s] for s in place.stages_on(rank)) * (place.depths > 0)
             for rank, most in enumerate(memory)
         ]
-        candidate = Candidate(own_chain(place), costs.of_positions(place.main), tuple(limits))
+        candidate = Candidate(own, costs.of_positions(place.main), tuple(limits))
         try:
             found = search_among(
                 [candidate], schedule.num_microbatches, effort=effort / len(tries), progress=stop_alone

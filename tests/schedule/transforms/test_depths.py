@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule import Costs, Kind, Pass, Schedule, build, forward_only, from_json, simulate, verify
+from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, build, forward_only, from_json, simulate, verify
 from megapipe.schedule.search.beside import better
 from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.reduction import with_reduction
@@ -80,3 +80,15 @@ def test_a_search_beside_a_run_keeps_its_depths():
     assert all(held <= most for held, most in zip(simulate(made, costs).peak, memory, strict=True))
     assert made.placement == slow.placement
     assert simulate(made, costs).makespan == found.after < found.before
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1, 3, 2), (0, 1, 2, 3)])
+def test_a_table_with_a_rank_of_depths_alone_stays_as_it_is(rank_of):
+    """The search for the other ranks ended in a ValueError in its process: it had a row or a limit too many."""
+    stage_of = [rank_of.index(rank) for rank in range(4)]
+    rows = tuple(((Pass(Kind.F, stage, 0),), (Pass(Kind.BW, stage, 0),)) for stage in stage_of)
+    table = Schedule("made", Placement(rank_of, 4, depths=1), 1, rows)
+    verify(table)
+    found = better(table, Costs(), (1.0,) * 4, 0.1)
+    assert from_json(found.table) == table
+    assert found.after == found.before == pytest.approx(4 * 3 * 4 / 3)  # stages in turn, each of a third
