@@ -75,6 +75,8 @@ def wrong_documents(schedule: Schedule) -> str | None:
     n, rows = len(schedule.cuts), schedule.documents
     if len(rows) not in (0, 1, m := schedule.num_microbatches):
         return f"documents has {len(rows)} rows; it has one, or one for each of {m} microbatches"
+    if any(rows) and n < 2:
+        return "documents begin at slices, but microbatches are not cut: leave out documents, or name several cuts"
     for row in rows:
         if list(row) != sorted({*row} & {*range(1, n)}):
             return f"documents begin at slices {[*row]}: name them in ascending order, from 1 to {n - 1}"

@@ -87,7 +87,7 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
         ),
     )
     rows = tuple(tuple(step for step in row if not isinstance(step, str)) for row in cells)
-    vocabulary, depths = data.get("vocabulary", False) is True, data.get("depths", 0)
+    vocabulary, depths = data.get("vocabulary", False), data.get("depths", 0)
     placement = Placement(tuple(data["rank_of"]), data["chain"], vocabulary, depths)
     cuts, lanes = tuple(data.get("cuts", ())), [_shared(lane) for lane in data.get("shared", ())]
     _refuse(source, (lane for lane in lanes if isinstance(lane, str)))
@@ -268,7 +268,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: isinstance(x, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in x),
     ),
 }
-_OPTIONAL = {"shared", "documents"}
+_OPTIONAL = {"shared", "vocabulary", "documents"}
 
 
 def _is_cell(step: object) -> bool:
@@ -283,6 +283,7 @@ def _shape_problems(data: Any) -> Iterator[str]:
     bad = [f"{key} must be {rule}" for key, (rule, fits) in there.items() if key not in data or not fits(data[key])]
     yield from bad
     if bad:
+    "vocabulary": ("true or false", lambda x: isinstance(x, bool)),
         return
     if len(data["ranks"]) != data["pp"]:
         yield f"ranks has {len(data['ranks'])} lists, pp is {data['pp']}"

@@ -83,6 +83,14 @@ def test_the_documented_json() -> None:
             ),
             "shared must be a list of objects with lane (d2h or h2d), ranks and order",
         ),
+        (
+            to_json(build("1f1b", 2, 2)).replace('"chain": 2', '"chain": 2, "vocabulary": 1'),
+            "vocabulary must be true or false",
+        ),
+        (
+            to_json(build("1f1b", 2, 2)).replace('"chain": 2', '"chain": 2, "documents": [[1]]'),
+            "documents begin at slices, but microbatches are not cut: leave out documents, or name several cuts",
+        ),
         (to_json(build("1f1b", 2, 2)).replace('"chain": 2', '"chain": 3'), "chain 3 must divide the number of stages"),
         (
             to_json(build("1f1b", 2, 2)).replace("[0, 1]", "[0, 5]"),
