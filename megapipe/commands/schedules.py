@@ -172,7 +172,7 @@ def run_show(args: argparse.Namespace) -> int:
         raise ScheduleError(f"{unequal}. Write --json, or cut them with --cuts equal.")
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
     files: list[tuple[Path | None, Callable[[], str]]] = [
-        (args.json, lambda: to_json(table)),
+        (args.json, lambda: to_json(table, args.costs)),
         (args.csv, lambda: to_csv(table)),
         (None if args.curves else args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
         (args.perfetto, lambda: to_perfetto(schedule, args.costs)),

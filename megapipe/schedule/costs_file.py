@@ -2,6 +2,7 @@
 
 An object with the fields of `Costs`: a number, or a list with one for each stage (of `comm`: for each link). In place
 of a time, `comm` may be {"latency": L, "bytes": N, "bandwidth": R}, each a number or a list: a message takes L + N / R.
+A schedule that `show --json` wrote has its costs in it, and is read as a file of them too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def load_costs(path: str | Path) -> Costs:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ScheduleError(f"{path} is no costs file: {error}") from None
+    if isinstance(given, dict) and "ranks" in given:
+        if "costs" not in given:
+            raise ScheduleError(f"{path} is a schedule without costs. Give costs, or what `show --json` writes.")
+        given = given["costs"]
     return read_costs(given, path)
 
 
@@ -50,7 +55,12 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
 
 def dump_costs(costs: Costs) -> str:
     """The text of a costs file; `load_costs` reads the same costs from it."""
-    return json.dumps({name: value for name, value in vars(costs).items() if value is not None}, indent=1) + "\n"
+    return json.dumps(by_field(costs), indent=1) + "\n"
+
+
+def by_field(costs: Costs) -> dict[str, Any]:
+    """The object that a costs file is."""
+    return {name: value for name, value in vars(costs).items() if value is not None}
 
 
 def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:

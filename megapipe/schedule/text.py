@@ -2,6 +2,8 @@
 
     {"name": "1f1b", "pp": 1, "microbatches": 1, "rank_of": [0], "chain": 1, "ranks": [[["0F0"], ["0BW0"]]]}
 
+`to_json` of a table with costs adds these, as a costs file has them, the makespan under them, and the start of each
+step, so that another clock can check this one. A reader of the table does without.
 CSV comes in two dialects, told apart by their letters: F, B, W, BW is ours, F, I, W, B are the same passes in
 torch.distributed.pipelining. In both an overlapped pair is (0F3;0BW1)OVERLAP_F_B, and empty cells mean nothing.
 What is read is verified.
@@ -19,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs_file import by_field
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.lanes import is_lane, lane_to_json
 from megapipe.schedule.own import placement_problems
 from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 
 _OURS = {kind.value: kind for kind in Kind}
@@ -50,8 +55,8 @@ def load(path: str | Path) -> Schedule:
     return read(text, str(path))
 
 
-def to_json(schedule: Schedule) -> str:
-    """One line of JSON for each rank."""
+def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
+    """Return the table as JSON, one line for each rank, and with costs when each step starts under them."""
     place = schedule.placement
     head = {
         "name": schedule.name,
@@ -65,8 +70,27 @@ def to_json(schedule: Schedule) -> str:
         **({"documents": list(map(list, schedule.documents))} if schedule.documents else {}),
         **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
-    rows = ",\n  ".join(json.dumps([[str(x) for x in step] for step in row]) for row in schedule.ranks)
-    return json.dumps(head)[:-1] + f', "ranks": [\n  {rows}\n]}}\n'
+    ranks = _lines(map(_texts, schedule.ranks))
+    times = "" if costs is None else _times(schedule, costs)
+    return f'{json.dumps(head)[:-1]}, "ranks": {ranks}{times}}}\n'
+
+
+def _times(schedule: Schedule, costs: Costs) -> str:
+    """Costs, the makespan, and by rank when each of its steps starts."""
+    time = simulate(schedule, costs)
+    start = _lines([time.start[step[0]] for step in row] for row in schedule.ranks)
+    given = json.dumps(by_field(costs))
+    return f',\n"costs": {given},\n"makespan": {json.dumps(time.makespan)}, "start": {start}'
+
+
+def _texts(row: Iterable[Step]) -> list[list[str]]:
+    return [[*map(str, step)] for step in row]
+
+
+def _lines(rows: Iterable[object]) -> str:
+    """A JSON list with a line for each row."""
+    text = ",\n  ".join(map(json.dumps, rows))
+    return f"[\n  {text}\n]"
 
 
 def from_json(text: str, source: str = "schedule.json") -> Schedule:
@@ -263,6 +287,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         f"a list of objects with lane ({' or '.join(sorted(COPIES))}), ranks and order, a list of passes",
         lambda x: isinstance(x, list) and all(map(is_lane, x)),
     ),
+    "vocabulary": ("true or false", lambda x: isinstance(x, bool)),
     "documents": (
         "a list for each microbatch, or one for all, of the slices that begin a document",
         lambda x: isinstance(x, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in x),
@@ -283,7 +308,6 @@ def _shape_problems(data: Any) -> Iterator[str]:
     bad = [f"{key} must be {rule}" for key, (rule, fits) in there.items() if key not in data or not fits(data[key])]
     yield from bad
     if bad:
-    "vocabulary": ("true or false", lambda x: isinstance(x, bool)),
         return
     if len(data["ranks"]) != data["pp"]:
         yield f"ranks has {len(data['ranks'])} lists, pp is {data['pp']}"
