@@ -53,7 +53,9 @@ class Costs:
             gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
             many stages it has.
         mem_s: what a share holds from the start of S to the end of T, of a rank too.
-        overhead: what every F, B, W, BW and pair costs beside its work, however small the stage: host time, launches.
+        overhead: what every F, B, W and BW costs in addition to its work, however small the stage: host time, launches.
+            A pair costs it once if `fb` or a share of communication says that its passes overlap. Otherwise they run
+            one after the other, and each costs it.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
         g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
