@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from megapipe.schedule import SCHEDULES, Costs, build, simulate
+from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
+from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Row, compare, measure
+from megapipe.schedule.views.sliced import told_slices
 from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,3 +105,30 @@ def test_the_files_written_in_the_docs_load(tmp_path):
     for kind, read in (("csv", from_csv), ("json", from_json)):
         text = re.search(rf"```{kind}\n(.*?)```", DOC, re.DOTALL)[1]
         assert read(text).ranks == build("1f1b", 2, 2).ranks
+
+
+def refused_in_slices(name: str) -> bool:
+    """Are backwards of the schedule left to wait for slices that come after them, at some size?"""
+    for p, more, n in product((4, 8), (0, 1), (2, 3, 4)):
+        try:
+            told_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work"), chunks=None, memory=None)
+        except ScheduleError as error:
+            if "its backwards wait for slices" in str(error):
+                return True
+    return False
+
+
+def test_the_docs_name_the_schedules_that_some_numbers_of_slices_are_refused_for():
+    named = re.search(r"some sizes are refused, in one line: of(.*?)\(", DOC, re.DOTALL)[1]
+    assert set(re.findall(r"`(.*?)`", named)) == set(filter(refused_in_slices, FIXED))
+
+
+@pytest.mark.parametrize(("name", "least"), [("interleaved", "p + (p-1)/v"), ("interleaved-zb", "p")])
+def test_memory_of_interleaved_is_as_documented_where_p_divides_m_and_where_not(name, least):
+    section = DOC.split(f"### {name}\n")[1].split("\n##")[0]
+    formula = re.search(r"up\s+to\s+(\S+) more", section)[1].replace(")(", ")*(")
+    for p, v in product((2, 3, 4, 8), (2, 3, 4)):
+        bound = eval(least, {"p": p, "v": v})
+        peaks = {m: max(simulate(build(name, p, m, chunks=v)).peak) for m in range(p + 1, 3 * p + 1)}
+        assert [peaks[m] for m in (2 * p, 3 * p)] == pytest.approx([bound, bound])
+        assert max(peaks.values()) == pytest.approx(bound + eval(formula, {"p": p, "v": v}))
