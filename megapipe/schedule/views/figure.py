@@ -10,6 +10,7 @@ import io
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,3 +115,19 @@ def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
     handles, names = axes.get_legend_handles_labels()
     columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
     figure.legend(handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.8)
+
+
+def fitted_legend(figure: Figure, axes: Axes) -> None:
+    """Put one legend below all axes, in as many columns as fit.
+
+    The figure grows by the height of each row after the first.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    for columns in range(len(names), 0, -1):
+        made = figure.legend(
+            handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.0
+        )
+        if made.get_window_extent().width <= figure.bbox.width or columns == 1:
+            break
+        made.remove()
+    figure.set_figheight(figure.get_figheight() + 0.12 * (ceil(len(names) / columns) - 1))

@@ -13,7 +13,7 @@ from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Placement, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.draw import MEANING, is_dark, on_track, shades, short, tracks
-from megapipe.schedule.views.figure import Files
+from megapipe.schedule.views.figure import Files, fitted_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,8 +88,7 @@ def draw(
         for kind in kinds:
             panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {MEANING[kind]}")
         panels[0].barh([0], [0], color=_IDLE, label="bubble")
-        names = panels[0].get_legend_handles_labels()
-        figure.legend(*names, loc="outside lower left", ncols=len(names[0]), columnspacing=1.0, handlelength=1.0)
+        fitted_legend(figure, panels[0])
 
     return files.draw(height, about, paint)
 
@@ -145,6 +144,6 @@ def draw_memory(
         axes.set(xlim=(0, time.makespan or 1.0), xlabel="time, in the unit of the costs")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("microbatches of 1/p")
-        figure.legend(loc="outside lower left", ncols=max(1, int(files.width / 1.1)), columnspacing=1.0)
+        fitted_legend(figure, axes)
 
-    return files.draw(1.6 + 0.12 * len(time.curves) / max(1, int(files.width / 1.1)), about, paint)
+    return files.draw(1.7, about, paint)

@@ -13,6 +13,8 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, build, simulate, to_csv
+from megapipe.schedule.transforms.memory import with_offload
+from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.figure import Files
 from megapipe.schedule.views.study import draw, study, told
 from megapipe.schedule.views.study import to_csv as study_to_csv
@@ -82,6 +84,36 @@ def test_a_schedule_and_what_its_ranks_hold_are_figures_of_the_clock():
     assert "dualpipe on 4 ranks, 8 microbatches: makespan" in said
     said = words(draw_memory(build("1f1b", 4, 8), Files(svg="b.svg"), memory=5))
     assert all(f"rank {r}, peak {4 - r}" in said for r in range(4))
+
+
+def words_that_are_cut_off(drawn: dict[Path, bytes]) -> list[str]:
+    """Texts of the SVG that begin or, at half an em a letter, end outside of its viewBox."""
+    (picture,) = drawn.values()
+    root = ElementTree.fromstring(picture)
+    _, _, wide, high = map(float, root.get("viewBox").split())
+    found = []
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        style = text.get("style")
+        at = re.search(r"translate\(([\d.-]+) ([\d.-]+)\)", text.get("transform", ""))
+        x, y = map(float, at.groups() if at else (text.get("x"), text.get("y")))
+        length = 0.5 * float(re.search(r"([\d.]+)px", style)[1]) * len(text.text)
+        begins_at_x = "anchor" not in style and "rotate" not in text.get("transform", "")
+        if not 0 <= x <= wide - length * begins_at_x or not 0 <= y <= high:
+            found.append(text.text)
+    return found
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("width", [2.0, 3.4, 7.0])
+def test_no_word_of_a_legend_is_cut_off(width):
+    """A legend of more than four kinds was one row that left the picture, and one of many ranks its bottom."""
+    plain, costs = build("1f1b", 4, 8), Costs(s=0.5, t=0.25, o=0.5, l=0.5)
+    files = Files(svg="a.svg", width=width)
+    for table in (with_offload(plain, costs), with_vocabulary(plain, costs)):
+        drawn = draw_schedule(table, files, costs)
+        assert words_that_are_cut_off(drawn) == []
+    uneven = Costs(mem_b=tuple(1.2345 + n for n in range(16)), f=(1.0,) * 16, b=(1.0,) * 16, w=(1.0,) * 16)
+    assert words_that_are_cut_off(draw_memory(build("1f1b", 16, 16), files, uneven, memory=12345.0)) == []
 
 
 def test_a_figure_that_nothing_can_draw_is_refused_with_the_line_that_helps(monkeypatch):
