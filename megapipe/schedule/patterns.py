@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -144,10 +145,13 @@ def _each(
             continue
         if placement not in (None, _shape(entry, ranks, chunks)):
             continue
-        try:
-            yield made(name, entry, ranks, microbatches, chunks=chunks, costs=costs)
-        except ScheduleError:  # other numbers of ranks, microbatches, chunks or stages than it needs
-            continue
+        yield from one_of(name, ranks, microbatches, chunks, costs)
+
+
+def one_of(name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
+    """Yield the pattern of this name as `fixed` does, if there is one of these numbers."""
+    with suppress(ScheduleError):  # other numbers of ranks, microbatches, chunks or stages than it needs
+        yield made(name, PATTERNS[name], ranks, microbatches, chunks=chunks, costs=costs)
 
 
 def _shape(entry: Entry, ranks: int, chunks: int) -> Placement:

@@ -20,10 +20,11 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Placement, Schedule
-from megapipe.schedule.patterns import check_size, fixed
+from megapipe.schedule.patterns import check_size, fixed, one_of
 from megapipe.schedule.search.bound import bound_of_any
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.search.contest import Spending, contest, pace_here
+from megapipe.schedule.search.seeds import is_large
 from megapipe.schedule.simulate import Timeline, simulate
 
 
@@ -140,7 +141,10 @@ def search_among(
     schedule, of = decode(best.problem, best.found.orders, "zb-auto"), best.problem
     timeline = simulate(schedule, of.costs)
     for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
-        for made, time in _fitting(x):
+        least = _worth(timeline, period)[0]
+        if bound_of_any(x.placement, microbatches, x.costs, x.memory, objective) > least * (1 + 1e-9):
+            continue
+        for made, time in _fitting(x, timeline):
             if _worth(time, period) < _worth(timeline, period):
                 schedule, of, timeline = made, x, time
     least = timeline.period if period else timeline.makespan
@@ -149,13 +153,35 @@ def search_among(
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 
 
-def _fitting(of: Problem) -> Iterator[tuple[Schedule, Timeline]]:
-    """The catalogue's schedules of this placement and memory under these costs, and how long they take."""
+def _fitting(of: Problem, best: Timeline) -> Iterator[tuple[Schedule, Timeline]]:
+    """The catalogue's schedules of this placement and memory under these costs, and how long they take. Of large tables
+    those that may be better than the best."""
     place = of.placement
-    for made in fixed(place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs, place):
+    size = place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs
+    for made in _promising(of, best) if is_large(of) else fixed(*size, place):
         time = simulate(made, of.costs)
-        if all(peak <= limit * (1 + 1e-9) for peak, limit in zip(time.peak, of.memory, strict=True)):
+        if _fits(of, time):
             yield replace(made, name="zb-auto"), time
+
+
+def _promising(of: Problem, best: Timeline) -> Iterator[Schedule]:
+    """Yield the catalogue's schedules that may be better than the best.
+
+    Those of few microbatches would be, if each further one took only the work of the busiest rank.
+    """
+    place, ranks, m = of.placement, of.placement.num_ranks, of.microbatches
+    chunks, n = place.num_stages // ranks, 2 * ranks + m % ranks
+    least, least_held = _worth(best, of.period)
+    for small in fixed(ranks, n, chunks, of.costs, place):
+        time = simulate(small, of.costs)
+        took, held = _worth(time, of.period)
+        grown = float(f"{took + max(time.busy) / n * (m - n):.9g}")
+        if _fits(of, time) and (grown, held) < (float(f"{least:.9g}"), least_held):
+            yield from one_of(small.name, ranks, m, chunks, of.costs)
+
+
+def _fits(of: Problem, time: Timeline) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(time.peak, of.memory, strict=True))
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:

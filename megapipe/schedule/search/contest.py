@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from time import process_time
 
 from megapipe.schedule.generators.orders import Problem, problem
 from megapipe.schedule.generators.waves import loop
@@ -12,7 +13,7 @@ from megapipe.schedule.passes import Placement
 from megapipe.schedule.search.anneal import Cooling, Found
 from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.compiled import anneal_fast, library
-from megapipe.schedule.search.seeds import blocks, deals, patterns, unroll
+from megapipe.schedule.search.seeds import blocks, deals, few, is_large, pattern, patterns, unroll
 
 # Passes that a second of effort may place in the search of a start, and what a move costs beside its own. Counted, not
 # timed: machines that are faster or busier find the same. Measured on a core that is shared, so that 60 is a minute.
@@ -83,10 +84,20 @@ class Entrant:
         return replace(self, found=found)
 
 
-def contest(problems: list[Problem], seconds: float, of: Spending, progress: Callable[[float], None]) -> Entrant:
-    """Anneal many starts for a short time, the best of them longer, the very best longest."""
-    spent = starts = _LONG_START if problems[0].microbatches >= 2 * _few(problems[0]) else _START
-    entrants = _entrants(problems, starts * seconds, of)
+def contest(
+    problems: list[Problem],
+    seconds: float,
+    of: Spending,
+    progress: Callable[[float], None],
+    known: Found | None = None,
+) -> Entrant:
+    """Anneal many starts for a short time, the best of them longer, the very best longest.
+
+    Args:
+        known: the best pattern, of one problem, where the caller has it.
+    """
+    spent = starts = _LONG_START if problems[0].microbatches >= 2 * few(problems[0]) else _START
+    entrants = _entrants(problems, starts * seconds, of, known)
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
@@ -102,29 +113,49 @@ def contest(problems: list[Problem], seconds: float, of: Spending, progress: Cal
     return min(entrants, key=lambda x: x.found.length)
 
 
-def _entrants(problems: list[Problem], seconds: float, of: Spending) -> list[Entrant]:
+def _entrants(problems: list[Problem], seconds: float, of: Spending, known: Found | None) -> list[Entrant]:
     """The best pattern of each placement and, if that is not optimal, other starts."""
-    result = []
-    for x in problems:
-        objective = "period" if x.period else "makespan"
-        bound = lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
-        starts = patterns(x)[:1]
-        if starts[0].length > bound * (1 + 1e-9):
-            starts += _starts(x, seconds / len(problems), of)
+    result: list[Entrant] = []
+    bounds = [(_bound(x), i) for i, x in enumerate(problems)]
+    some_large = any(map(is_large, problems))
+    for bound, i in sorted(bounds) if some_large else bounds:
+        x, each = problems[i], seconds / len(problems)
+        if some_large and result:  # what takes long to make is not made where it cannot win, or time is up
+            least = min(one.found.length for one in result)
+            if bound >= least * (1 - 1e-9) or process_time() > of.until:
+                continue
+        if is_large(x):
+            starts = _unrolled(x, each, of)
+        else:
+            starts = [known] if known else [patterns(x)[0][0]]
+            if starts[0].length > bound * (1 + 1e-9):
+                starts += _starts(x, each, of)
         spreads = of.pace.spreads if _is_dealt(x.placement) else _SPREADS
         turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
         result += [Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
     return result
 
 
+def _bound(x: Problem) -> float:
+    return lower_bound(x.placement, x.microbatches, x.costs, x.memory, "period" if x.period else "makespan")
+
+
+def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
+    """The result of a contest for few microbatches unrolled, and the pattern that is best for these."""
+    small = problem(full.placement, few(full), full.costs, full.memory, full.period)
+    ranked = patterns(small)
+    best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None, ranked[0][0])
+    name = next((name for _, name in ranked if name), "")
+    found = unroll(full, small, best.found)[:2] + (pattern(full, name)[:1] if name else [])
+    return sorted(found, key=lambda x: x.length) or [patterns(full)[0][0]]
+
+
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
-    few = _few(full)
-    if full.microbatches >= 2 * few:
-        small = problem(full.placement, few, full.costs, full.memory, full.period)
-        return unroll(full, small, contest([small], seconds, replace(of, random=Random(0)), lambda share: None).found)[
-            :2
-        ]
+    if full.microbatches >= 2 * few(full):
+        small = problem(full.placement, few(full), full.costs, full.memory, full.period)
+        best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None)
+        return unroll(full, small, best.found)[:2]
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
     dealt = deals(full, tries // 6, of.until, of.random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
@@ -135,8 +166,3 @@ def _is_dealt(place: Placement) -> bool:
     """Is it a loop of several chunks?"""
     chunks = place.num_stages // place.num_ranks
     return chunks > 1 and place == loop(place.num_ranks, chunks)
-
-
-def _few(full: Problem) -> int:
-    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
-    return 3 * full.placement.num_ranks

@@ -7,7 +7,7 @@ not slots; what does not fit the memory is reordered, and W fill the waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import exp
@@ -17,19 +17,32 @@ from time import process_time
 from megapipe.schedule.generators.fit import refilled
 from megapipe.schedule.generators.orders import Orders, Problem, clock, encode, fits, length, one_by_one
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.patterns import fixed
+from megapipe.schedule.patterns import fixed, one_of
 from megapipe.schedule.search.anneal import PATIENCE, Found
 
 
-def patterns(problem: Problem) -> list[Found]:
-    """The known schedules of this placement that fit the memory, as they are and with W refilled for these costs."""
-    found = [_timed(problem, one_by_one(problem))]
-    for schedule in _known(problem):
-        orders = encode(problem, schedule)
-        if fits(problem, orders):
-            found.append(_timed(problem, orders))
-        found += _refilled(problem, orders)
-    return sorted((x for x in found if x), key=lambda x: x.length)
+def patterns(problem: Problem) -> list[tuple[Found, str]]:
+    """The known schedules of this placement that fit the memory, as they are and with W refilled for these costs, best
+    first, each with its name; "" is one microbatch at a time."""
+    place = problem.placement
+    known = fixed(place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks, None, place)
+    alone = _timed(problem, one_by_one(problem))
+    found = [(alone, "")] if alone else []
+    found += [(x, schedule.name) for schedule in known for x in _fitted(problem, schedule)]
+    return sorted(found, key=lambda x: x[0].length)
+
+
+def pattern(problem: Problem, name: str) -> list[Found]:
+    """The known schedule of this name as in `patterns`, if there is one of these numbers; the best of it first."""
+    place = problem.placement
+    made = one_of(name, place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks)
+    return sorted((x for schedule in made for x in _fitted(problem, schedule)), key=lambda x: x.length)
+
+
+def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
+    orders = encode(problem, schedule)
+    found = _timed(problem, orders) if fits(problem, orders) else None
+    return [*([found] if found else []), *_refilled(problem, orders)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,8 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
     """
     m, n, p = problem.microbatches, small.microbatches, problem.placement.num_ranks
     results = []
-    # Which middle repeats well hangs on how the small one was found: all are cheap to try.
+    # Which middle repeats well hangs on how the small one was found: all are tried, of large tables at one patience.
+    tried = _MIDDLE if is_large(problem) else PATIENCE
     for repeat in sorted({1, 2, p}):
         for head in sorted({(n - repeat) // 3, (n - repeat) // 2}):
             if head < 0 or head + repeat >= n:
@@ -106,14 +120,29 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
                 for i in range(m):
                     rounds = 0 if i < head else min((i - head) // repeat, -(-(m - n) // repeat))
                     times[c * m + i] = start[c * n + i - rounds * repeat] + rounds * period
-            results += _refilled(problem, _sorted(problem, times))
+            results += _refilled(problem, _sorted(problem, times), tried)
+    results.sort(key=lambda x: x.length)
+    if is_large(problem) and results:
+        results += _refilled(problem, results[0].orders, [x for x in PATIENCE if x not in tried])
     return sorted(results, key=lambda x: x.length)
 
 
-def _known(problem: Problem) -> Iterator[Schedule]:
-    """Every schedule of the catalogue in this placement."""
-    place = problem.placement
-    return fixed(place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks, None, place)
+_MIDDLE = (0.3,)
+
+
+def few(problem: Problem) -> int:
+    """Microbatches of a smaller problem that has the same ramps and a middle to repeat."""
+    return 3 * problem.placement.num_ranks
+
+
+def is_large(problem: Problem) -> bool:
+    """Does a table take so long to make that patterns of few microbatches are looked at in its place?"""
+    ranks, m = problem.placement.num_ranks, problem.microbatches
+    return problem.placement.num_stages * m > _LARGE and m >= few(problem) + ranks
+
+
+_LARGE = 4096
+"""Forwards of a table."""
 
 
 def _timed(problem: Problem, orders: Orders) -> Found | None:

@@ -195,3 +195,29 @@ def test_of_equally_fast_tables_it_takes_the_one_that_holds_less() -> None:
     known = simulate(zb_h1(4, 8), costs)
     assert found.makespan == found.bound == known.makespan
     assert sum(simulate(found.schedule, costs).peak) <= sum(known.peak)
+
+
+@pytest.mark.parametrize(
+    ("costs", "memory", "objective"),
+    [
+        (Costs(10.0, 14.0, 7.0, comm=0.5), 2.0, "makespan"),
+        (Costs(1.0, 1.0, 1.0, comm=0.2, overhead=0.4), 3.0, "period"),
+        (Costs(9.0, 8.0, 12.0, overhead=3.0), 6.0, "makespan"),
+    ],
+)
+def test_large_tables_are_never_worse_than_the_catalogue_though_few_of_it_are_made(costs, memory, objective) -> None:
+    p, m = 3, 345  # 4,140 forwards in four chunks
+    found = search(p, m, chunks=4, costs=costs, memory=memory, objective=objective, effort=0.05)
+    verify(found.schedule, memory=memory, costs=costs)
+    for made in fixed(p, m, 4, costs, loop(p, 4)):
+        time = simulate(made, costs)
+        if max(time.peak) <= memory:
+            assert getattr(found, objective) <= getattr(time, objective) + 1e-9, made.name
+
+
+def test_a_search_of_a_large_table_ends_soon_after_its_seconds_of_cpu() -> None:
+    """The catalogue in full was made twice and played up to nine times, 12 s and more, whatever the seconds."""
+    began = process_time()
+    found = search(16, 128, costs=Costs(10, 11, 8, overhead=0.2), seconds=0.1)
+    assert process_time() - began < 6
+    assert found.makespan < (128 + 15) * (10 + 11 + 8 + 2 * 0.2)  # 1F1B's: F and BW each have one overhead

@@ -37,7 +37,7 @@ def test_c_makes_the_moves_that_python_makes(place: Placement, period: bool) -> 
         dice = Random(seed)
         costs = uneven(place.chain, dice) if seed else Costs(10.0, 14.0, 0.0, comm=0.5)
         of = problem(place, 7, costs, (dice.uniform(4, 9),) * place.num_ranks, period)
-        start = patterns(of)[0]
+        start, _ = patterns(of)[0]
         cooling = Cooling(250, dice.choice((0.4, 2.0)), 0.02, dice.choice((0.05, 4.0)))
         assert anneal_fast(of, start, cooling, seed, 0.0) == anneal(of, start, cooling, seed, 0.0)
 
