@@ -54,12 +54,12 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The papers' bubble: the most any rank waits between its first and its last pass."""
-        return max(0, *(span - busy for span, busy in zip(self.span, self.busy, strict=True)))  # not -1e-17
+        return max(map(_left, self.span, self.busy))
 
     @property
     def idle(self) -> tuple[float, ...]:
         """Time each rank does not compute, until the last rank is done."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(_left(self.makespan, busy) for busy in self.busy)
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
@@ -69,6 +69,11 @@ class Timeline:
     def __repr__(self) -> str:
         peaks = " ".join(f"{held:g}" for held in self.peak)
         return f"Timeline(makespan {self.makespan:g}, bubble {self.bubble:g}, peak by rank {peaks})"
+
+
+def _left(time: float, busy: float) -> float:
+    """Return what is left of a time: none if the two differ by no more than the rounding of their sums."""
+    return time - busy if time - busy > 1e-9 * time else 0.0
 
 
 @dataclass(frozen=True)

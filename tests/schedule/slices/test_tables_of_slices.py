@@ -4,7 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.schedule import Costs, Schedule, ScheduleError, from_csv, from_json, simulate, to_csv, to_json, verify
+from megapipe.schedule import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    from_csv,
+    from_json,
+    simulate,
+    to_csv,
+    to_json,
+    verify,
+)
+from megapipe.schedule.costs import ATTENTION
+from megapipe.schedule.transforms.cuts import shares
+from megapipe.schedule.transforms.slices import slices
 
 TWO = """
 0F0.0,0F0.1,0BW0.1,0BW0.0
@@ -67,3 +81,10 @@ def test_backwards_go_from_the_last_slice_to_the_first(given, instead, said):
 def test_a_table_of_whole_microbatches_has_no_slices():
     with pytest.raises(ScheduleError, match=r"0F0\.0: microbatches have no slices here"):
         verify(replace(two(), cuts=()))
+
+
+def test_a_bubble_of_nothing_is_0_and_not_the_rounding_of_its_sums():
+    """ZB-H2 has none at F = B = W, of slices of equal work too (Qi et al. 2023): it was printed as 7.1054e-15."""
+    costs = Costs(**dict.fromkeys(ATTENTION, 0.6))
+    table = slices(lambda m: build("zb-h2", 8, m), 8, shares(4, "work", costs), costs)
+    assert simulate(table, costs).bubble == 0.0
