@@ -13,7 +13,7 @@ from megapipe.errors import ConfigError
 RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
 MOST_SIZES = 10_000
 """The most sizes of a ramp-up; each is looked at before anything starts."""
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)")
+_NUMBER = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([KMBT]?)")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -108,7 +108,8 @@ def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
     for entry in text.replace(",", " ").split():
         found = [_NUMBER.fullmatch(part.upper()) for part in entry.split(":")]
         if len(found) != 2 or found[0] is None or found[1] is None:
-            raise ConfigError(f'{STEPS}: {entry} is not TOKENS:SIZE, as in {STEPS} "0:16 2.4B:320"')
+            shown = entry if len(entry) <= 40 else f"{entry[:40]}..."
+            raise ConfigError(f'{STEPS}: {shown} is not TOKENS:SIZE, as in {STEPS} "0:16 2.4B:320"')
         tokens, size = (int(float(match[1]) * _UNITS[match[2]]) for match in found if match)
         pairs.append((tokens // (seq_length or 1), size))
     pairs.sort(key=lambda pair: pair[0])

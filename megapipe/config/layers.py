@@ -28,7 +28,7 @@ _NAMES = (
 )
 FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]
 """Fields that one layer may decide for itself: the residual stream between layers keeps its width."""
-_LAYERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_LAYERS = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")
 
 Overrides = Mapping[int, Mapping[str, Any]]
 
@@ -87,7 +87,8 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
     for where, fields in entries.items():
         layers = _layers(where, num_layers)
         if layers is None:
-            problems.append(f'{FLAG} "{where}": layers are 0 to {num_layers - 1}, such as "0-3,7"')
+            shown = where if len(where) <= 40 else f"{where[:40]}..."
+            problems.append(f'{FLAG} "{shown}": layers are 0 to {num_layers - 1}, such as "0-3,7"')
         problems += [f'{FLAG} "{where}": {line}' for name, value in fields.items() if (line := _problem(name, value))]
         for layer in layers or ():
             found[layer] = found.get(layer, {}) | fields

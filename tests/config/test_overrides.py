@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import GPT2, LAYERS
 
-from megapipe.config.layers import inline, layer_config
+from megapipe.config.layers import inline, layer_config, parse_overrides
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.provider import gpt_provider
@@ -67,6 +67,14 @@ def test_a_mistake_is_named_with_its_place(overrides, sentence):
         layer_config(replace(GPT2, per_layer_overrides=text), 0)
     assert str(caught.value).startswith("--per-layer-overrides ")
     assert sentence in str(caught.value)
+
+
+def test_a_layer_of_thousands_of_digits_is_named_in_a_line_that_can_be_read():
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(json.dumps({"9" * 5000: {"ffn_hidden_size": 32}}), 4)
+    (problem,) = caught.value.problems
+    assert 'layers are 0 to 3, such as "0-3,7"' in problem
+    assert len(problem) < 200
 
 
 def test_text_that_is_nested_too_deep_is_named():

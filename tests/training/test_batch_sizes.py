@@ -82,6 +82,7 @@ def test_iterations_and_samples_are_those_of_a_walk():
         ({"rampup_batch_size": (1, 1, 9), "global_batch_size": 10**9}, "has 999,999,999 sizes up to"),
         ({"rampup_batch_size": (4, 4)}, "expected START INCREMENT SAMPLES"),
         ({"step_batch_size_schedule": "0:8 1K:x"}, "1K:x is not TOKENS:SIZE"),
+        ({"step_batch_size_schedule": "0:8 1K:" + "9" * 5000}, "9... is not TOKENS:SIZE"),
         ({"step_batch_size_schedule": "0:8 100:32"}, "ends at a batch of 32, but --global-batch-size is 16"),
         ({"step_batch_size_schedule": "5:8 100:16", "seq_length": 1}, "the first begins at 0"),
         (
