@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> None:
     launched = "LOCAL_RANK" in os.environ
     if config.check.check:
         world_size = config.check.world_size or (flags.nproc if flags.nproc > 1 else None)
+        if flags.nproc > 1 and world_size != flags.nproc:
+            print(f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many processes run")
         config = replace(config, check=replace(config.check, world_size=world_size))
     elif flags.nproc > 1 and not launched:
         _launch(flags.nproc, config, argv)
@@ -46,6 +48,9 @@ def main(argv: Sequence[str]) -> None:
 
 def check(argv: Sequence[str]) -> None:
     """Everything that a launch would refuse, without the launch."""
+    for word in argv:
+        if word.partition("=")[0] in ("--check", "--no-check"):
+            raise ConfigError(f"{word}: the command check checks, with or without it. Leave it out.")
     main(["--check", *argv])
 
 

@@ -15,7 +15,7 @@ from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, tokenizer_problems
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.convert.upcycle import refuse_upcycling
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
@@ -46,6 +46,15 @@ def start_block(config: Config) -> str:
 def as_here(config: Config) -> Config:
     """The configuration as this build of torch can run it, see checks.machine."""
     return on_cpus(config) if built_for_cpus() else config
+
+
+def settled(config: Config, model: ModelConfig) -> Config:
+    """The configuration of a model, without the flags of its layers that have nothing to act on; these are kept to be
+    said by `start_block`."""
+    made = config.settled(model)
+    still = idle(made)
+    gone = tuple(row for row in idle(config) if row not in still)
+    return replace(made, holding=(*made.holding, *gone))
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:

@@ -48,7 +48,7 @@ from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
 from megapipe.plan.table import saved_bytes
-from megapipe.training.check import DatasetsProvider, as_here, check, start_block
+from megapipe.training.check import DatasetsProvider, as_here, check, settled, start_block
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
@@ -104,7 +104,7 @@ def pretrain(
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
     model = dataclasses.replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
-    config = config.settled(model)
+    config = settled(config, model)
     plan = make_plan(config)
     refuse_save(config.checkpoint, look(config.checkpoint))
     data = datasets(config, tokenizer)

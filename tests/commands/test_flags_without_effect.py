@@ -32,6 +32,8 @@ REFUSED = {
     "schedules show 1f1b --pp 2 --microbatches 4 --shard 0.3,0.3 --step 2,0.5": (
         "--shard sums gradients after runs of passes, --step and --post-validation once a step"
     ),
+    "check --check": "--check: the command check checks, with or without it. Leave it out.",
+    "check --no-check": "--no-check: the command check checks, with or without it. Leave it out.",
     f"plan {RUN} --repeats 3": "--repeats 3 is of --emulate-ms. Add that, or leave it out.",
     f"plan {RUN} --memory-gib 40": "--memory-gib 40 is of --search. Add that, or leave it out.",
     "gpu-check --device cpu --only no-such": "--only no-such is none of the cases: ",
@@ -75,3 +77,10 @@ def test_a_comparison_without_pairs_says_that_a_share_of_communication_is_withou
     command("schedules")(line.split())
     said = "--comm-share 0.5 is without effect: none of these runs passes together. Add --pairs."
     assert (said in capsys.readouterr().out) == idle
+
+
+def test_processes_of_one_machine_are_said_to_count_for_nothing_next_to_those_of_the_run(capsys):
+    command("check")([*RUN.split(), "--nproc", "4", "--world-size", "2"])
+    out = capsys.readouterr().out
+    assert out.startswith("--nproc 4 is without effect: --world-size 2 says how many processes run\n")
+    assert "2 processes = 1 tensor x 2 pipeline" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from megapipe.checks.machine import on_cpus
 from megapipe.config import Config
 from megapipe.data.indexed import IndexedWriter
 from megapipe.flags.parse import parse
+from megapipe.training.check import settled, start_block
 
 RUN = (
     "--check --check-paths no --world-size 16 --num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 "
@@ -41,6 +43,14 @@ def test_a_check_lists_what_holds_and_what_is_missing_and_plans(capsys):
     assert "missing: --tokenizer-model no.model: No such file" in text
     assert "the plan assumes 32000 ids" in text
     assert "pipeline schedule 1f1b: predicted bubble" in text
+
+
+def test_a_run_says_that_flags_of_its_layers_have_nothing_to_act_on():
+    """They were taken from the configuration before it was told what is idle, and not a word was said."""
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --bf16 --fp8-format hybrid"
+    given = parse(Config, f"{flags} --fp8-param-gather --tp-comm-overlap".split())
+    block = start_block(settled(given, replace(given.model, padded_vocab_size=128)))
+    assert [line.split()[0] for line in block.splitlines()[1:]] == ["--fp8-param-gather", "--tp-comm-overlap"]
 
 
 def test_the_kubernetes_manifest_asks_for_a_run_that_checks_out(capsys):

@@ -208,8 +208,15 @@ def silent(
     words = words_of(groups)
     own = scene.own(words) if words else {}
     options = scene.of_run | own
-    if "--help" in words or "-h" in words or "--json=-" in words or ["--json", "-"] in groups:
-        return None  # the help, or numbers alone
+    alone = [[f"--{kind}", *to] for kind in ("json", "csv") for to in ([], ["-"])]
+    if (
+        "--help" in words
+        or "-h" in words
+        or "--json=-" in words
+        or "--csv=-" in words
+        or any(x in groups for x in alone)
+    ):
+        return None  # the help, or the table alone, which costs do not change
     if any(flag in map(flag_of, groups) for flag in scene.ends.split()):
         return None
     again = None
