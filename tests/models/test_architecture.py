@@ -201,6 +201,16 @@ def test_embeddings_may_have_a_deviation_of_their_own():
     assert llama["output_layer.weight"].std() < 0.03 < llama["embedding.word_embeddings.weight"].std()
 
 
+def test_a_routers_bias_begins_as_its_weights_do_and_not_at_0():
+    """Megatron-LM draws it by its init_method; from 0 the first steps choose other experts."""
+    model = replace(GPT2, num_experts=512, moe_ffn_hidden_size=8, init_method_std=0.5)
+    biases = [x.detach() for name, x in whole(model).named_parameters() if name.endswith("router.bias")]
+    assert len(biases) == model.layers
+    for bias in biases:
+        assert float(bias.mean()) == pytest.approx(0, abs=5 * 0.5 / 512**0.5)
+        assert float(bias.std()) == pytest.approx(0.5, rel=0.2)
+
+
 def test_xavier_weights_are_uniform_within_the_bound_of_the_whole_matrix():
     """sqrt(6 / (in + out)); gate and up are one matrix, as in Megatron-LM. An embedding's own deviation stays."""
     uniform, layer = replace(LLAMA, init_method_xavier_uniform=True), "decoder.layers.0."

@@ -113,7 +113,8 @@ class Router(nn.Module):
         self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
         self.bias = None
         if config.bias:
-            self.bias = set_layout(nn.Parameter(torch.empty(shape[:1])), Layout(shape[:1], sum_over_tp=split))
+            of_bias = Layout(shape[:1], std=config.linear_std, sum_over_tp=split)  # drawn, as Megatron-LM's router does
+            self.bias = set_layout(nn.Parameter(torch.empty(shape[:1])), of_bias)
         bias = torch.zeros(config.experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.seen: dict[tuple[int, int], Seen] = {}
