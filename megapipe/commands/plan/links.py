@@ -101,7 +101,8 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         forth, back = forth + share * device.seconds(f, extent, 4), back + share * device.seconds(b, extent, 4)
     hidden = tokens / c / (t if model.sequence_parallel else 1) * model.hidden * element
     extent = 2 * t * c * (1 if par.use_tp_pp_dp_mapping else config.data_parallel_size)
-    f_all, b_all, layers = costs.f, costs.b, [span.count for span in plan.spans[: plan.schedule.placement.chain]]
+    f_all, b_all = costs.f, costs.b
+    layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
     assert isinstance(f_all, tuple)
     assert isinstance(b_all, tuple)
     if plan.sharding:
