@@ -17,7 +17,8 @@ from programs import ROOT, forked_python, run_ranks
 from megapipe.commands.plan import main as plan
 from megapipe.commands.plan.parts import parts
 from megapipe.commands.start import ended, quickstart, shares
-from megapipe.flags.parse import parse_among
+from megapipe.config import Config
+from megapipe.flags.parse import parse, parse_among
 from megapipe.schedule.measured.traces import read
 
 SMALL = (
@@ -192,6 +193,17 @@ def test_the_quickstart_goes_from_text_to_a_sample(tmp_path, monkeypatch, capsys
     assert "def main(" in output.split("== 5/5")[1]
     names = ("log.txt", "tensorboard", "torch_profile/rank-1.json.gz", "checkpoints/iter_0000004/manifest.json")
     assert [name for name in names if not (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "save", "load"),
+    [("", "f/checkpoints", "f/checkpoints"), ("--save x", "x", "x"), ("--save x --load y", "x", "y")],
+)
+def test_a_quickstart_goes_on_from_where_it_saves(theirs, save, load):
+    """It made corpus, tokenizer and tokens, and then loaded from a folder that `--save x` had left empty."""
+    run = quickstart.flags_of_run({"--save": Path("f/checkpoints")}, theirs.split())
+    found = parse(Config, run).checkpoint
+    assert (found.save, found.load) == (save, load)
 
 
 def commands_of(name: str, run: Path, *flags: str, **env: str) -> list[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,9 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(flags.folder)
     text, model, tokens = folder / "stdlib.jsonl", folder / "tokenizer.model", folder / "stdlib_text_document"
     files = {"--data-path": tokens, "--tokenizer-model": model, "--tensorboard-dir": folder / "tensorboard"}
-    files |= {"--save": folder / "checkpoints", "--load": folder / "checkpoints"}
-    given = [word for flag, path in files.items() for word in (flag, str(path))]
-    run = [*RUN.split(), *given, *split_among(Flags, argv)[1]]
+    run = flags_of_run(files | {"--save": folder / "checkpoints"}, split_among(Flags, argv)[1])
     config = parse(Config, run)  # what is wrong with them is told before the work
+    saved = str(config.checkpoint.save)
     folder.mkdir(parents=True, exist_ok=True)
     say("== 1/5 Corpus: the source text of the Python standard library")
     corpus.main(["--output", str(text), "--reuse"])
@@ -67,14 +66,26 @@ def main(argv: Sequence[str]) -> int:
     if code := train(["--nproc", str(ranks), *_device(ranks), *run], folder / "log.txt"):
         return code
     say("== 5/5 What it learned")
-    entropy.main(["--data-path", str(tokens), "--split", str(config.data.split)])
+    if len(config.data.data_path) == 1:  # of a blend there is no one entropy
+        entropy.main(["--data-path", *config.data.data_path, "--split", str(config.data.split)])
     validated = [line for line in (folder / "log.txt").read_text().splitlines() if "on validation set" in line]
     say("\n".join(validated[-1:]))
     from megapipe.commands import generate
 
-    generate.main(["--load", f"{folder}/checkpoints", "--prompt", "def main(", "--num-tokens", "80"])
-    say(_NEXT.format(folder=folder))
+    generate.main(["--load", saved, "--prompt", "def main(", "--num-tokens", "80"])
+    say(_NEXT.format(folder=folder, saved=saved))
     return 0
+
+
+def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
+    """Return the flags of the training: the quickstart's, its files, then the user's, which win.
+
+    Without --load it goes on from where it saves.
+    """
+    ours = [word for flag, path in files.items() for word in (flag, str(path))]
+    run = [*RUN.split(), *ours, *theirs]
+    found = parse(Config, run).checkpoint
+    return run if found.load else [*run, "--load", str(found.save)]
 
 
 def _device(ranks: int) -> list[str]:
@@ -104,7 +115,7 @@ _NEXT = """
 Log lines       {folder}/log.txt
 TensorBoard     {folder}/tensorboard        tensorboard --logdir {folder}/tensorboard
 Traces          {folder}/torch_profile/rank-0.json.gz, rank-1.json.gz   open them in https://ui.perfetto.dev
-Checkpoints     {folder}/checkpoints
+Checkpoints     {saved}
 Try next        megapipe schedules show 1f1b --pp 4 --microbatches 8
                 megapipe traces {folder}/torch_profile
                 megapipe init my"""
