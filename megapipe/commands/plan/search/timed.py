@@ -13,6 +13,8 @@ from megapipe.commands.plan.search.cells import Layout, layout_of
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of, pieces_of
+from megapipe.plan.make import with_further
+from megapipe.plan.split import ranks_of_depths
 from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
@@ -81,6 +83,9 @@ def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room 
     name, chunks = par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
+    if depths := plan.pieces.depths:
+        own = replace(there, pieces=plan.pieces.without_depths)
+        there = with_further(config, own, depths, ranks_of_depths(config, schedule.placement)[0])
     if room is not None:
         there = _within(replace(there, copies=Copies.of(config, LIMIT)), batch, device, room)
     return replace(timed(there, batch, device), config=config)
