@@ -111,9 +111,6 @@ class TrainConfig:
     """Of Adam's second moment between steps."""
     compile: Annotated[bool, FREE] = False
     """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
-    float32_by_tiles: Annotated[bool, FREE] = False
-    """Compute float32 products and attention on a CPU with AMX from three bf16 parts of each number: faster, and other
-    bits."""
     deterministic_mode: Annotated[bool, FREE] = False
     """Refuse kernels whose results differ from run to run."""
     manual_gc: Annotated[bool, FREE] = False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megapipe.kernels import cpu, tiles
+from megapipe.kernels import attention, cpu
 
-_LIBRARIES = {"loops": cpu.library, "tiles": tiles.library}
+_LIBRARIES = {"loops": cpu.library, "tiles": attention.library}
 
 
 def own() -> list[str]:
-    """Libraries that this machine has: compiled C, and its processor's tiles."""
-    leave_out(("float32",))
+    """Libraries that this machine has: compiled loops, and attention by its processor's tiles."""
+    leave_out(())
     return [name for name, library in _LIBRARIES.items() if library() is not None]
 
 

@@ -28,8 +28,8 @@ FLAGS = (
 )
 
 
-left_out: frozenset[str] = frozenset({"float32"})
-"""Libraries that another rank has not, and float32 by tiles where nobody asked for it, see alike.py."""
+left_out: frozenset[str] = frozenset()
+"""Libraries that another rank has not, see alike.py."""
 
 
 @cache

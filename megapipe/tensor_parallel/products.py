@@ -1,8 +1,7 @@
 """The matrix products of linear layers, by the kernel that is fast where it runs.
 
 MKL, which torch calls for float32 on a CPU, uses half the vector width of processors that are not Intel's; oneDNN,
-which torch is built with too, the whole of it. On Intel's MKL is the faster one, and adds to what is there at no cost;
-its tiles, three bf16 parts of a number each, are faster still with --float32-by-tiles (`kernels/tiles.py`).
+which torch is built with too, the whole of it. On Intel's MKL is the faster one, and adds to what is there at no cost.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from megapipe.kernels import cpu as kernels
 from megapipe.kernels.cpu import has_loops
-from megapipe.kernels.tiles import has_tiles, product
 
 
 def _intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -35,8 +33,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     A linear layer's other two products are this one too: the input's gradient linear(dy, weight.t()) and, of
     dy [n, out] and x [n, in], the weight's linear(dy.t(), x.t()).
     """
-    if has_tiles(x, weight):
-        return product(x, weight, bias)
     if _by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
@@ -61,9 +57,7 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def add_linear(into: Tensor, x: Tensor, weight: Tensor) -> None:
     """into [n, out] += x W^T, with x [n, in] and weight [out, in] of into's type."""
-    if has_tiles(x, weight):
-        product(x, weight, into=into)
-    elif _by_onednn(x, weight):
+    if _by_onednn(x, weight):
         into.add_(linear(x, weight))
     else:
         into.addmm_(x, weight.t())

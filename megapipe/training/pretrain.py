@@ -158,7 +158,7 @@ class Training:
         report = Reporter(config, mesh, plan)
         report.say(f"{arguments(config)}\n{start_block(config)}\n{seams.beside(config)}".rstrip())
         report.say(reads(config, data))
-        report.say("\n".join((_using(mesh, layers), *use_alike(mesh, config.train.float32_by_tiles))))
+        report.say("\n".join((_using(mesh, layers), *use_alike(mesh))))
         own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
         provider = stage_provider(provider, own)
         modules = _built(config, provider, own, plan, mesh)

@@ -83,7 +83,6 @@ ELSEWHERE = {
     "--post-validation-after": "training/steps/test_post_validation.py::test_it_waits_after_a_wrong_guess",
     "--vocab-parallel-pipeline": "pipeline_parallel/passes/test_vocabulary.py::test_a_shared_vocabulary_trains_what",
     "--check-weight-hash-across-dp-replicas-interval": "training/guards/test_replicas.py::test_one_changed_bit_on_one",
-    "--float32-by-tiles": "kernels/test_tiles.py::test_float32_goes_by_tiles_where_it_is_asked_for",
     "--deterministic-mode": "checks/test_training.py::test_deterministic_mode_refuses_a_kernel_that_does_not_repeat",
     "--exit-signal": "training/guards/test_signals.py::test_no_signal_of_a_launcher",
     "--mtp-within-documents": "training/test_documents.py::test_depths_within_documents",

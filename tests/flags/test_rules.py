@@ -178,7 +178,6 @@ def test_every_field_but_our_own_is_a_megatron_flag():
         "--pipeline-slice-cuts",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--compile",
-        "--float32-by-tiles",
         "--save-keep-last",
         "--save-remove-earlier",
         "--save-failure",

@@ -30,7 +30,6 @@ from megapipe.distributed.device import keep_freed_memory, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse, run
-from megapipe.kernels.alike import leave_out
 from megapipe.models.layer import compile_layers
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
@@ -90,8 +89,6 @@ class Flags:
     """How often each contender is measured; the table shows medians."""
     steps: int = 6
     """Measured steps of a round."""
-    float32_by_tiles: bool = False
-    """Ours with --float32-by-tiles."""
     compile: bool = False
     """Ours with --compile too."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -152,7 +149,6 @@ def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float
     command += ["--device", flags.device]
     command += ["--batch", str(flags.batch)] if flags.batch is not None else []
     command += ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
-    command += ["--float32-by-tiles"] if flags.float32_by_tiles else []
     command += ["--compile"] if flags.compile else []
     command += ["--sequence-parallel"] if flags.sequence_parallel and tp > 1 else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(tp)}
@@ -193,7 +189,6 @@ def measure(step: Callable[[], object], steps: int, device: torch.device) -> flo
 def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     """One step of megapipe, one microbatch, split over as many tensor-parallel ranks as WORLD_SIZE says."""
     keep_freed_memory()
-    leave_out(() if flags.float32_by_tiles else ("float32",))
     tp = int(os.environ["WORLD_SIZE"])
     model = ModelConfig(
         num_layers=size.layers,

@@ -2,7 +2,7 @@
 
 torch's kernel takes three times as long in bf16, because its tiles are too small for fast matrix products. Kept for
 backward are q, k and v, which the model holds anyway; the probabilities are computed again (Chen et al. 2016).
-A processor with tiles does a head at once (`kernels/attention.c`), in 0.35 of their time; float32 if asked, in 0.5.
+A processor with tiles does a head at once (`kernels/attention.c`), in bf16, in 0.35 of their time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels import cpu as kernels
+from megapipe.kernels.attention import attention_, has_attention
 from megapipe.kernels.cpu import has_loops
-from megapipe.kernels.tiles import attention_, has_attention
 
 _BLOCK = 128
 """Queries of a block: fewer make small products, more compute more of what the mask removes."""

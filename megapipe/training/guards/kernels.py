@@ -9,24 +9,22 @@ SHOWN = 8
 """Ranks that the line names."""
 _WORDS = {
     "loops": "loops in C (a C compiler, cc or $CC, and a processor with AVX-512)",
-    "tiles": "products by tiles (a C compiler, and a processor and system with AMX)",
+    "tiles": "attention by tiles (a C compiler, and a processor and system with AMX)",
 }
 
 
-def use_alike(mesh: ProcessMesh, float32_by_tiles: bool = False) -> list[str]:
-    """Leave out what another rank has not, and float32 by tiles unless asked for. A collective of the world on CPUs.
+def use_alike(mesh: ProcessMesh) -> list[str]:
+    """Leave out what another rank has not. A collective of the world on CPUs.
 
     Returns: lines for the user.
     """
     if mesh.device.type != "cpu":
-        return ["warning: --float32-by-tiles is for CPUs, and has no effect here"] if float32_by_tiles else []
+        return []
     everyone = mesh.world.gather_json(alike.own())
     without = {name: [rank for rank, names in enumerate(everyone) if name not in names] for name in _WORDS}
     partly = {name: ranks for name, ranks in without.items() if 0 < len(ranks) < len(everyone)}
-    alike.leave_out({*partly, *(() if float32_by_tiles else ("float32",))})
-    idle = float32_by_tiles and len(without["tiles"]) == len(everyone)
-    no_tiles = f"warning: --float32-by-tiles has no effect: no rank has {_WORDS['tiles']}"
-    return [no_tiles] * idle + [
+    alike.leave_out(partly)
+    return [
         f"warning: all ranks compute without {_WORDS[name]}, as rank{'s' * (len(ranks) > 1)} "
         f"{', '.join(map(str, ranks[:SHOWN]))}{' and others' * (len(ranks) > SHOWN)} must: replicas would differ"
         for name, ranks in partly.items()
