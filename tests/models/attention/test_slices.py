@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megapipe.distributed.axis import CPU
+from megapipe.distributed.axis import CPU, at_waits
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.models.attention.blocks import Sight
 from megapipe.models.attention.context import context_attention
 from megapipe.pipeline_parallel.passes.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.slices import Lengths, Slices
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.rng import Stream
 
 S, HEADS, D, SLICES = 64, 2, 8, 8
@@ -116,3 +118,26 @@ def test_sequences_of_a_microbatch_end_where_all_of_them_do():
     two = Documents(((16, 48), (32, 16, 16)), isolate=True, restart=False)
     assert two.borders == ()
     assert replace(two, lengths=((16, 32, 16), (16, 16, 16, 16))).borders == (16, 48)
+
+
+@pytest.mark.parametrize("way", ["p2p", "all_gather"])
+def test_another_pass_has_as_many_turns_whatever_a_slice_sees_of_those_before(way):
+    """Experts are shared with ranks that have other documents. With a turn at each wait for an earlier slice, passes
+    that run together exchanged rows in different orders on them."""
+
+    def turns_of(mesh: ProcessMesh) -> list[int]:
+        turns, found, outs = [], [], []
+        all_sights = [replace(sight, stream=replace(sight.stream, cp=mesh.cp)) for sight in sights(QUARTERS)]
+        with at_waits.do(lambda: turns.append(0), None):
+            for sight in all_sights:
+                q, k, v = (torch.randn(1, HEADS, S // SLICES // 2, D, requires_grad=True) for _ in range(3))
+                outs.append(context_attention(q, k, v, sight, way))
+                found.append(len(turns))
+            for out in reversed(outs):
+                out.sum().backward()
+                found.append(len(turns))
+        return found
+
+    # Of its own tokens each slice waits once in its forward and twice in its backward, on two ranks.
+    wanted = [*range(1, SLICES + 1), *range(SLICES + 2, 3 * SLICES + 1, 2)]
+    assert run_threads(turns_of, cp=2) == [wanted] * 2
