@@ -21,8 +21,9 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import RanksDiffer
 from megapipe.pipeline_parallel.loss import Loss
 
-_BITS = 26
-"""Numbers below 2^26 have sums that float64 holds exactly, on up to 2^27 ranks."""
+_PRIME = 2**17 - 1
+"""Places are compared by their remainders, which steps of a batch repeat after so many. float64 holds the sum of their
+squares exactly, on up to 2^19 ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Adder:
         """
         mine = losses if self.mesh.tp.rank == 0 else ()  # all ranks of a tensor-parallel group have the same
         reported = {name for loss in mine for name in loss.reported}
-        place, more = (2 * consumed + evaluate) % 2**_BITS, 0 if beside is None else beside.numel()
+        place = (2 * consumed + evaluate) % _PRIME
+        more = 0 if beside is None else beside.numel()
 
         def begin() -> tuple[list[str], Pending]:
             # Names are agreed once, not in every step: a rank that reports a new one flags it in `changed`, and all
@@ -83,7 +85,7 @@ class Adder:
                 everyone = self.mesh.world.gather_json(sorted(reported))
                 self._names[evaluate] = sorted({name for of_rank in everyone for name in of_rank})
             names = self._names[evaluate]
-            check = [(place, not reported <= set(names)), (place**2 % 2**_BITS, place**2 >> _BITS)]
+            check = [(place, not reported <= set(names)), (place**2, 0)]
             rows = _rows(mine, names, check, self.mesh.device)
             if more:
                 rows = torch.cat((F.pad(beside, (0, more % 2)).view(-1, 2), rows))  # type: ignore[arg-type]
@@ -93,9 +95,9 @@ class Adder:
             names = begun[0]
             while True:
                 also, values = tuple(values[:more]), values[more + more % 2 :]
-                *pairs, (tokens, broken), (places, changed), (low, high) = zip(values[::2], values[1::2], strict=True)
+                *pairs, (tokens, broken), (places, changed), (squares, _) = zip(values[::2], values[1::2], strict=True)
                 # Cauchy-Schwarz: equal for equal numbers alone
-                if int(places) ** 2 != (int(low) + (int(high) << _BITS)) * self.mesh.world.size:
+                if int(places) ** 2 != int(squares) * self.mesh.world.size:
                     raise RanksDiffer(_at_different_places(self.mesh.world.gather_json(consumed)))
                 if not changed:
                     sums = {name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)}

@@ -248,28 +248,34 @@ def test_what_is_reported_comes_to_the_host_once_per_step():
     assert reads.count == 1
 
 
-class _Fabric:
+class _World:
     """A world of many ranks that all hold what this one has, but for one."""
 
-    def __init__(self, size: int, other: int) -> None:
+    def __init__(self, size: int, other: Tensor | None = None) -> None:
         self.size, self.other = size, other
         self.gather_json = lambda value: [value]
 
     def start_all_reduce(self, rows: Tensor) -> Pending:
-        changed = rows.clone()
-        place = 2 * self.other
-        changed[-2, 0] = place
-        changed[-1] = torch.tensor((place**2 % 2**26, place**2 >> 26), dtype=rows.dtype)
-        return Pending(rows * (self.size - 1) + changed)
+        self.rows = rows.clone()
+        other = rows if self.other is None else self.other
+        return Pending(rows * (self.size - 1) + other)
+
+
+def rows_of(sample: int, world: _World) -> Tensor:
+    """What a rank at this sample adds up with the others; all compare their places."""
+    mesh: Any = replace(ProcessMesh.single())
+    object.__setattr__(mesh, "world", world)
+    Adder(mesh).start([], sample, evaluate=False)()
+    return world.rows
 
 
 @pytest.mark.parametrize("size", [2, 8193, 100_000])
-def test_ranks_at_one_place_are_seen_as_such_in_any_number(size):
-    """Squares of residues below 2^20 were exact up to 8,192 ranks: then a sound run could be stopped."""
-    mesh: Any = replace(ProcessMesh.single())
-    sample = 33_554_431  # all bits of the residue set
-    object.__setattr__(mesh, "world", _Fabric(size, sample))
-    Adder(mesh).start([], sample, evaluate=False)()
-    object.__setattr__(mesh, "world", _Fabric(size, sample - 1))
+@pytest.mark.parametrize("apart", [1, 1024, 4096 * 2**20])
+def test_ranks_at_one_place_are_seen_as_such_in_any_number_and_others_are_not(size, apart):
+    """Squares were exact up to 8,192 ranks, then a sound run could be stopped. Places a multiple of 2^25 samples apart
+    were taken for one: of batches of 4096 after 8,192 steps."""
+    sample = 33_554_431
+    rows_of(sample, _World(size))
+    rows_of(131_070 // 2, _World(size))  # the largest remainder
     with pytest.raises(RanksDiffer, match="different places"):
-        Adder(mesh).start([], sample, evaluate=False)()
+        rows_of(sample, _World(size, rows_of(sample + apart, _World(1))))
