@@ -18,21 +18,6 @@ LossFunc = Callable[..., Any]
 _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of tokens, dict)"
 
 
-class _Beside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, share: Tensor | Callable[[], Tensor]) -> Tensor:
-        ctx.share = share
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.share() if callable(ctx.share) else ctx.share, None
-
-
-beside: Callable[[Tensor, Tensor, Tensor | Callable[[], Tensor]], Tensor] = _Beside.apply
-"""(output, loss, share) -> output, whose gradient brings along that share of the loss's."""
-
-
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
     """The pair that forward_step returned. Raises: ConfigError for anything else."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], Tensor):

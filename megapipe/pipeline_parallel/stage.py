@@ -17,12 +17,13 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Noting, Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
-from megapipe.pipeline_parallel.loss import Loss, LossFunc, beside, output_of
+from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.passes.begin import Weights, sum_of
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
+from megapipe.tensor_parallel.beside import beside
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.vocabulary import combine, packed_loss

@@ -7,10 +7,11 @@ It reaches the gradient through `attach`, an identity, so that no loss has to tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megapipe.tensor_parallel.beside import beside
 
 LOGGED = {
     "aux_loss": "load_balancing_loss",
@@ -41,32 +42,12 @@ def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
     return logits.logsumexp(dim=-1).square().mean() * (weight / ranks)
 
 
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.like = weight, (loss.dtype, loss.device)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.like
-        return grad, torch.full((), ctx.weight, dtype=dtype, device=device), None
+def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """Return x; where it has a gradient, the loss has `weight`."""
+    return beside(x, loss, torch.full_like(loss, weight))
 
 
-attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply
-"""(x, loss, weight) -> x, and where x has a gradient the loss has `weight`."""
-
-
-class _AttachLate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
-        ctx.counts, ctx.weight, ctx.dtype = counts, weight, scores.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return grad, ctx.counts().to(ctx.dtype) * ctx.weight, None, None
-
-
-attach_late: Callable[[Tensor, Tensor, Callable[[], Tensor], float], Tensor] = _AttachLate.apply
-"""(x, scores, counts, weight) -> x, and where x has a gradient the scores have weight x counts, as these are then."""
+def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
+    """Return x; where it has a gradient, the scores have weight x counts, as these are then."""
+    dtype = scores.dtype
+    return beside(x, scores, lambda: counts().to(dtype) * weight)
