@@ -55,12 +55,17 @@ def _joint(mesh: ProcessMesh, name: str) -> Axis:
     return axis
 
 
+def _read(get: Callable[[ProcessMesh], int]) -> Callable[[], int]:
+    """Return Megatron's function for a number that the mesh says."""
+    return lambda: get(ProcessMesh.required())
+
+
 def _size(name: str) -> Callable[[], int]:
-    return lambda: getattr(ProcessMesh.required(), name).size
+    return _read(lambda mesh: getattr(mesh, name).size)
 
 
 def _rank(name: str) -> Callable[[], int]:
-    return lambda: getattr(ProcessMesh.required(), name).rank
+    return _read(lambda mesh: getattr(mesh, name).rank)
 
 
 def _group_of(name: str) -> Callable[..., Group | None]:
@@ -152,14 +157,6 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return list(mesh.cp.ranks) if mesh else None
 
 
-def get_tensor_and_context_parallel_world_size() -> int:
-    return ProcessMesh.required().tp.size * ProcessMesh.required().cp.size
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    return ProcessMesh.required().tp.rank + ProcessMesh.required().tp.size * ProcessMesh.required().cp.rank
-
-
 def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     _one_instance(partial_expert_data_parallel)
     return ProcessMesh.required().edp.size
@@ -170,40 +167,20 @@ def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_da
     return ProcessMesh.required().edp.rank
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of this rank's tensor-parallel group; so are the others below."""
-    return ProcessMesh.required().tp.ranks[0]
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    return ProcessMesh.required().ep.ranks[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    tp, pp = ProcessMesh.required().tp, ProcessMesh.required().pp
-    return pp.ranks[0] - tp.ranks[tp.rank] + tp.ranks[0]
-
-
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Return the global rank of the first of this rank's data-parallel group; so do those of other groups below."""
     return _data(with_context_parallel).ranks[0]
 
 
-def get_pipeline_model_parallel_first_rank() -> int:
-    return ProcessMesh.required().pp.ranks[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    return ProcessMesh.required().pp.ranks[-1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    pp = ProcessMesh.required().pp
-    return pp.ranks[(pp.rank + 1) % pp.size]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    pp = ProcessMesh.required().pp
-    return pp.ranks[(pp.rank - 1) % pp.size]
+get_tensor_model_parallel_src_rank = _read(lambda mesh: mesh.tp.ranks[0])
+get_expert_model_parallel_src_rank = _read(lambda mesh: mesh.ep.ranks[0])
+get_model_parallel_src_rank = _read(lambda mesh: mesh.pp.ranks[0] - mesh.tp.ranks[mesh.tp.rank] + mesh.tp.ranks[0])
+get_pipeline_model_parallel_first_rank = _read(lambda mesh: mesh.pp.ranks[0])
+get_pipeline_model_parallel_last_rank = _read(lambda mesh: mesh.pp.ranks[-1])
+get_pipeline_model_parallel_next_rank = _read(lambda mesh: mesh.pp.ranks[(mesh.pp.rank + 1) % mesh.pp.size])
+get_pipeline_model_parallel_prev_rank = _read(lambda mesh: mesh.pp.ranks[mesh.pp.rank - 1])
+get_tensor_and_context_parallel_world_size = _read(lambda mesh: mesh.tp.size * mesh.cp.size)
+get_tensor_and_context_parallel_rank = _read(lambda mesh: mesh.tp.rank + mesh.tp.size * mesh.cp.rank)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -16,12 +16,10 @@
 #define FOR_EACH _Pragma("omp for schedule(static)")
 #define TILE 512 /* numbers of a tile: 16 rows of 16 pairs */
 #define SIDE 32  /* rows and columns of a block of 2 x 2 tiles */
-typedef int64_t size;
 typedef __m512i bits;
 typedef uint16_t half; /* the bits of a bf16 number */
 typedef struct { const half *x; size row, step; } matrix; /* [rows, k]; one of the two strides is 1 */
 
-INLINE size least(size a, size b) { return a < b ? a : b; }
 INLINE size up(size n, size d) { return (n + d - 1) / d; }
 INLINE uint32_t mask(size n) { return n >= 32 ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
 INLINE __m256i low(bits x) { return _mm512_castsi512_si256(x); }

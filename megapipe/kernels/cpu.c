@@ -14,10 +14,8 @@
 #define PARALLEL _Pragma("omp parallel for schedule(static)")
 #define BOTH(call, ...) do { if (half) call(__VA_ARGS__, 1); else call(__VA_ARGS__, 0); } while (0)
 #define LANES 16
-typedef int64_t size;
 typedef uint16_t vh __attribute__((vector_size(32)));
 
-INLINE size least(size a, size b) { return a < b ? a : b; }
 INLINE const void *at(const void *x, size i, int half) { return (const char *)x + i * (half ? 2 : 4); }
 INLINE vf load(const void *x, size i, size n, int half) {
     if (half) {

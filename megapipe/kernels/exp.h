@@ -1,14 +1,16 @@
-/* e^x of sixteen float32 numbers at a time. */
+/* What loops and tiles share; e^x of sixteen float32 numbers at a time. */
 
 #include <immintrin.h>
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define FILL(x) ((vf){0} + (x))
+typedef int64_t size;
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 
+INLINE size least(size a, size b) { return a < b ? a : b; }
 /* a b + c, rounded once; everywhere else products and sums are rounded as they stand */
 INLINE vf fma_(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

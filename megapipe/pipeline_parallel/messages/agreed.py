@@ -33,7 +33,7 @@ def dtype_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None =
     Raises: ConfigError if the ranks say several types and send messages.
     """
     found = {dtype} if dtype is not None else {p.dtype for module in modules for p in module.parameters()}
-    dtypes = sorted(_name(dtype) for dtype in found)
+    dtypes = sorted(name_of(dtype) for dtype in found)
     everyone = pp.gather_json(dtypes)
     found_by_all = sorted({dtype for dtypes in everyone for dtype in dtypes})
     if len(found_by_all) != 1 and pp.size > 1:
@@ -45,5 +45,6 @@ def dtype_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None =
     return getattr(torch, found_by_all[0]) if found_by_all else torch.float32
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Return a type's name without its module."""
     return str(dtype).removeprefix("torch.")

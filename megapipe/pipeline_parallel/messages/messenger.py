@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.messages.agreed import name_of
 from megapipe.pipeline_parallel.messages.transport import Ahead, InFlight, Op, Shape, Transport
 from megapipe.schedule import Exchange, Message, Pass, Placement, Program
 from megapipe.schedule.kinds import Made
@@ -107,8 +108,8 @@ class Messenger:
         same = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
         if not (same and x.dtype == self.dtype):
             raise ConfigError(
-                f"stage {made_by.stage} of the model gives {list(x.shape)} of {_name(x.dtype)} in pass {made_by}, and "
-                f"stages pass on [s, b, h] = {list(shape)} of {_name(self.dtype)}, the type of "
+                f"stage {made_by.stage} of the model gives {list(x.shape)} of {name_of(x.dtype)} in pass {made_by}, "
+                f"and stages pass on [s, b, h] = {list(shape)} of {name_of(self.dtype)}, the type of "
                 "config.pipeline_dtype or of all parameters. Let the forward of the stage return that."
             )
         # Transports send memory from end to end: strides do not travel.
@@ -191,10 +192,6 @@ def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
     return not isinstance(item, Exchange) and Made.VALIDATED in item[0].kind.traits.makes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _tag(made_by: Pass) -> int:
