@@ -40,7 +40,6 @@ DOORS = {
     "traces": Door("traces", "the profiles of all ranks in one file, beside the prediction", "merge_traces"),
     "gpu-check": Door("gpu.main", "does everything work on this machine's GPU", "gpu_check"),
     "chaos": Door("chaos.main", "break a run at random, let it heal, compare its weights to the bit", "chaos"),
-    "emulate": Door("emulate.main", "schedules on processes that sleep in place of computing", "bench_schedules"),
     "completion": Door("start.completion", "a script that completes commands and flags in bash or zsh"),
 }
 """Doors by name, in the order of the help."""

@@ -27,7 +27,7 @@ CHEAP = [
     "traces",
 ]
 """Scenes that train nothing to be made."""
-QUICK = ["check", "plan", "emulate", "schedules", "init", "completion", "chaos"]
+QUICK = ["check", "plan", "schedules", "init", "completion", "chaos"]
 """Commands whose lines take milliseconds."""
 
 
@@ -75,7 +75,7 @@ def test_every_command_of_the_help_has_lines_that_work_and_no_line_is_drawn_twic
     scenes = read_lines()
     assert {scene.command for scene in scenes.values()} == DOORS.keys()
     draw = Random(0)
-    for name in ("plan", "schedules", "emulate"):
+    for name in ("plan", "schedules"):
         command(name)
         assert len({str(draw_line(scenes[name], draw)) for _ in range(100)}) > 80
 

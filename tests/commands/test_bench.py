@@ -10,10 +10,6 @@ import pytest
 import torch
 from programs import ROOT, run
 
-from megapipe.commands.emulate import main, paired
-from megapipe.commands.emulate.device import Device
-from megapipe.commands.emulate.lanes import Lanes
-from megapipe.commands.emulate.runs import Ours
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
@@ -22,6 +18,11 @@ from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from tools.bench import schedules as bench
+from tools.bench.emulate import paired
+from tools.bench.emulate.device import Device
+from tools.bench.emulate.lanes import Lanes
+from tools.bench.emulate.runs import Ours
 from tools.bench.vocabulary import Model
 
 
@@ -44,7 +45,7 @@ class Clock:
 
 def test_a_message_is_there_a_latency_after_it_was_sent_however_late_it_is_asked_for(device, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("megapipe.commands.emulate.device.time", clock)
+    monkeypatch.setattr("tools.bench.emulate.device.time", clock)
     receiver = device(link=0.05, epoch=99.0)
     message = torch.zeros(2, 1, 1)
     receiver.stamp(message)
@@ -68,7 +69,7 @@ def test_a_pass_takes_its_time_and_no_cpu(device):
 def test_both_runtimes_run_what_the_table_says(tmp_path):
     """2 ranks, 4 microbatches, both runtimes: peaks and bytes are counted, not copied from the prediction."""
     names = ["1f1b", "interleaved", "zb-v", "dualpipe-v"]
-    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4"]
+    command = [ROOT / "tools" / "bench" / "schedules.py", "--pp", "2", "--microbatches", "4"]
     command += ["--schedules", ",".join(names), "--ms", "2,2,2", "--repeats", "1", "--message-kib", "1"]
     done = run([*command, "--measure-overhead", "--json", tmp_path / "rows.json"])
     assert done.returncode == 0, done.stderr
@@ -90,16 +91,42 @@ def test_both_runtimes_run_what_the_table_says(tmp_path):
 
 def test_gathers_for_one_stage_and_for_two_stand_beside_the_plain_table():
     said = "--pp 1 --microbatches 2 --schedules breadth-first --gather-ms 1 --no-torch"
-    flags = parse(main.Flags, said.split())
-    jobs = main._jobs(flags, Costs(a=0.001))
+    flags = parse(bench.Flags, said.split())
+    jobs = bench._jobs(flags, Costs(a=0.001))
     assert [job.schedule.name for job in jobs] == ["breadth-first", "breadth-first, 1 whole", "breadth-first, 2 whole"]
     assert Kind.AB in jobs[1].schedule.kinds
     with pytest.raises(ConfigError, match="--gather-ms -1 must be a time from 0"):
-        main.main(["--gather-ms", "-1"])
+        bench.main(["--gather-ms", "-1"])
+
+
+REFUSED = {
+    "--steps 3": "--steps acts with --post-validation alone: add --post-validation, or leave it out",
+    "--dp 2": "--dp acts with --reduction-mib alone: add --reduction-mib 64, or leave it out",
+    "--memory 8": "--memory acts with --pairs alone",
+    "--comm-share 0.5": "--comm-share acts with --pairs alone",
+    "--comm-pieces 8": "--comm-pieces acts with --pairs alone",
+    "--pairs --post-validation": "--pairs and --post-validation are comparisons of their own",
+    "--pairs --json x.json": "--json does not go with --pairs",
+    "--attention-share 0.5": "--attention-share acts with --slices alone: add --slices 4, or leave it out",
+    "--schedules 1f1b --chunks 4": "--chunks 4: --schedules 1f1b leave no choice of chunks",
+    "--chunks 0": "--chunks 0 must be at least 1",
+    "--pp 1000000000": "--pp 1000000000 must be at least 1 and at most 100000",
+    "--link-ms nan": "--link-ms nan must be a time from 0",
+    "--copy-ratio nan": "--copy-ratio nan must be a number from 0",
+    "--reduction -1": "--reduction -1 must be a number from 0",
+    "--pairs --memory nan": "--memory nan must be a number above 0",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_flag_that_would_be_ignored_is_refused(line):
+    with pytest.raises(ConfigError) as caught:
+        bench.main(line.split())
+    assert REFUSED[line] in str(caught.value)
 
 
 def test_times_that_are_none_are_refused_in_one_line():
-    command = [ROOT / "tools" / "bench_schedules.py", "--ms", "1,2"]
+    command = [ROOT / "tools" / "bench" / "schedules.py", "--ms", "1,2"]
     done = run(command)
     assert done.returncode == 2
     assert "--ms 1,2 is not three times F,B,W from 0, such as 20,20,20" in done.stderr
@@ -107,7 +134,7 @@ def test_times_that_are_none_are_refused_in_one_line():
 
 def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
     """interleaved hides half of the link's time in the other chunk's passes."""
-    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "2", "--microbatches", "4", "--reduction", "0.3"]
+    command = [ROOT / "tools" / "bench" / "schedules.py", "--pp", "2", "--microbatches", "4", "--reduction", "0.3"]
     done = run([*command, "--schedules", "interleaved", "--ms", "20,20,20", "--repeats", "1"])
     assert done.returncode == 0, done.stderr
     step, at_end, _, beside, *_ = (float(cell) for cell in done.stdout.splitlines()[-1].split("|")[2:-1])
@@ -123,8 +150,8 @@ def test_a_reduction_is_shown_at_the_end_and_beside_the_passes():
 def test_two_passes_together_take_what_their_pieces_say_to_the_microsecond(row, monkeypatch):
     """The executor's turns on a clock that only sleep moves, beside the makespan of two lanes."""
     clock = Clock()
-    for room in ("commands.emulate.device", "distributed.device"):
-        monkeypatch.setattr(f"megapipe.{room}.time", clock)
+    for room in ("tools.bench.emulate.device", "megapipe.distributed.device"):
+        monkeypatch.setattr(f"{room}.time", clock)
     steps = [tuple(Pass(Kind(k), 0, int(m)) for k, m in re.findall("([A-Z]+)([0-9])", step)) for step in row.split()]
     table = Schedule("one rank", loop(1), 4, (tuple(steps),))
     costs = paired.with_link(Costs(5.0, 5.0, 4.0), 0.3, 4)
@@ -141,8 +168,8 @@ def test_two_passes_together_take_what_their_pieces_say_to_the_microsecond(row, 
 def test_gathers_on_an_emulated_link_show_as_long_as_predicted(name, living, monkeypatch):
     """The executor's waits on a clock that only sleep moves."""
     clock = Clock()
-    for room in ("commands.emulate.device", "commands.emulate.runs", "distributed.device"):
-        monkeypatch.setattr(f"megapipe.{room}.time", clock)
+    for room in ("tools.bench.emulate.device", "tools.bench.emulate.runs", "megapipe.distributed.device"):
+        monkeypatch.setattr(f"{room}.time", clock)
     costs = Costs(4.0, 4.0, 4.0, a=7.0, g=10.0)
     table = with_sharded_weights(unpaired(build(name, 1, 4, chunks=3)), costs, living)
     Ours(ProcessMesh.single(), table, costs, (1, 1, 1)).step()
@@ -203,7 +230,7 @@ def test_lanes_that_ranks_share_run_their_copies_in_the_order_of_the_table():
 
 
 def test_copies_that_a_table_cannot_hide_show_in_the_step():
-    command = [ROOT / "tools" / "bench_schedules.py", "--pp", "1", "--microbatches", "3", "--copy-ratio", "1"]
+    command = [ROOT / "tools" / "bench" / "schedules.py", "--pp", "1", "--microbatches", "3", "--copy-ratio", "1"]
     done = run([*command, "--schedules", "1f1b", "--ms", "10,10,10", "--repeats", "1"])
     assert done.returncode == 0, done.stderr
     all_copied = done.stdout.splitlines()[-1].split("|")[1:-1]

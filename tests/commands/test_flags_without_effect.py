@@ -14,27 +14,11 @@ RUN = (
 )
 CHAOS = "-- torchrun pretrain_gpt.py --save-interval 5"
 REFUSED = {
-    "emulate --steps 3": "--steps acts with --post-validation alone: add --post-validation, or leave it out",
-    "emulate --dp 2": "--dp acts with --reduction-mib alone: add --reduction-mib 64, or leave it out",
-    "emulate --memory 8": "--memory acts with --pairs alone",
-    "emulate --comm-share 0.5": "--comm-share acts with --pairs alone",
-    "emulate --comm-pieces 8": "--comm-pieces acts with --pairs alone",
-    "emulate --pairs --post-validation": "--pairs and --post-validation are comparisons of their own",
-    "emulate --pairs --json x.json": "--json does not go with --pairs",
-    "emulate --attention-share 0.5": "--attention-share acts with --slices alone: add --slices 4, or leave it out",
-    "emulate --schedules 1f1b --chunks 4": "--chunks 4: --schedules 1f1b leave no choice of chunks",
-    "emulate --chunks 0": "--chunks 0 must be at least 1",
-    "emulate --pp 1000000000": "--pp 1000000000 must be at least 1 and at most 100000",
-    "emulate --link-ms nan": "--link-ms nan must be a time from 0",
-    "emulate --copy-ratio nan": "--copy-ratio nan must be a number from 0",
-    "emulate --reduction -1": "--reduction -1 must be a number from 0",
-    "emulate --pairs --memory nan": "--memory nan must be a number above 0",
     "schedules show 1f1b --pp 2 --microbatches 4 --shard 0.3,0.3 --step 2,0.5": (
         "--shard sums gradients after runs of passes, --step and --post-validation once a step"
     ),
     "check --check": "--check: the command check checks, with or without it. Leave it out.",
     "check --no-check": "--no-check: the command check checks, with or without it. Leave it out.",
-    f"plan {RUN} --repeats 3": "--repeats 3 is of --emulate-ms. Add that, or leave it out.",
     f"plan {RUN} --memory-gib 40": "--memory-gib 40 is of --search. Add that, or leave it out.",
     "gpu-check --device cpu --only no-such": "--only no-such is none of the cases: ",
     "gpu-check --device cpu --minutes nan": "--minutes nan must be above 0",

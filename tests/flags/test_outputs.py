@@ -11,7 +11,6 @@ import pytest
 
 from megapipe.commands import compare, convert, preprocess, schedules, tokenizer, traces
 from megapipe.commands.chaos import main as chaos
-from megapipe.commands.emulate import main as emulate
 from megapipe.commands.gpu import main as gpu
 from megapipe.commands.plan import main as plan
 from megapipe.commands.start import corpus, init
@@ -22,6 +21,7 @@ from megapipe.schedule.text import to_json
 from megapipe.schedule.views.compare import Row, advise
 from megapipe.schedule.views.compare import compare as rows_of
 from megapipe.training.report.stdout import stdout_may_break
+from tools.bench import schedules as emulated
 
 SIZE = "--pp 2 --microbatches 4"
 FILES = {
@@ -36,7 +36,7 @@ FILES = {
     "merge_traces.py": (traces.main, "--traces nowhere --output"),
     "train_tokenizer.py": (tokenizer.main, "--input nowhere --output"),
     "corpus": (corpus.main, "--output"),
-    "emulate": (emulate.main, "--json"),
+    "bench/schedules.py": (emulated.main, "--json"),
 }
 FOLDERS = {
     "schedules.py site": (schedules.main, "site"),

@@ -4,7 +4,7 @@ python tools/bench/rehearsal.py                 the whole table: 20 trainings at
 python tools/bench/rehearsal.py --steps 0       memory alone, which no other program on the machine disturbs
 
 A training and the rehearsals of its ranks take turns in the same processes, step by step; the ranks rehearse at the
-same time, since on one machine they slow each other. On emulated devices (commands/emulate) passes sleep, so that pp 8
+same time, since on one machine they slow each other. On emulated devices (emulate/) passes sleep, so that pp 8
 fits on two cores; memory there is in device shares.
 """
 
@@ -20,9 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.emulate.device import sharpen_sleep
-from megapipe.commands.emulate.pool import Job, Turns, run_pool
-from megapipe.commands.emulate.runs import Ours
 from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.commands.plan.rehearse import forecast, prepared, world_ranks
 from megapipe.commands.plan.rehearsed_rank import (
@@ -45,6 +42,9 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import Plan
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
+from tools.bench.emulate.device import sharpen_sleep
+from tools.bench.emulate.pool import Job, Turns, run_pool
+from tools.bench.emulate.runs import Ours
 
 MODEL = (
     "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 192 --max-position-embeddings 192 "

@@ -1,5 +1,5 @@
 """What sharing the vocabulary over pipeline ranks is worth: each schedule with the best whole-layer split, its head on
-the last stage, and with vocabulary passes, on emulated devices (see emulated.py).
+the last stage, and with vocabulary passes, on emulated devices (emulate/device.py).
 
 python tools/bench/vocabulary.py --pp 4 --microbatches 16 --head-layers 4
 python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8     by the clock alone, no run
@@ -15,15 +15,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
-from megapipe.commands.emulate.device import times
-from megapipe.commands.emulate.main import overhead_here
-from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
 from megapipe.schedule.transforms.merge import activation
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from tools.bench.emulate.device import times
+from tools.bench.emulate.pool import Job, Turns, run_pool
+from tools.bench.schedules import overhead_here
 
 THOUSANDS = (32, 64, 128, 256)
 LAYERS_PER_K = 9.6 / 256

@@ -1,10 +1,9 @@
 """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
 
 Takes the flags of megapipe pretrain. With --measure costs are timed on this machine; a layout found so can be copied
-into the flags of the run. With --emulate-ms also runs the split, and the even one beside it, on emulated devices: real
-processes and messages, passes that sleep as long as the plan says (megapipe/commands/emulate/device.py).
-With --search it looks for the best layout, micro batch, recomputation and schedule on --world-size devices
-(megapipe/commands/plan/search/); flags that name these are not looked at, but for --pipeline-slices.
+into the flags of the run. With --search it looks for the best layout, micro batch, recomputation and schedule on
+--world-size devices (megapipe/commands/plan/search/); flags that name these are not looked at, but for
+--pipeline-slices.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
 from megapipe.models.provider import gpt_provider
-from megapipe.partition.layout import layout_string
-from megapipe.partition.spans import nearly_even
 from megapipe.plan import GIB, Pieces, Plan, changes, layout_of_plan, make_plan, pieces_of, plan_of, table
 from megapipe.plan.slices import number_of
 from megapipe.plan.transforms.sharded import whole_line
@@ -42,6 +39,14 @@ from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
 from megapipe.training.check import start_block, vocabulary
+
+_RENAMED = "is called --world-size, as in megapipe check and megapipe rehearse"
+FORMER = {
+    "--gpus": _RENAMED,
+    "--processes": _RENAMED,
+    "--emulate-ms": "is gone: in a clone tools/bench/schedules.py emulates the file of --save-schedule",
+}
+"""Flags of earlier versions, and what to write now."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,6 @@ class Flags:
     """Write such a file of this plan's stages."""
     save_schedule: str | None = None
     """Write the table, with what is copied and computed again, to this .json, for --pipeline-schedule of a run."""
-    emulate_ms: float | None = None
-    """Also run the split, and the even one beside it, on emulated devices: the time that a mean rank computes for one
-    microbatch."""
-    repeats: int = 5
-    """Emulated steps of each split."""
     search: bool = False
     """The ten best plans on --world-size devices of --memory-gib."""
     memory_gib: float = 80.0
@@ -80,9 +80,9 @@ class Flags:
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan."""
-    for old in ("--gpus", "--processes"):
-        if any(token.partition("=")[0] == old for token in argv):
-            raise ConfigError(f"{old} is called --world-size, as in megapipe check and megapipe rehearse")
+    given = {token.partition("=")[0] for token in argv}
+    if problems := [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]:
+        raise ConfigError(problems)
     flags, config = parse_among(Flags, argv)
     if problems := list(
         file_problems({"--save-costs": flags.save_costs, "--save-schedule": flags.save_schedule, "--json": flags.json})
@@ -109,24 +109,17 @@ def main(argv: Sequence[str]) -> None:
     if flags.save_schedule:
         write_complete(flags.save_schedule, to_json(plan.schedule))
         say(f"the table: {flags.save_schedule}, for --pipeline-schedule of a run and megapipe schedules show")
-    if flags.emulate_ms is not None:
-        _emulate(plan, flags.emulate_ms, flags.repeats)
 
 
 def _wrong(flags: Flags) -> Iterator[str]:
     """Numbers that mean nothing, and what acts on nothing."""
-    for name in ("emulate_ms", "memory_gib"):
-        if (number := getattr(flags, name)) is not None and not 0 < number < math.inf:
-            yield f"--{name.replace('_', '-')} must be a number above 0, got {number:g}."
-    if flags.repeats < 1:
-        yield f"--repeats must be at least 1, got {flags.repeats}."
-    for name in ("measure", "parts", "costs", "save_costs", "save_schedule", "emulate_ms") if flags.search else ():
+    if not 0 < flags.memory_gib < math.inf:
+        yield f"--memory-gib must be a number above 0, got {flags.memory_gib:g}."
+    for name in ("measure", "parts", "costs", "save_costs", "save_schedule") if flags.search else ():
         if getattr(flags, name):
             yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
     if flags.memory_gib != Flags.memory_gib and not flags.search:
         yield f"--memory-gib {flags.memory_gib:g} is of --search. Add that, or leave it out."
-    if flags.repeats != Flags.repeats and flags.emulate_ms is None:
-        yield f"--repeats {flags.repeats} is of --emulate-ms. Add that, or leave it out."
     if flags.device and not flags.search:
         yield f"--device {flags.device} is of --search. Add that, or leave it out."
 
@@ -213,34 +206,3 @@ def _cost(config: Config, model: ModelConfig, flags: Flags) -> Pieces:
 def _save(costs: Costs, path: str) -> None:
     write_complete(path, dump_costs(costs))
     say(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of megapipe schedules")
-
-
-def _emulate(plan: Plan, ms: float, repeats: int) -> None:
-    from megapipe.commands.emulate import main as bench
-    from megapipe.commands.emulate.pool import Job, Turns, run_pool
-
-    place = plan.schedule.placement
-    total = sum(work.time for work in plan.works)
-    unit = ms / 1e3 * place.num_ranks / total
-    job = Job("megapipe", plan.schedule)
-    settings = Turns(place.num_ranks, message_kib=64, repeats=repeats)
-    print(f"emulated on {place.num_ranks} processes, {ms:g} ms per mean rank and microbatch:")
-    steps = []
-    for counts in (nearly_even(len(plan.pieces.layers), place.chain), plan.counts):
-        costs = scaled(plan.pieces.costs(counts), unit)
-        (measured,) = run_pool([job], costs, settings)
-        row = bench._row(job, costs, measured)
-        steps.append(row.step_ms)
-        print(
-            f"  step {row.step_ms:7.0f} ms  predicted {row.predicted_ms:7.0f}  measured/predicted {row.ratio:.3f}  "
-            f"of the even split {row.step_ms / steps[0]:.3f}  {layout_string(counts)}"
-        )
-
-
-def scaled(costs: Costs, unit: float) -> Costs:
-    """The times of passes, of each stage, in another unit."""
-
-    def column(times: float | tuple[float, ...]) -> float | tuple[float, ...]:
-        return tuple(x * unit for x in times) if isinstance(times, tuple) else times * unit
-
-    return Costs(column(costs.f), column(costs.b), column(costs.w))

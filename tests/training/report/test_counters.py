@@ -15,7 +15,6 @@ from short_run import config, datasets, run_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
-from megapipe.commands.emulate.runs import Ours, _EmulatedLinks
 from megapipe.config import Config, TrainConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import peak_by_name
@@ -33,6 +32,7 @@ from megapipe.training.report.lines import LEGEND, iteration_line, short_line
 from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, Number, as_json, fields, scalars
 from megapipe.training.steps.step import StepResult
+from tools.bench.emulate.runs import Ours, _EmulatedLinks
 
 
 class Late:

@@ -1,4 +1,4 @@
-"""The pool of processes in which bench_schedules.py runs schedules on emulated devices, in turns."""
+"""The pool of processes in which tools/bench/schedules.py runs schedules on emulated devices, in turns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from megapipe.commands.emulate.device import sharpen_sleep
-from megapipe.commands.emulate.runs import Ours, Runner, Torchs
 from megapipe.commands.ranks import run_ranks
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
@@ -18,6 +16,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.measured.costs import Ran
+from tools.bench.emulate.device import sharpen_sleep
+from tools.bench.emulate.runs import Ours, Runner, Torchs
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_pool(jobs: list[Job], costs: Costs, turns: Turns, timed: bool = False) -
     timed: the passes of the first job instead, [repeat][rank].
     """
     given = (jobs, costs, turns, timed)
-    return run_ranks(turns.pp * turns.dp, _rank, *given, preload=("torch", "megapipe.commands.emulate.runs"))[0]
+    return run_ranks(turns.pp * turns.dp, _rank, *given, preload=("torch", "tools.bench.emulate.runs"))[0]
 
 
 def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:

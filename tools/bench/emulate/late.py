@@ -1,4 +1,4 @@
-"""The bench of `bench_schedules.py --post-validation`: consecutive steps with a barrier at the update and without."""
+"""`tools/bench/schedules.py --post-validation`: consecutive steps with a barrier at the update and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of `bench_schedules.py --pairs`: steps with passes run together and without, on devices whose passes have
+"""`tools/bench/schedules.py --pairs`: steps with passes run together and without, on devices whose passes have
 communication, and how much of that is exposed.
 """
 
@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapipe.commands.emulate.late import Measured
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Schedule, simulate, unpaired
 from megapipe.schedule.passes import overlaps
 from megapipe.schedule.transforms.pairs import pairs
+from tools.bench.emulate.late import Measured
 
 
 def with_link(costs: Costs, share: float, pieces: int) -> Costs:

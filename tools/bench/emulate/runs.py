@@ -13,8 +13,6 @@ import torch.distributed as dist
 import torch.distributed.pipelining as peers
 from torch import Tensor
 
-from megapipe.commands.emulate.device import Device, Layers, Moves, Part, Share, Shared
-from megapipe.commands.emulate.lanes import Lanes
 from megapipe.distributed.axis import CPU, Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
@@ -29,6 +27,8 @@ from megapipe.schedule.costs import SHARES
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import overlaps
 from megapipe.tensor_parallel.rng import Stream
+from tools.bench.emulate.device import Device, Layers, Moves, Part, Share, Shared
+from tools.bench.emulate.lanes import Lanes
 
 PEERS = {
     "gpipe": peers.ScheduleGPipe,

@@ -17,10 +17,10 @@ from threading import Event
 import numpy as np
 import torch
 
-from megapipe.commands.emulate.device import Device, sharpen_sleep
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.schedule import Costs, Kind, Pass, Schedule
 from megapipe.schedule.kinds import Lane
+from tools.bench.emulate.device import Device, sharpen_sleep
 
 _LOOK = 1e-4
 """Seconds between two looks at whether another rank's copy is over."""

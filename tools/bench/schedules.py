@@ -1,6 +1,8 @@
 """Runs schedules for real on emulated devices and compares them with their prediction and with torch's runtime.
 
-Processes, messages, executor and communicator are real; a pass sleeps instead of computing (see emulated.py), so many
+    python tools/bench/schedules.py --pp 4 --microbatches 16
+
+Processes, messages, executor and communicator are real; a pass sleeps instead of computing (emulate/device.py), so many
 ranks show true schedules on few cores. All schedules run in one pool of processes and take turns step by step, so
 that whatever else the machine does meets all of them.
 """
@@ -10,18 +12,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from megapipe.commands.emulate import copies, late, paired, reduction
-from megapipe.commands.emulate.device import times
-from megapipe.commands.emulate.pool import Job, Turns, run_pool
-from megapipe.commands.emulate.runs import PEERS
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+
 from megapipe.config.notes import flag
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse
+from megapipe.flags.parse import parse, run
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -37,6 +39,10 @@ from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.sliced import told_slices
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from tools.bench.emulate import copies, late, paired, reduction
+from tools.bench.emulate.device import times
+from tools.bench.emulate.pool import Job, Turns, run_pool
+from tools.bench.emulate.runs import PEERS
 
 LARGEST = 100_000
 """Ranks, microbatches or other counts of an emulation at most: each is listed before anything starts."""
@@ -330,3 +336,7 @@ def _table(rows: list[Row], flags: Flags) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)

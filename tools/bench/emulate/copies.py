@@ -1,4 +1,4 @@
-"""The bench of `bench_schedules.py --copy-ratio`: copies to the host and back, beside what is predicted of them."""
+"""`tools/bench/schedules.py --copy-ratio`: copies to the host and back, beside what is predicted of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.schedule import Costs, Schedule, ScheduleError, simulate
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.views.moved import with_copies
+from tools.bench.emulate.pool import Job, Turns, run_pool
 
 
 def table(own: Sequence[Schedule], costs: Costs, known: Costs, ratio: float, switch: int | None, turns: Turns) -> str:

@@ -1,4 +1,4 @@
-"""The bench of `bench_schedules.py --reduction X`: how much longer a step takes by the sum of its gradients over data
+"""`tools/bench/schedules.py --reduction X`: how much longer a step takes by the sum of its gradients over data
 parallel, once at the end and stage by stage beside the passes (--overlap-grad-reduce).
 
 With --dp 2 --reduction-mib N the link is real: gloo sums N MiB for each device share while passes sleep.
@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapipe.commands.emulate.late import Measured
-from megapipe.commands.emulate.pool import Job, Turns, run_pool
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, simulate, unpaired
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
+from tools.bench.emulate.late import Measured
+from tools.bench.emulate.pool import Job, Turns, run_pool
 
 
 def three(schedule: Schedule) -> list[Schedule]:
