@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from typing import TypeVar
 
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.layers import Load, layer_work
-from megapipe.schedule import Costs, Schedule, is_file, load
-from megapipe.schedule.patterns import SLICED
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.patterns import SLICED, Entry
 from megapipe.schedule.transforms.cuts import DOCUMENTS, in_tokens, shares
-from megapipe.schedule.transforms.slices import in_place, slices
 
 P = TypeVar("P")
 FLAG, AUTO = "--pipeline-slices", "auto"
@@ -60,25 +60,26 @@ def best_of_slices(config: Config, plan: Callable[[Config], P], time: Callable[[
     return min(plans, key=time)
 
 
-def in_slices(config: Config, made_for: Callable[[int], Schedule], microbatches: int) -> Schedule:
-    """The table that the flags ask for. made_for: gives it for whole microbatches, so many.
+def cuts_of(config: Config) -> tuple[int, ...]:
+    """Return the lengths of a microbatch's slices in tokens; none where it stays whole.
 
-    Raises: ConfigError, ScheduleError if sequences or the table cannot be cut so.
+    Raises: ConfigError if the sequence cannot be cut so.
     """
-    count, name = number_of(config), config.parallel.pipeline_schedule
-    if name and name.lower() in SLICED:
-        table = made_for(microbatches)
-        return replace(table, cuts=lengths(chosen(config, len(table.cuts), always=True)))
-    if count in (None, 1):
-        return made_for(microbatches)
-    cuts = lengths(config)
-    return in_place(load(name), cuts) if name and is_file(name) else slices(made_for, microbatches, cuts)
+    count = number_of(config)
+    if entry := _of_slices(config):
+        usual = signature(entry.generate).parameters["slices"].default or config.parallel.pipeline_model_parallel_size
+        return lengths(chosen(config, count or usual, always=True))
+    return () if count in (None, 1) else lengths(config)
 
 
-def own_slices(config: Config) -> list[tuple[str, int | None]]:
-    """An option of a schedule that is one of slices by its name: how many, if that is asked for."""
-    name, count = config.parallel.pipeline_schedule, number_of(config)
-    return [("slices", count)] if count and name and name.lower() in SLICED else []
+def own_slices(config: Config) -> tuple[tuple[str, int], ...]:
+    """Return the option of a schedule that is one of slices by its name: how many, if that is asked for."""
+    count = number_of(config)
+    return (("slices", count),) if count and _of_slices(config) else ()
+
+
+def _of_slices(config: Config) -> Entry | None:
+    return SLICED.get((config.parallel.pipeline_schedule or "").lower())
 
 
 def in_words(schedule: Schedule) -> str:

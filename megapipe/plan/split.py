@@ -6,32 +6,26 @@ Megatron's ways to say it exclude one another; here they are told apart, and com
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.partition.layout import AUTO, depths_of, parse_layout
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
-from megapipe.plan.slices import in_slices, own_slices
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
     Placement,
     Schedule,
     ScheduleError,
-    build,
     entry_of,
     is_file,
     loop,
     share_of_window,
-    unpaired,
     vee,
 )
 from megapipe.schedule.catalogue import usual
 from megapipe.schedule.costs_file import load_costs
-from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.transforms.depths import behind
 
 COSTS = "--pipeline-costs"
@@ -43,36 +37,12 @@ def schedule_name(config: Config) -> str:
 
     Raises: ConfigError as `check_flags`.
     """
-    return config.parallel.pipeline_schedule or usual(_chunks(config))
+    return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
 
 def is_searched(name: str) -> bool:
     """Is it a schedule that takes a search?"""
     return not is_file(name) and entry_of(name).searched
-
-
-def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """The schedule, in as many stages as the flags ask for. Of a searched one the first that is found: only
-    `make_plan` knows what its stages cost.
-
-    Raises: ScheduleError if it cannot mean these numbers, ConfigError if it has other stages than asked for, or other
-        than --pipeline-costs names.
-    """
-    name, ranks = schedule_name(config), config.parallel.pipeline_model_parallel_size
-    chunks, own, searched = None, own_slices(config), is_searched(name)
-    if not is_file(name) and entry_of(name).chunks is None:
-        chunks = placements(config)[-1].num_stages // ranks if searched else _chunks(config)
-    if not is_file(name) and entry_of(name).grouped:
-        own.append((GROUP_SIZE, config.parallel.microbatch_group_size_per_virtual_pipeline_stage))
-    schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own)), microbatches)
-    if (given := given_costs(config)) is not None and not searched:
-        costs = _of_chain(config, given, schedule.placement)
-        schedule = in_slices(config, lambda m: _build(name, ranks, m, chunks, tuple(own), costs), microbatches)
-    if not config.parallel.hides:  # together they would only start later
-        schedule = unpaired(schedule)
-    if problem := _other_stages(config, schedule):
-        raise ConfigError(problem)
-    return schedule
 
 
 def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
@@ -87,7 +57,7 @@ def forwards(config: Config, microbatches: int) -> int:
 
     Raises: ConfigError as `check_flags`.
     """
-    return config.parallel.pipeline_model_parallel_size * (_chunks(config) or 1) * microbatches
+    return config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1) * microbatches
 
 
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
@@ -124,7 +94,7 @@ def check_flags(config: Config) -> None:
     """
     if problems := list(_conflicts(config)):
         raise ConfigError(problems)
-    _chunks(config)
+    chunks_of(config)
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -156,7 +126,7 @@ def _conflicts(config: Config) -> Iterator[str]:
             yield f"{said[end]} makes stages uneven, {said[PER_STAGE]} even. Use {PER_RANK} instead."
 
 
-def _chunks(config: Config) -> int | None:
+def chunks_of(config: Config) -> int | None:
     """Stages of a rank in a chain that the flags ask for, None if they leave it open."""
     par, ranks = config.parallel, config.parallel.pipeline_model_parallel_size
     layout = par.pipeline_model_parallel_layout
@@ -187,9 +157,9 @@ def _chunks(config: Config) -> int | None:
     return chunks
 
 
-def _other_stages(config: Config, schedule: Schedule) -> str | None:
+def other_stages(config: Config, schedule: Schedule) -> str | None:
     """A sentence on how the schedule's stages differ from those asked for; None if they do not."""
-    par, place, chunks = config.parallel, schedule.placement, _chunks(config)
+    par, place, chunks = config.parallel, schedule.placement, chunks_of(config)
     layout, name, ranks = par.pipeline_model_parallel_layout, schedule.name, place.num_ranks
     more = ", or use --pipeline-schedule interleaved" if (chunks or 1) > 1 and name in SCHEDULES else ""
     cuts = f"but {name} on {ranks} ranks cuts the model in {place.chain}"
@@ -210,7 +180,7 @@ def _other_stages(config: Config, schedule: Schedule) -> str | None:
 def _filled(config: Config) -> tuple[int, ...]:
     """Stages of a rank among which a search may choose: what the flags ask for, or those of 1, 2 and 4 that the layers
     fill."""
-    if asked := _chunks(config):
+    if asked := chunks_of(config):
         return (asked,)
     fitting = []
     for chunks in (1, 2, 4):
@@ -233,7 +203,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         return tuple(places)
     timed = [x for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)]
     fitting = [place for place in places if all(len(x) == place.chain + config.model.depths for x in timed)]
-    _of_chain(config, costs, (fitting or places)[0])
+    of_chain(config, costs, (fitting or places)[0])
     return tuple(fitting)
 
 
@@ -249,7 +219,7 @@ def given_costs(config: Config) -> Costs | None:
         raise ConfigError(f"{COSTS} {error}") from None
 
 
-def _of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
+def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     try:
         chain = behind(place, (0,) * config.model.depths)  # lists name depths behind the stages, if any
         costs.durations(chain)
@@ -261,18 +231,6 @@ def _of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
             "megapipe plan --measure --save-costs FILE, or give numbers in place of lists."
         ) from None
     return costs.of_positions(place.chain)
-
-
-_Own = tuple[tuple[str, Any], ...]
-
-
-@lru_cache(maxsize=16)
-def _build(
-    name: str, ranks: int, microbatches: int, chunks: int | None, own: _Own, costs: Costs | None = None
-) -> Schedule:
-    # Validation asks of a search whether there is a table, `make_plan` for the best.
-    options: dict[str, Any] = {"effort": 0.01} if is_searched(name) else dict(own)
-    return build(name, ranks, microbatches, chunks=chunks, costs=costs, **options)
 
 
 def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,7 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -204,6 +204,12 @@ class Schedule:
         return (
             f"Schedule({self.name!r}, {len(self.ranks)} ranks, {self.num_microbatches} microbatches, {passes} passes)"
         )
+
+    def without(self, kinds: Collection[Kind]) -> Schedule:
+        """Return the table without the passes of these kinds, whose lanes are then of no rank."""
+        rows = (tuple(step for step in row if step[0].kind not in kinds) for row in self.ranks)
+        lanes = {kind.traits.lane for kind in self.kinds - set(kinds)}
+        return replace(self, ranks=tuple(rows), shared=tuple(x for x in self.shared if x.lane in lanes))
 
     @property
     def slices(self) -> Sequence[int | None]:

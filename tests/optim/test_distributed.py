@@ -14,10 +14,10 @@ from megapipe.config import TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import whole_step
 from megapipe.schedule import Kind, ScheduleError, build
 from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.training.steps.stages import with_overlap
 
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
@@ -142,8 +142,8 @@ def test_a_table_may_have_the_rest_of_its_step_but_no_v():
     asked = replace(flags, parallel=replace(flags.parallel, **OVERLAP))
     plain = build("zb-h1", 2, 4)
     whole = with_optimizer(with_reduction(plain), gather="ahead")
-    assert with_overlap(whole, asked) == with_overlap(plain, asked)
-    assert with_overlap(whole, flags).kinds == plain.kinds | {Kind.G, Kind.A}
-    assert with_overlap(plain, flags) == plain
+    assert whole_step(whole, asked) == whole_step(plain, asked)
+    assert whole_step(whole, flags).kinds == plain.kinds | {Kind.G, Kind.A}
+    assert whole_step(plain, flags) == plain
     with pytest.raises(ScheduleError, match=r"zb-h1 has V, .* leave V out of the table"):
-        with_overlap(with_optimizer(with_reduction(plain), barrier=False), flags)
+        whole_step(with_optimizer(with_reduction(plain), barrier=False), flags)

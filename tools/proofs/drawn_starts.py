@@ -37,8 +37,8 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import flags_of, parse, stop
 from megapipe.models.provider import find_provider
 from megapipe.plan import make_plan
-from megapipe.plan.split import _build
 from megapipe.schedule import build, to_json
+from megapipe.schedule.recipe import _built
 from megapipe.training.guards import ranks
 
 FLAGS = (
@@ -125,7 +125,7 @@ def configuration(ranks: int, *flags: str) -> Config:
 def facts(config: Config) -> Facts:
     """What a rank says, read anew as another process would."""
     make_plan.cache_clear()
-    _build.cache_clear()
+    _built.cache_clear()
     return ranks.facts(config, make_plan(config), [find_provider("model.py:provider")])
 
 

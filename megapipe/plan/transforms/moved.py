@@ -3,25 +3,16 @@ as a file says, or because --memory-limit-gib leaves no room for all."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Self
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError, ScheduleError
+from megapipe.errors import ConfigError
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import FEW_TRIES, searched, solve
-from megapipe.schedule.memory.weigh import Memory
-from megapipe.schedule.transforms.memory import with_offload
 
 LIMIT = "--memory-limit-gib"
 FLOPS_PER_BYTE = 8000.0
 """FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
-
-
-class NothingToCopy(ConfigError):
-    """A table in which no activation stays long enough to be copied to the host and back."""
 
 
 class Copies(NamedTuple):
@@ -78,50 +69,16 @@ class Copies(NamedTuple):
             return replace(costs, mem_o=copied, mem_r=(self.input,) * len(held))
         return replace(costs, o=took, l=took, mem_o=copied, mem_r=(self.input,) * len(held))
 
-    def table(self, schedule: Schedule, costs: Costs, room: Memory | None) -> Schedule:
-        """The table with all copies that are back in time; for a room of so many bytes on each rank with what of
-        holding, copying and computing again is fastest there. Raises: ConfigError if there is no copy."""
+    def check(self, schedule: Schedule, costs: Costs) -> None:
+        """Raises: ConfigError if --offload-modules names nothing that can go."""
+        names = " ".join(self.modules)
         if isinstance(costs.mem_o, tuple) and not any(costs.mem_o) and self.modules:
             raise ConfigError(
-                f"--offload-modules {' '.join(self.modules)}: nothing of what a forward keeps is theirs, so "
+                f"--offload-modules {names}: nothing of what a forward keeps is theirs, so "
                 f"{self.flag} has nothing to copy. Name others, or leave --offload-modules out, so that all may go."
             )
         if schedule.cuts and self.modules and "core_attn" not in self.modules:
             raise ConfigError(
-                f"--offload-modules {' '.join(self.modules)}: keys and values of slices go with every copy, and are "
+                f"--offload-modules {names}: keys and values of slices go with every copy, and are "
                 "core_attn's. Add core_attn, or leave the slices out."
             )
-        if room is not None and self.chunks is None:
-            with suppress(ScheduleError):  # nothing fits: the plan with copies says what it needs
-                return fitted(schedule, costs, room)
-        place = schedule.placement
-        own = [place.stages_on(rank)[: self.chunks] for rank in range(place.num_ranks)]
-        chain, goes = place.chain, costs.mem_o if isinstance(costs.mem_o, tuple) else ()
-        stages = {stage for stages in own for stage in stages if not goes or goes[stage % chain]}
-        made = with_offload(schedule, costs, stages=stages)
-        if Kind.O not in made.kinds:
-            raise NothingToCopy(
-                f"{self.flag}: under {schedule.name} no activation stays long enough to be copied to the host and back "
-                "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
-                "schedule of more microbatches in flight."
-            )
-        return made
-
-
-def fitted(schedule: Schedule, costs: Costs, room: Memory) -> Schedule:
-    """The table with what is fastest of holding, copying and computing again. Raises: ScheduleError if nothing fits."""
-    return solve([schedule], costs, room, tries=FEW_TRIES).schedule
-
-
-def within(schedule: Schedule, costs: Costs, room: Memory, *, any_order: bool) -> Schedule | None:
-    """The table, or with any order one that is faster, with what has to leave for a room of so many bytes on each
-    rank; None if that is not enough. Same arguments, same result: every rank solves by itself."""
-    bases, plain = [schedule], {Kind.F, Kind.B, Kind.W, Kind.BW}
-    if any_order and schedule.kinds <= plain and not (schedule.placement.depths or schedule.cuts):
-        place, m = schedule.placement, schedule.num_microbatches
-        bases += searched(place.num_ranks, m, costs, room, place=place, portable=True)
-    try:
-        found = solve(bases, costs, room, tries=FEW_TRIES).schedule
-    except ScheduleError:
-        return None
-    return replace(found, name=schedule.name)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple, Self
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.views.moved import without_shares
 from megapipe.schedule.weights.runs import GATHERS, REDUCES
-from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
+from megapipe.schedule.weights.sharded import Living, whole_at_most
 
 
 class Sharding(NamedTuple):
@@ -88,24 +85,6 @@ class Sharding(NamedTuple):
     def least(self, schedule: Schedule, costs: Costs) -> list[float]:
         """Bytes that are whole on each rank however shortly they live."""
         return whole_at_most(schedule, costs, Living(int(self.weights), 1))
-
-    def table(
-        self, schedule: Schedule, costs: Costs, room: Sequence[float] | None, moved: Callable[[float], Schedule] | None
-    ) -> Schedule:
-        """The fastest table for a room of so many bytes on each rank, None for any; moved: as of `sharded_within`.
-
-        Raises: ConfigError for a schedule that cannot be run so. Where nothing fits the table that holds least.
-        """
-        if not schedule.kinds.isdisjoint(GATHERS | REDUCES):
-            return schedule  # a file's own
-        try:
-            smallest = with_sharded_weights(schedule, costs, Living(int(self.weights), 1))
-        except ScheduleError as error:
-            raise ConfigError(f"--data-parallel-sharding-strategy: {error}") from None
-        with suppress(ScheduleError):  # nothing fits: the plan says what it needs
-            limits = [inf] * len(schedule.ranks) if room is None else room
-            return sharded_within(schedule, costs, limits, gathers=self.weights, moved=moved)
-        return smallest
 
 
 def own_of(works: Sequence[Work], *, tp: int, expert_ranks: int) -> tuple[list[float], list[float]]:

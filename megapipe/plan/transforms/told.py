@@ -5,7 +5,8 @@ from __future__ import annotations
 from megapipe.plan.plan import Plan
 from megapipe.plan.state import GIB
 from megapipe.schedule import Timeline
-from megapipe.schedule.views.moved import MOVES, told_moves
+from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.views.moved import told_moves
 
 
 def moved_lines(plan: Plan) -> list[str]:

@@ -15,7 +15,6 @@ from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
 from megapipe.distributed.late import Late
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
-from megapipe.errors import ScheduleError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
@@ -26,13 +25,10 @@ from megapipe.pipeline_parallel.passes.host import Host
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
 from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, Pass, Schedule
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.transforms.cuts import DOCUMENTS
-from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
-from megapipe.schedule.weights.sharded import with_sharded_weights
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.training.steps.routers import Routers
 from megapipe.training.steps.scales import Scales
@@ -77,7 +73,7 @@ class Stages:
         self.scales = Scales(modules, mesh, mirrored=mirrored)
         self._forward_backward = ForwardBackward(
             mesh,
-            with_overlap(schedule, config, costs),
+            whole_step(schedule, config, costs),
             p2p_mode=config.parallel.p2p_mode,
             config=config.model,
             costs=costs,
@@ -107,7 +103,7 @@ class Stages:
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
         """Take another table of the same stages from the next step on. All ranks at the same step."""
-        self._forward_backward.schedule = with_overlap(schedule, self.config, costs)
+        self._forward_backward.schedule = whole_step(schedule, self.config, costs)
         self._forward_backward.costs = costs
 
     def under(self, config: Config, schedule: Schedule) -> Stages:
@@ -248,48 +244,6 @@ class Stages:
             return whole(slices.microbatch(number)).cut(Cut(cp.rank, cp.size, *slices.tokens(number)))
 
         return Rewinding(batch, order)
-
-
-def with_overlap(schedule: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
-    """The table with the rest of the step: what a file has of G and A, or what flags ask for. With post-validation U
-    stands behind it and V before what writes gradients; without, the update is behind all, when the norm is known.
-
-    Shares of gradients and weights have RS, AF and AB instead.
-
-    Raises: ScheduleError for a table with V, or with those, without their flags.
-    """
-    par = config.parallel
-    late = par.enable_optimizer_post_validation
-    if Kind.V in schedule.kinds and not late:
-        raise ScheduleError(
-            f"{schedule.name} has V, the validation of an update that did not wait for all ranks. Add "
-            "--enable-optimizer-post-validation, or leave V out of the table."
-        )
-    rows = (tuple(step for step in row if step[0].kind not in (Kind.U, Kind.V)) for row in schedule.ranks)
-    schedule = replace(schedule, ranks=tuple(rows))
-    sharded = config.weight_replicas > 1 and par.shards_grads
-    if beside := sorted(schedule.kinds & (GATHERS | REDUCES)):
-        if not sharded or bool(GATHERS & schedule.kinds) != par.shards_weights:
-            strategy = "optim_grads_params" if GATHERS & schedule.kinds else "optim_grads"
-            raise ScheduleError(
-                f"{schedule.name} has {', '.join(beside)}, for what is a share between runs of passes. Add "
-                f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} on several data-parallel ranks, or "
-                "leave them out of the table."
-            )
-    elif sharded:
-        schedule = with_sharded_weights(schedule, costs)
-        if not par.shards_weights:
-            rows = (tuple(step for step in row if step[0].kind not in GATHERS) for row in schedule.ranks)
-            schedule = replace(schedule, ranks=tuple(rows))
-    if sharded and par.shards_weights:
-        return schedule
-    gathers = config.gathers_later and config.weight_replicas > 1 and Kind.A not in schedule.kinds
-    reduces = late or (config.weight_replicas > 1 and par.overlap_grad_reduce)
-    if reduces and not sharded and Kind.G not in schedule.kinds:
-        schedule = with_reduction(schedule)
-    if late:
-        return with_optimizer(schedule, barrier=False, gather="ahead" if gathers else "none")
-    return with_gather(schedule) if gathers else schedule
 
 
 def evaluate(

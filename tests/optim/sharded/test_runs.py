@@ -15,10 +15,10 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.pipeline_parallel.passes.begin import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, build, simulate
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from megapipe.training.seams import Callback, Seams
-from megapipe.training.steps.stages import with_overlap
 
 from ..test_distributed import compare
 
@@ -125,9 +125,9 @@ def test_a_table_for_shares_needs_their_flag():
     base = config(STYLES["gpt2"], dp=2, pp=2)
     table = with_sharded_weights(build("1f1b", 2, 4))
     asked = replace(base, parallel=replace(base.parallel, **FSDP))
-    assert with_overlap(table, asked) == table
+    assert whole_step(table, asked) == table
     with pytest.raises(ScheduleError, match=r"1f1b has AF, RS, .*--data-parallel-sharding-strategy optim_grads_params"):
-        with_overlap(table, base)
+        whole_step(table, base)
 
 
 @pytest.mark.parametrize("kind", [Kind.AF, Kind.AB, Kind.RS, Kind.A, Kind.G])

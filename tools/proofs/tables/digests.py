@@ -32,13 +32,12 @@ from megapipe.config import Config
 from megapipe.config.layers import inline
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
-from megapipe.plan import make_plan
+from megapipe.plan import make_plan, whole_step
 from megapipe.plan.make import with_batch
 from megapipe.schedule import SCHEDULES, Costs, Schedule, simulate
 from megapipe.schedule.lower import Exchange, lower
 from megapipe.schedule.text import load, to_json
 from megapipe.training.check import as_here
-from megapipe.training.steps.stages import with_overlap
 
 NAMES = [name for name, entry in SCHEDULES.items() if not entry.searched]
 VOCAB = 128
@@ -142,12 +141,12 @@ def _of_run(line: str) -> dict[str, dict[str, Any]]:
     validate(config, has_cuda=False)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=VOCAB))
     plan = make_plan(config)
-    found = {"whole": digest(with_overlap(plan.schedule, config, plan.costs), plan.costs)}
+    found = {"whole": digest(whole_step(plan.schedule, config, plan.costs), plan.costs)}
     if half := config.num_microbatches // 2:
         smaller = config.with_batch(half * (config.global_batch_size or 1) // config.num_microbatches)
         with contextlib.suppress(UserError):
             begun = with_batch(plan, smaller)
-            found["first size"] = digest(with_overlap(begun.schedule, smaller, begun.costs), begun.costs)
+            found["first size"] = digest(whole_step(begun.schedule, smaller, begun.costs), begun.costs)
     return found
 
 

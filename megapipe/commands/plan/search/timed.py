@@ -13,16 +13,16 @@ from megapipe.commands.plan.search.cells import Layout, layout_of
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of, pieces_of
-from megapipe.plan.make import with_further
+from megapipe.plan.draft import Draft
 from megapipe.plan.split import ranks_of_depths
 from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
-from megapipe.schedule.memory.solve import solve
+from megapipe.schedule.ingredients import MOVES, SHARDS, Fixed, Offload, Sharding
 from megapipe.schedule.memory.weigh import HAIR
+from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock
-from megapipe.schedule.views.moved import MOVES, without_moves, without_shares
-from megapipe.schedule.weights.sharded import Living, whole_at_most, with_sharded_weights
+from megapipe.schedule.weights.sharded import Living, whole_at_most
 
 SUMS, MOVED = "gradient sums", "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
@@ -84,8 +84,9 @@ def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room 
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
     if depths := plan.pieces.depths:
-        own = replace(there, pieces=plan.pieces.without_depths)
-        there = with_further(config, own, depths, ranks_of_depths(config, schedule.placement)[0])
+        draft = Draft(config, replace(there, pieces=plan.pieces.without_depths), depths, there.counts)
+        recipe = Recipe(name, depths=ranks_of_depths(config, schedule.placement)[0], vocabulary=plan.pieces.shares > 1)
+        there = draft.plan(recipe.with_ends(schedule, draft))
     if room is not None:
         there = _within(replace(there, copies=Copies.of(config, LIMIT)), batch, device, room)
     return replace(timed(there, batch, device), config=config)
@@ -101,20 +102,24 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
     held, place = costs.memory(schedule.placement)[0], schedule.placement
     if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
         raise ScheduleError("a rank has no room for one microbatch of a stage")
-    return replace(plan, schedule=solve([schedule], costs, rooms, tries=0, most=room.most).schedule)
+    recipe = Recipe(schedule.name, offload=Offload("fits", tries=0, most=room.most))
+    return replace(plan, schedule=recipe.finish(schedule, Fixed(costs, rooms)).table)
 
 
 def timed(plan: Plan, config: Config, device: Device) -> Timed:
     """A plan's step under its own batch."""
     whole, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
-    schedule = without_shares(whole) if plan.sharding else whole
-    held = without_moves(schedule) if schedule.kinds & MOVES else schedule
+    schedule = whole.without(SHARDS) if plan.sharding else whole
+    held = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
     clock = run_clock(schedule, costs)
     ranks, makespan, shows = len(schedule.ranks), _end(clock), sums(plan, config, device)
     moves = 0.0 if held is schedule else makespan - _end(run_clock(held, costs))
     if plan.sharding:
-        schedule = with_sharded_weights(schedule, costs, AHEAD) if schedule.kinds == whole.kinds else whole
+        if schedule.kinds == whole.kinds:
+            schedule = Recipe(schedule.name, sharding=Sharding(living=AHEAD)).finish(schedule, Fixed(costs)).table
+        else:
+            schedule = whole
         clock = run_clock(schedule, costs)
         shows += _end(clock) - makespan
     most = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]

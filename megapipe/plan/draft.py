@@ -1,0 +1,60 @@
+"""A draft of a plan: what the run's layers cost on the stages of any table, while that table is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megapipe.config import Config
+from megapipe.partition.layout import AUTO
+from megapipe.plan.auto import balanced
+from megapipe.plan.plan import Plan
+from megapipe.plan.split import counts_of, is_searched, schedule_name
+from megapipe.plan.state import GIB
+from megapipe.plan.transforms.moved import LIMIT, Copies
+from megapipe.plan.work import Work
+from megapipe.schedule import Costs, Placement, Schedule
+from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.transforms.depths import own_chain
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The terms by which a recipe makes a run's table.
+
+    Attributes:
+        base: the plan without a table; its pieces have no depths.
+        depths: the work of each depth of multi-token prediction.
+        counts: layers at each position of the chain; None: as flags split them over each placement.
+    """
+
+    config: Config
+    base: Plan
+    depths: tuple[Work, ...] = ()
+    counts: tuple[int, ...] | None = None
+
+    def plan(self, table: Schedule) -> Plan:
+        """Return the plan of a table."""
+        counts = self.counts or self._counts(table.placement)
+        pieces = self.base.pieces.further(self.depths) if table.placement.depths else self.base.pieces
+        return replace(self.base, schedule=table, counts=counts, pieces=pieces)
+
+    def _counts(self, place: Placement) -> tuple[int, ...]:
+        # A search knows no table yet that could judge a split: stages of equal work are a start.
+        if self.config.parallel.pipeline_model_parallel_layout == AUTO and is_searched(schedule_name(self.config)):
+            return balanced(self.base.pieces, place.main)
+        return counts_of(self.config, own_chain(place))
+
+    def copies(self, table: Schedule) -> Copies:
+        """Return what is copied of a table that moves activations, and the flag that asks for it."""
+        if asked := Copies.asked(self.config):
+            return asked
+        return Copies.of(self.config, "--pipeline-schedule" if table.kinds & MOVES else LIMIT)
+
+    def costs(self, table: Schedule) -> Costs:
+        return replace(self.plan(table), copies=self.copies(table)).costs
+
+    def room(self, table: Schedule) -> tuple[float, ...] | None:
+        limit = self.config.parallel.memory_limit_gib
+        if limit is None:
+            return None
+        return tuple(limit * GIB - state for state in self.plan(table).state_bytes)

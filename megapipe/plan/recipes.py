@@ -1,0 +1,150 @@
+"""The recipe of a run's table, from its flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan.slices import cuts_of, own_slices
+from megapipe.plan.split import (
+    chunks_of,
+    given_costs,
+    of_chain,
+    other_stages,
+    placements,
+    schedule_name,
+)
+from megapipe.plan.transforms.moved import Copies
+from megapipe.schedule import Costs, Schedule, entry_of, is_file
+from megapipe.schedule.costs import UNIT
+from megapipe.schedule.ingredients import SHARDS, Fixed, Offload, Pairing, Search, Sharding, StepPasses
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.patterns import GROUP_SIZE
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.weights.runs import GATHERS
+
+SHARE = 0.2
+"""Part of a forward and of an input gradient that counts as communication where --pipeline-costs does not say."""
+
+
+def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
+    """Return the recipe that the flags ask for, but for the ranks of depths, among which a plan chooses.
+
+    Args:
+        moves: move activations out of the way of --memory-limit-gib.
+    Raises: ConfigError, ScheduleError for flags that no table meets.
+    """
+    par = config.parallel
+    order = order_of(config, config.num_microbatches)
+    pairs = order.pairs
+    if par.hides and par.overlap_moe_expert_parallel_comm:
+        pairs = Pairing(par.delay_wgrad_compute, SHARE)
+    sharding = None
+    if par.shards_grads and config.weight_replicas > 1:
+        sharding = Sharding(weights=par.shards_weights)
+    return replace(
+        order,
+        pairs=pairs,
+        vocabulary=par.vocab_parallel_pipeline,
+        offload=_offload(config, moves=moves, any_order=order.search is not None),
+        sharding=sharding,
+        lenient=True,  # a plan that does not fit says by how much
+    )
+
+
+def order_of(config: Config, microbatches: int) -> Recipe:
+    """Return the part of the recipe that makes the model's own chain: the order, its stages and slices.
+
+    Raises: ConfigError if the order has other stages than asked for, or others than --pipeline-costs names.
+    """
+    par = config.parallel
+    name = schedule_name(config)
+    ranks = par.pipeline_model_parallel_size
+    recipe = Recipe(name, ranks, microbatches, cuts=cuts_of(config), pairs=par.hides)
+    if not is_file(name):
+        entry = entry_of(name)
+        if entry.searched:
+            return replace(recipe, search=_search(config, microbatches))
+        options: list[tuple[str, Any]] = [*own_slices(config)]
+        if entry.grouped:
+            options.append((GROUP_SIZE, par.microbatch_group_size_per_virtual_pipeline_stage))
+        chunks = chunks_of(config) if entry.chunks is None else None
+        recipe = replace(recipe, chunks=chunks, options=tuple(options))
+    made = recipe.chain(Fixed())
+    if (given := given_costs(config)) is not None:
+        recipe = replace(recipe, fitted=of_chain(config, given, made.placement))
+    if problem := other_stages(config, made):
+        raise ConfigError(problem)
+    return recipe
+
+
+def _search(config: Config, microbatches: int) -> Search:
+    # With post-validation steps follow each other without a barrier.
+    objective = "period" if config.parallel.enable_optimizer_post_validation else "makespan"
+    # Every rank searches by itself: the effort is counted, about seconds of one core, more for larger tables.
+    effort = min(4.0, microbatches * config.parallel.pipeline_model_parallel_size / 32)
+    return Search(placements(config), objective, effort, portable=True)
+
+
+def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
+    limit = config.parallel.memory_limit_gib is not None
+    asked = Copies.asked(config)
+    if asked is not None:
+        return Offload("fits" if limit and asked.chunks is None else "all", chunks=asked.chunks)
+    if moves and limit and config.parallel.reschedule_after is None:
+        return Offload("needed", any_order=any_order)
+    return None
+
+
+def schedule_of(config: Config, microbatches: int) -> Schedule:
+    """Return the table of the order, in as many stages as the flags ask for.
+
+    Of a searched order it is the first that is found: only a plan knows what its stages cost.
+
+    Raises: ScheduleError if the order cannot mean these numbers; ConfigError as `order_of`.
+    """
+    recipe = order_of(config, microbatches)
+    if recipe.search is not None:
+        chunks = recipe.search.placements[-1].num_stages // recipe.ranks
+        recipe = replace(recipe, search=None, chunks=chunks, options=(("effort", 0.01),))
+    return recipe.chain(Fixed())
+
+
+def step_of(config: Config, table: Schedule) -> StepPasses:
+    """Return the rest of a step that flags ask for, around a table that may be a file's.
+
+    Without post-validation the update follows all passes, when the norm is known, and is none of the table's.
+
+    Raises: ScheduleError for a table with V, or with shards, without their flags.
+    """
+    par = config.parallel
+    late = par.enable_optimizer_post_validation
+    if Kind.V in table.kinds and not late:
+        raise ScheduleError(
+            f"{table.name} has V, the validation of an update that did not wait for all ranks. Add "
+            "--enable-optimizer-post-validation, or leave V out of the table."
+        )
+    several = config.weight_replicas > 1
+    sharded = several and par.shards_grads
+    gathers = bool(GATHERS & table.kinds)
+    if (there := sorted(table.kinds & SHARDS)) and (not sharded or gathers != par.shards_weights):
+        strategy = "optim_grads_params" if gathers else "optim_grads"
+        raise ScheduleError(
+            f"{table.name} has {', '.join(there)}, for what is a share between runs of passes. Add "
+            f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} on several data-parallel ranks, or "
+            "leave them out of the table."
+        )
+    if sharded and par.shards_weights:
+        return StepPasses()
+    return StepPasses(
+        reduce=not sharded and (late or (several and par.overlap_grad_reduce)),
+        gather=several and config.gathers_later,
+        validate=late,
+    )
+
+
+def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
+    """Return the table of a whole step: with the rest that flags ask for, in place of what a file has of U and V."""
+    return step_of(config, table).around(table.without({Kind.U, Kind.V}), costs)

@@ -1,0 +1,303 @@
+"""A recipe says how a table is made, and this is the one place that knows in which order.
+
+    order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> the rest of the step
+
+Pairs come first because they are made of F, B, W and BW alone. Depths of multi-token prediction are the exception: a
+pair may have a depth's pass, so with depths the pairs come after them. Offload and sharding are chosen together, as
+both ask for the same memory. G, U, A and V stand around everything else.
+
+Flags, commands, searches, growing batches and rescheduling make recipes; nobody else calls a transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import inf
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.catalogue import build, is_file
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.ingredients import (
+    MOVES,
+    NO_STEP,
+    SHARDS,
+    Offload,
+    Pairing,
+    Refused,
+    Search,
+    Sharding,
+    StepPasses,
+    Terms,
+)
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.solve import searched, solve
+from megapipe.schedule.passes import Schedule, unpaired
+from megapipe.schedule.patterns import SLICED
+from megapipe.schedule.simulate import simulate
+from megapipe.schedule.text import load
+from megapipe.schedule.transforms.depths import behind, with_depths
+from megapipe.schedule.transforms.memory import with_offload
+from megapipe.schedule.transforms.pairs import pairs
+from megapipe.schedule.transforms.slices import Documents, in_place, slices
+from megapipe.schedule.weights.sharded import (
+    sharded_within,
+    whole_at_most,
+    with_sharded_weights,
+)
+
+_PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
+
+
+@dataclass(frozen=True)
+class Built:
+    """A table and how it came about.
+
+    Attributes:
+        plain: the table before offload and sharding.
+        chain: the table of the model's own chain, before depths and vocabulary too.
+    """
+
+    recipe: Recipe
+    table: Schedule
+    plain: Schedule
+    chain: Schedule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a table is made. Fields stand in the order in which they are applied.
+
+    Attributes:
+        order: a name of the catalogue, a .json or .csv file, or FILE.py:NAME of a function.
+        table: the order itself, where it has been made; `order` is then its name alone.
+        chunks: stages of a rank, where the order leaves a choice; options: further arguments of the generator.
+        fitted: costs by which the generator puts W where they leave a wait; None: the papers' tables.
+        search: how a searched order is searched.
+        cuts: lengths of the slices of a microbatch; documents: slices that begin a document.
+        price_of_slices: costs that slices are ordered by; room_of_slices: most activation of a rank, up to which
+            forwards may come sooner than they must.
+        pairs: True keeps the pairs that an order has, False takes them apart, a Pairing makes the best ones.
+        depths: ranks of the depths of multi-token prediction.
+        vocabulary: ranks share embedding and head.
+        lenient: where nothing fits the room make the table that needs least, and let the caller say so.
+    """
+
+    order: str
+    ranks: int = 1
+    microbatches: int = 1
+    chunks: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    fitted: Costs | None = None
+    table: Schedule | None = None
+    search: Search | None = None
+    cuts: tuple[float, ...] = ()
+    documents: Documents = ()
+    price_of_slices: Costs = UNIT
+    room_of_slices: float | None = None
+    pairs: bool | Pairing = True
+    depths: tuple[int, ...] = ()
+    vocabulary: bool = False
+    offload: Offload | None = None
+    sharding: Sharding | None = None
+    step: StepPasses = NO_STEP
+    lenient: bool = False
+
+    def build(self, terms: Terms) -> Built:
+        """Return the table with all of this but the rest of the step, which `step.around` puts around it.
+
+        Raises: Refused, which names the field, or ScheduleError for the order itself.
+        """
+        chain = self.chain(terms)
+        return self.finish(self.with_ends(chain, terms), terms, chain)
+
+    def chain(self, terms: Terms) -> Schedule:
+        """Return the table of the model's own chain, whose ends have embedding and loss."""
+        table = self._ordered(terms)
+        if self.pairs is False:
+            table = unpaired(table)
+        return table if self.depths else self._paired(table, terms)
+
+    def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
+        """Return the chain with depths of multi-token prediction and the passes of a shared vocabulary."""
+        if not (self.depths or self.vocabulary):
+            return chain
+        place = replace(behind(chain.placement, self.depths), vocabulary=self.vocabulary)
+        # Costs name each stage, depths too: they are those of the placement to come.
+        costs = self._linked(terms.costs(replace(chain, placement=place)))
+        with _naming("vocabulary" if self.vocabulary else "depths"):
+            return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
+
+    def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
+        """Return the table with what leaves the device, and with shards that are gathered."""
+        plain = self._paired(table, terms) if self.depths else table
+        costs = terms.costs(plain)
+        room = terms.room(plain)
+        made = plain
+        if self.sharding is not None and plain.kinds.isdisjoint(SHARDS):  # a file may have its own
+            made = self._sharded(plain, costs, room)
+        elif self.sharding is None and self.offload is not None:
+            made = self._moved(self.offload, plain, costs, room)
+        return Built(self, made, plain, chain or table)
+
+    def _ordered(self, terms: Terms) -> Schedule:
+        """Return the table of the order, in slices if they are asked for."""
+        if self.table is not None:
+            return self.table
+        if is_file(self.order):
+            if self.cuts:
+                return in_place(load(self.order), self.cuts, self.documents)
+            return build(self.order, self.ranks, self.microbatches)
+        if self.search is not None:
+            return self._searched(self.search, terms)
+        made_for = self._generated
+        if not self.cuts:
+            return made_for(self.microbatches)
+        if self.order.lower() in SLICED:
+            return replace(made_for(self.microbatches), cuts=self.cuts)
+        return slices(
+            made_for,
+            self.microbatches,
+            self.cuts,
+            self.price_of_slices,
+            memory=self.room_of_slices,
+            documents=self.documents,
+        )
+
+    def _generated(self, microbatches: int) -> Schedule:
+        size = self.ranks, microbatches, self.chunks
+        if ":" in self.order:  # a function of the user's, which may be changed meanwhile
+            return _built.__wrapped__(self.order, *size, self.options, self.fitted)
+        return _built(self.order, *size, self.options, self.fitted)
+
+    def _searched(self, search: Search, terms: Terms) -> Schedule:
+        """Return the best order that a search finds under the costs of the stages, on any of its placements."""
+        from megapipe.schedule.search.auto import Candidate, limits, search_among  # only a search pays for loading it
+        from megapipe.schedule.search.sliced import fastest_slices
+
+        candidates = []
+        for place in search.placements:
+            empty = Schedule(self.order, place, self.microbatches, ((),) * place.num_ranks, cuts=self.cuts)
+            costs = terms.costs(empty)
+            candidates.append(Candidate(place, costs, limits(place, costs, self._left(empty, costs, terms))))
+        chosen: dict[str, Any] = {"effort": search.effort, "portable": search.portable}
+        if self.cuts:
+            return fastest_slices(candidates, self.microbatches, self.cuts, documents=self.documents, **chosen)
+        chosen |= {"objective": search.objective, "seconds": search.seconds, "progress": search.progress}
+        return search_among(candidates, self.microbatches, **chosen).schedule
+
+    def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
+        """Return the room that gathered weights and gradients leave for activations, however shortly they live."""
+        room = terms.room(table)
+        if room is None or self.sharding is None:
+            return room
+        least = whole_at_most(table, costs, self.sharding.shortest)
+        return tuple(most - held for most, held in zip(room, least, strict=True))
+
+    def _linked(self, costs: Costs) -> Costs:
+        return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
+
+    def _paired(self, table: Schedule, terms: Terms) -> Schedule:
+        if self.pairs is False:
+            return unpaired(table)
+        if self.pairs is True:
+            return table
+        room = terms.room(table)
+        costs = self.pairs.linked(terms.costs(table))
+        with _naming("pairs"):
+            return pairs(table, costs, memory=min(room) if room else None, split=self.pairs.split)
+
+    def _sharded(self, plain: Schedule, costs: Costs, room: tuple[float, ...] | None) -> Schedule:
+        """Return the fastest table with shards. Where they leave too little room, activations are moved."""
+        assert self.sharding is not None
+        asked, moved, start = self.offload, None, plain
+        if asked is not None and asked.when == "all":
+            start = self._moved(asked, plain, costs, None)
+        elif asked is not None:
+            moved = partial(self._fitted, asked, plain, costs)
+        with _naming("sharding"):
+            if self.sharding.living is not None:
+                return with_sharded_weights(start, costs, self.sharding.living)
+            smallest = with_sharded_weights(start, costs, self.sharding.shortest)
+            limits = (inf,) * len(plain.ranks) if room is None else room
+            try:
+                return sharded_within(start, costs, limits, gathers=self.sharding.weights, moved=moved)
+            except ScheduleError:
+                if not self.lenient:
+                    raise
+                return smallest
+
+    def _moved(self, asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...] | None) -> Schedule:
+        if asked.when == "needed":
+            if room is None or plain.kinds & MOVES:
+                return plain
+            return _where_needed(asked, plain, costs, room)
+        if asked.when == "fits" and room is not None:
+            with suppress(ScheduleError) if self.lenient else _naming("offload"):
+                return self._fitted(asked, plain, costs, room)
+        return _copied(asked, plain, costs)
+
+    def _fitted(self, asked: Offload, plain: Schedule, costs: Costs, room: float | tuple[float, ...]) -> Schedule:
+        tables = [*asked.other] or [plain]
+        return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
+
+
+@lru_cache(maxsize=16)
+def _built(
+    order: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    options: tuple[tuple[str, Any], ...],
+    costs: Costs | None,
+) -> Schedule:
+    """Return a verified table of the catalogue. A launch asks for the same one several times."""
+    return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
+
+
+def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
+    """Return the table with every copy that is back in time, of stages that leave something to copy."""
+    place = plain.placement
+    goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()
+    stages = set()
+    for rank in range(place.num_ranks):
+        for stage in place.stages_on(rank)[: asked.chunks]:
+            if not goes or goes[place.position(stage)]:
+                stages.add(stage)
+    size = asked.switch
+    groups = [range(r, min(r + size, place.num_ranks)) for r in range(0, place.num_ranks, size)] if size else []
+    with _naming("offload"):
+        return with_offload(plain, costs, stages=stages, switches=groups)
+
+
+def _where_needed(asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]) -> Schedule:
+    """Return the table as it is if it fits, else the fastest that does; itself where none fits.
+
+    Where any order is allowed, a table that moves activations is taken for being faster too.
+    """
+    time = simulate(plain, costs)
+    tight = any(held > most for held, most in zip(time.peak, room, strict=True))
+    if min(room) <= 0 or not (asked.any_order or tight):
+        return plain
+    tables = [plain]
+    if asked.any_order and plain.kinds <= _PLAIN and not (plain.placement.depths or plain.cuts):
+        place = plain.placement
+        tables += searched(place.num_ranks, plain.num_microbatches, costs, room, place=place, portable=True)
+    try:
+        found = replace(solve(tables, costs, room, tries=asked.tries).schedule, name=plain.name)
+    except ScheduleError:
+        return plain
+    # Costs are estimates: 1% less is no reason for passes that move.
+    return found if tight or simulate(found, costs).makespan < 0.99 * time.makespan else plain
+
+
+@contextmanager
+def _naming(part: str) -> Iterator[None]:
+    """Name the part of the recipe in a ScheduleError."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise Refused(part, error) from None
