@@ -19,9 +19,8 @@ remainder to treat in another way and a parameter gets the same bits wherever it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from megapipe.distributed.axis import ALONE, CPU, Axis
 from megapipe.distributed.layout import layout_of
 from megapipe.optim.rule import Group, Groups, usual_groups
+from megapipe.optim.sharded.passing import Live, Passing, apart, start_filling
 
 ALIGN = 64
 
@@ -47,12 +47,51 @@ class Section(NamedTuple):
     where: slice
 
 
+class Positions(NamedTuple):
+    """Where parameters lie in flat tensors.
+
+    Attributes:
+        of: first element and shape of each parameter.
+        sections: parameters that are updated alike, with the elements that they span.
+        owned: elements before the borrowed parameters, whole rows of ALIGN for each share; end: all elements.
+    """
+
+    of: dict[str, tuple[int, torch.Size]]
+    sections: list[Section]
+    owned: int
+    end: int
+
+
+def positions(params: Mapping[str, nn.Parameter], borrowed: Collection[str], shares: int, groups: Groups) -> Positions:
+    """Lay parameters out, so that a rule has few long tensors in place of many short ones."""
+    alike: dict[tuple[bool, Group], list[str]] = {}
+    for name, param in params.items():
+        if name not in borrowed:
+            alike.setdefault((_at_an_end(param), groups(name, param.shape)), []).append(name)
+    of: dict[str, tuple[int, torch.Size]] = {}
+
+    def place(names: Iterable[str], start: int) -> int:
+        for name in names:
+            of[name] = (start, params[name].shape)
+            start += -(-params[name].numel() // ALIGN) * ALIGN
+        return start
+
+    sections = list[Section]()
+    end = 0
+    for at_end, group in sorted(alike, key=lambda kind: (not kind[0], -kind[1].weight_decay, kind[1].lr)):
+        names = alike[at_end, group]
+        start, end = end, place(names, end)
+        sections.append(Section(group, at_end, tuple(names), slice(start, end)))
+    owned = end + -end % (ALIGN * shares)
+    return Positions(of, sections, owned, place((name for name in params if name in borrowed), owned))
+
+
 class FlatBuffers:
     """The flat storage of one stage. Its parameters become views of `model` and get `main_grad`, a view of `grads`.
 
     Args:
         params: the stage's parameters by name, of one floating dtype on one device.
-        borrowed: names of those whose weight is another's (a tied head beside its embedding): they have a gradient
+        borrowed: names of those whose weight is another's (a tied head whose embedding is here): they have a gradient
             here and nothing else.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then `model`.
         device: of a stage without parameters, which takes part in collectives all the same.
@@ -60,8 +99,10 @@ class FlatBuffers:
         distributed: `main` is split over them.
         groups: which parameters are updated alike.
         grads_as, main_as: types of `grads` and `main` where they are not the usual ones.
+        drops: `model` is there between a gathering and `drop` alone; live: counts the bytes of what comes and goes.
     Attributes:
-        sections: in their order.
+        sections: in their order, with what this rank's share has of them.
+        shard: the model's weights of the share.
     """
 
     def __init__(
@@ -76,50 +117,38 @@ class FlatBuffers:
         groups: Groups = usual_groups,
         grads_as: torch.dtype | None = None,
         main_as: torch.dtype | None = None,
+        drops: bool = False,
+        live: Live | None = None,
     ) -> None:
-        shares = replicas if distributed else ALONE
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
-        own = [name for name in params if name not in borrowed]
-        # What is updated alike lies together, so that a rule has few long tensors in place of many short ones.
-        group_of = {name: (not _at_an_end(params[name]), groups(name, params[name].shape)) for name in own}
-        kinds = sorted(set(group_of.values()), key=lambda kind: (kind[0], -kind[1].weight_decay, kind[1].lr))
-        alike = [tuple(name for name in own if group_of[name] == kind) for kind in kinds]
-        self._where: dict[str, tuple[int, torch.Size]] = {}
-        ends: list[int] = []
-        end = 0
-        for names in (*alike, tuple(name for name in params if name in borrowed)):
-            if len(ends) == len(alike):
-                # What is borrowed stands behind all that is owned, which is cut in equal shares, whole rows of ALIGN
-                # each.
-                end += -end % (ALIGN * shares.size)
-                shared = end
-            for name in names:
-                self._where[name] = (end, params[name].shape)
-                end += -(-params[name].numel() // ALIGN) * ALIGN
-            ends.append(end)
-        self.replicas, self.shares, size = replicas, shares, shared // shares.size
+        self.replicas = replicas
+        self.shares = shares = replicas if distributed else ALONE
+        lie = positions(params, borrowed, shares.size, groups)
+        size = lie.owned // shares.size
+        self._where = lie.of
         self.share = slice(shares.rank * size, (shares.rank + 1) * size)
-        parts = [self.within(first, last) for first, last in pairwise([0, *ends[:-1]])]
-        rows = zip(kinds, alike, parts, strict=True)
-        self.sections = tuple(Section(group, not inner, names, part) for (inner, group), names, part in rows)
-        self.own = tuple(name for names in alike for name in names)
+        self.sections = [x._replace(where=self.within(x.where.start, x.where.stop)) for x in lie.sections]
+        self.own = tuple(name for section in self.sections for name in section.names)
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
         device = next((p.device for p in params.values()), device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         main_dtype = main_as or wide
-        self.grads = torch.zeros(end, dtype=grads_as or wide, device=device)
-        self.model = torch.zeros(shared, dtype=dtype, device=device)
+        self.grads = torch.zeros(lie.end, dtype=grads_as or wide, device=device)
+        self.model = torch.zeros(lie.owned, dtype=dtype, device=device)
         for name in self.own:
             view = self.view(self.model, name)
             view.copy_(params[name].data)
             params[name].data = view
+        self.shard = self.model if shares.size == 1 else self.model[self.share]
+        self._passing = Passing(self.model, live or Live()) if drops else None
+        if drops:
+            self.shard = self.shard.clone()
         self.rounds = has_main and dtype != main_dtype
         # float32 weights that are nobody else's are their own main parameters: no second copy, no rounding.
-        own_share = self.model[self.share]
-        self.main = own_share.to(main_dtype) if self.rounds else self.model if shares.size == 1 else own_share
+        self.main = self.shard.to(main_dtype) if self.rounds else self.shard
         for name, param in params.items():
             setattr(param, "main_grad", self.view(self.grads, name))  # noqa: B010
             # Layers of ours add into main_grad themselves; of all others autograd's `.grad` lives for a moment only.
@@ -167,11 +196,6 @@ class FlatBuffers:
         return whole.reshape(-1)[first : first + part.stop - part.start]
 
     @property
-    def own_weights(self) -> Tensor:
-        """The model's weights of the share."""
-        return self.model[self.share]
-
-    @property
     def reduced(self) -> Tensor:
         """The gradients of the share; summed over data parallel once that is done."""
         return self.grads[self.share]
@@ -205,34 +229,28 @@ class FlatBuffers:
         return finish
 
     def start_gather(self) -> Callable[[], None]:
-        """Take the other shares of the model's weights from the ranks that have updated them; returns as above."""
-        if self.shares.size == 1 or not self.model.numel():
+        """Begin to gather the weights that other ranks have updated, for passes; returns as above."""
+        passing = self._passing
+        if self.shares.size == 1 or not self.model.numel() or (passing is not None and passing.there):
             return lambda: None
-        # On a CPU a copy goes out, and another comes back: its ways of gathering want the two apart. NCCL does not.
-        mine = self.model[self.share]
-        pending = self.shares.start_all_gather(mine if mine.is_cuda else mine.clone(), into=self.model)
-
-        def finish() -> None:
-            if (whole := pending.wait()) is not self.model:
-                self.model.copy_(whole)
-
-        return finish
-
-    def begin_grads(self) -> None:
-        """A run of backwards begins: `sharded.buffers` takes memory for what they write. So with the two below."""
+        if passing is None:
+            return start_filling(self.model, apart(self.shard), self.shares)
+        passing.come()
+        return start_filling(self.model, self.shard, self.shares)
 
     def drop(self) -> None:
-        """A run of passes that read the weights is over."""
+        """Let go of the gathered weights, after the passes that read them."""
+        if self._passing is not None:
+            self._passing.go()
 
     def start_whole(self) -> Callable[[], None]:
-        """The weights are to be there in their own type: `sharded.eight_bits` else has others. Returns as above."""
+        """Begin to gather the weights in their own type, for who reads or writes them between passes."""
         return self.start_gather()
 
-    def drop_whole(self) -> None:
-        """Nobody beside the passes reads or writes them any longer."""
-
-    def take_share(self) -> None:
-        """The weights have been written."""
+    def end_whole(self) -> None:
+        """End what `start_whole` has begun: this rank's share of what was written is its own."""
+        if self._passing is not None and self._passing.there:
+            self.shard.copy_(self.model[self.share])
 
     def gathered(self, flat: Tensor) -> Tensor:
         """A tensor of the share's size, whole: the shares of all ranks. Collective over data parallel."""
@@ -241,13 +259,12 @@ class FlatBuffers:
     def copy_main_to_model(self) -> None:
         """Round the updated main parameters to the model's dtype."""
         if self.rounds:
-            self.own_weights.copy_(self.main)
+            self.shard.copy_(self.main)
 
     def copy_model_to_main(self) -> None:
-        """Start from the model's weights, for example after loading those alone."""
-        self.take_share()
+        """Start from the model's weights, which must be whole; for example after loading those alone."""
         if self.rounds:
-            self.main.copy_(self.own_weights)
+            self.main.copy_(self.model[self.share])
 
 
 def _at_an_end(param: nn.Parameter) -> bool:

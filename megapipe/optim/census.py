@@ -38,6 +38,12 @@ class Census(NamedTuple):
     owners: Mapping[str, Row]
     twins: Mapping[str, Row]
 
+    @property
+    def order(self) -> dict[str, int]:
+        """Place of each parameter in one order of the whole model; of tied ones the owner alone has a place."""
+        names = (row.name for row in self.owners.values() if row.tied_to is None)
+        return {name: n for n, name in enumerate(sorted(names, key=natural))}
+
 
 def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     """Ask all ranks of the pipeline. Of twins the one whose stage is of the first chain, the earlier on its rank, owns.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +20,36 @@ from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.optim.buckets import buckets_of
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.optim.census import check_trained, frozen, natural, take_census, trained
+from megapipe.optim.census import check_trained, frozen, take_census, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Factors, Groups, Part, Rates, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
-from megapipe.optim.sharded.buffers import Live, ShardedBuffers
 from megapipe.optim.sharded.gathers import Gathers
-from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits, stays
+from megapipe.optim.sharded.passing import Live
+from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
 from megapipe.optim.ties import Ties
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a step, summed over ranks, where they lie.
+
+    Attributes:
+        norm: of all ranks, before clipping, as if they were scaled.
+        scale: they are still to be multiplied by it.
+    """
+
+    norm: Late[float]
+    scale: float | Tensor
 
 
 class Optimizer:
     """A rule (rule.py: AdamW, or what --optimizer names) with clipping by the global norm.
 
     Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
-    as is every method that says so; `start_norm` and `update` are collective over the mesh.
+    as is every method that says so; `reduce` and `update` are collective over the mesh.
 
     Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients; the rank where it is of the first
     chain has main parameters and state, updates, and sends the weights on. So norm and checkpoint see each once.
@@ -51,7 +65,7 @@ class Optimizer:
     Attributes:
         chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
         gathers: of their weights.
-        reduction: sums their gradients; what it has not begun by then, `start_norm` begins.
+        reduction: makes the sums of a step's gradients, none of which has begun.
         owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
         moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
         live: what comes and goes of them within a step.
@@ -76,45 +90,39 @@ class Optimizer:
         num_buckets: int | None = None,
     ) -> None:
         self.mesh, self.train, self.rule = mesh, train, find_rule(train)
-        self.distributed, self.gathers_later = distributed and mesh.dp_cp.size > 1, gathers_later
+        self.distributed = distributed and mesh.dp_cp.size > 1
+        self.gathers_later = gathers_later
         if self.distributed and (problem := split_problem(train, self.rule)):
             raise ConfigError(problem)
-        self.steps, self.live = 0, Live()
-        self.params = dict(pair for stage in stages for pair in trained(stage))
-        census, twins = everything = take_census(stages, mesh)
+        census = take_census(stages, mesh)
         if not train.freeze_all_layers:
-            check_trained(census)
-        self._frozen = frozen(stages, census, mesh)
-        owners = sorted((row.name for row in census.values() if row.tied_to is None), key=natural)
-        self.ties = ties = Ties(everything, self.params, mesh)
-        lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
-        self.chunks: list[list[FlatBuffers]] = [[] for _ in stages]
-        self.owned, shared = list[FlatBuffers](), list[tuple[int, str, FlatBuffers]]()
+            check_trained(census.owners)
+        self._frozen = frozen(stages, census.owners, mesh)
+        self.params = dict(pair for stage in stages for pair in trained(stage))
+        self.ties = ties = Ties(census, self.params, mesh)
+        self.live = Live()
+        self.steps = 0
         eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
-        data_parallel = mesh, self.live, self.distributed, shards_grads, shards_weights
-        storage = Storage(train, groups, ties.names, eight, *data_parallel)
-        rows = [n for n, param in self.params.items() if self.distributed and shards_grads and stays(param)]
-        of_stages = [buckets_of(dict(trained(stage)), bucket_size, num_buckets, (eight, rows)) for stage in stages]
-        for chunk, bucket in ((self.chunks[n], bucket) for n, of in enumerate(of_stages) for bucket in of):
-            name = min(bucket.params, default="")
-            here = name not in twins or census[name].rank == mesh.pp.rank
-            buffers = storage.of(bucket.params, ties.borrowed, has_main=here)
-            chunk.append(buffers)
-            if here:
-                self.owned.append(buffers)
-            if name in twins:
-                shared.append((mesh.twins.ranks.index(mesh.pp.ranks[census[name].rank]), name, buffers))
+        shards = self.distributed, shards_grads, shards_weights
+        storage = Storage(train, groups, ties, self.live, *shards, eight, bucket_size, num_buckets)
+        layout = storage.layout(stages)
+        self.chunks = [list(map(storage.buffers, chunk)) for chunk in layout]
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
+        stored = list(zip(chain.from_iterable(layout), self.buffers, strict=True))
+        self.owned = [buffers for where, buffers in stored if where.here]
+        self._stay = [buffers for where, buffers in stored if where.stays]
         # (position of the owner in mesh.twins, buffers), in one order on both ranks
-        self._twins = [(source, buffers) for source, _, buffers in sorted(shared, key=itemgetter(1))]
-        twice, dtype = [twin for _, twin in self._twins], torch.bfloat16 if train.grad_reduce_in_bf16 else None
-        self._norm = Norm(mesh, {name: n for n, name in enumerate(owners)}, self.params)
-        ready = [[(x.first, x.layers) for x in of if x.params.keys().isdisjoint(rows)] for of in of_stages]
-        comes = [b for b in self.buffers if isinstance(b, ShardedBuffers)]
-        self._whole = [b for b in self.buffers if b.own and b.own[0] in rows]
-        runs = [[b for b in chunk if b not in self._whole] for chunk in self.chunks] if self._whole else self.chunks
-        self.reduction = Reduction(mesh, runs, ready, twice, self.params, ties, comes, self._whole, dtype)
-        self.gathers = Gathers(runs, lenders, drops=self.distributed and shards_weights, in_eight_bits=bool(eight))
+        by_name = sorted(stored, key=lambda pair: pair[0].name)
+        self._twins = [(where.owner, buffers) for where, buffers in by_name if where.owner is not None]
+        runs = [[buffers for buffers in chunk if buffers not in self._stay] for chunk in self.chunks]
+        ready = [[(x.bucket.first, x.bucket.layers) for x in chunk if not x.stays] for chunk in layout]
+        twins = [buffers for _, buffers in self._twins]
+        dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
+        self.reduction = partial(Reduction, runs, ready, twins, ties, self._stay, dtype)
+        self._norm = Norm(mesh, census.order, self.params)
+        lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
+        drops = self.distributed and shards_weights
+        self.gathers = Gathers(runs, lenders, drops=drops, in_eight_bits=bool(eight))
         self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
         ties.share()
         self._send_to_twins()
@@ -126,13 +134,15 @@ class Optimizer:
         for buffers in self.buffers:
             buffers.zero_grad()
 
-    def start_norm(self, grad_scale: float | Tensor = 1.0) -> Late[float]:
-        """Reduce what is not, and begin to take the norm of all ranks, as if it was scaled; `update` scales.
+    def reduce(self, scale: float | Tensor = 1.0, sums: Reduction | None = None) -> Gradients:
+        """Reduce what is not, and begin to take the norm of all ranks, as if gradients were scaled; `update` scales.
 
-        A scale on the device is not read.
+        Args:
+            scale: one on the device is not read.
+            sums: of this step, some of which have begun.
         """
-        self.reduction.finish()
-        return self._norm.start(self.owned, self._grads, grad_scale)
+        (sums or self.reduction()).finish()
+        return Gradients(self._norm.start(self.owned, [b.reduced for b in self.owned], scale), scale)
 
     def count_zeros(self) -> int:
         """Gradient elements that are exactly zero. Collective over the mesh."""
@@ -181,22 +191,26 @@ class Optimizer:
     def _send_to_twins(self, *, shares: bool = False) -> None:
         """The owners' weights, or this rank's share of them."""
         for source, buffers in self._twins:
-            self.mesh.twins.broadcast(buffers.own_weights if shares else buffers.model, source)
+            self.mesh.twins.broadcast(buffers.shard if shares else buffers.model, source)
 
-    def update(self, rates: Rates, factors: Factors = (1.0, 1.0), *, keeps_grads: bool = False) -> None:
-        """Let the rule update what is owned here, by gradients that are summed.
+    def update(
+        self, gradients: Gradients, rates: Rates, shrink: float = 1.0, *, keeps_grads: bool = False
+    ) -> Gradients:
+        """Let the rule update what is owned here.
 
         Args:
-            factors: the gradients are multiplied by them where they lie, and stay so.
-            keeps_grads: nothing else changes them; rules that may do so are given copies.
+            shrink: the factor of clipping.
+            keeps_grads: scaling and clipping alone change gradients; rules that may do more are given copies.
+        Returns: the gradients as they lie now, multiplied by both factors.
         """
+        factors: Factors = (gradients.scale, shrink)
         # Of parts that are not flat the optimizer scales the gradients and rounds the weights.
         sweeps = self.rule.elementwise and getattr(self.rule, "sweeps", False)
         copies = keeps_grads and not getattr(self.rule, "keeps_grad", False)
         if copies or not sweeps:
-            for grad in self._grads:
-                multiply(grad, factors)
-            factors = 1.0, 1.0
+            for b in self.owned:
+                multiply(b.reduced, factors)
+            factors = (1.0, 1.0)
         ends_lr = rates.lr if rates.ends_lr is None else rates.ends_lr
         decay = self.train.weight_decay if rates.weight_decay is None else rates.weight_decay
         parts = list[Part]()
@@ -207,7 +221,7 @@ class Optimizer:
                 own = (ends_lr if at_end else rates.lr) * group.lr, decay * group.weight_decay
                 if self.rule.elementwise and where.start < where.stop:
                     state = {kind: x[where] for kind, x in flat.items()}
-                    model = b.own_weights[where] if sweeps and b.rounds else None
+                    model = b.shard[where] if sweeps and b.rounds else None
                     tensors = b.main[where], grads[where], state
                     parts.append(Part(names, *tensors, *own, factors=factors, model=model))
                 for name in () if self.rule.elementwise else names:
@@ -218,13 +232,14 @@ class Optimizer:
             self.rule.update(parts, self.steps)
         self.steps += 1
         self.spread(rounded=sweeps)
+        return replace(gradients, scale=1.0)
 
     def spread(self, *, rounded: bool = False) -> None:
         """Make the model's weights of the main parameters, if the rule has not, here and where else they are."""
         for buffers in () if rounded else self.owned:
             buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
-        for finish in [buffers.start_gather() for buffers in self._whole]:
+        for finish in [buffers.start_gather() for buffers in self._stay]:
             finish()
         self.gathers.updated()
         if not self.gathers_later:
@@ -234,10 +249,6 @@ class Optimizer:
         self.ties.feed()
         for chunk in self._sends:
             self.gathers.drop(chunk)
-
-    @property
-    def _grads(self) -> list[Tensor]:
-        return [b.reduced if self.distributed else b.grads for b in self.owned]
 
 
 def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
 
-from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.sharded.buffers import ShardedBuffers
 from megapipe.optim.ties import Ties
@@ -27,25 +25,21 @@ def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Sums over tensor parallel, replicas and twins, and the uses of tied weights.
+    """The sums of one step's gradients over tensor parallel, replicas and twins, and over the uses of tied weights.
 
     Attributes:
         chunks: of each of this rank's stages, in ascending order, its buckets in the order in which they are done.
         ready: of each bucket the first of its layers, and how many its stage has.
         twins: those of them that exist on another rank too, in one order on both.
-        params: of all stages by name.
         ties: weights that are used several times.
-        sharded: buffers whose gradients are reduced after each run of passes; whole: others, at the end of all.
+        whole: buffers that are reduced at the end of all.
         dtype: what gradients are rounded to on their way over data parallel, if not their own.
     """
 
-    mesh: ProcessMesh
     chunks: Sequence[Sequence[FlatBuffers]]
     ready: Sequence[Sequence[tuple[int, int]]]
     twins: Sequence[FlatBuffers]
-    params: Mapping[str, nn.Parameter]
     ties: Ties
-    sharded: Sequence[ShardedBuffers] = ()
     whole: Sequence[FlatBuffers] = ()
     dtype: torch.dtype | None = None
     _begun: set[int] = field(default_factory=set)
@@ -53,11 +47,16 @@ class Reduction:
 
     @property
     def by_layers(self) -> bool:
-        """Is any bucket done before its whole stage is?"""
+        """Return whether any bucket is done before its whole stage is."""
         return any(first for row in self.ready for first, _ in row)
 
+    @property
+    def sharded(self) -> list[ShardedBuffers]:
+        """The buffers whose gradients are reduced after each run of passes."""
+        return [b for chunk in self.chunks for b in chunk if isinstance(b, ShardedBuffers)]
+
     def start_early(self, chunk: int, layer: int, layers: int) -> None:
-        """A stage's gradients from this layer on, of so many, are complete: begin to sum their buckets."""
+        """Begin to sum the buckets of a stage's layers from `layer` on, whose gradients are complete."""
         early = self._early[chunk]
         for n, buffers in enumerate(self.chunks[chunk][:-1]):
             first, count = self.ready[chunk][n]
@@ -66,9 +65,10 @@ class Reduction:
                 early.append(self._start(buffers))
 
     def begin(self, chunk: int) -> None:
-        """A run of backwards of this rank's stage number `chunk` begins."""
+        """Take memory for what the backwards of a run write, on this rank's stage number `chunk`."""
         for buffers in self.chunks[chunk]:
-            buffers.begin_grads()
+            if isinstance(buffers, ShardedBuffers):
+                buffers.begin_grads()
 
     def start(self, chunk: int) -> Callable[[], None]:
         """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
@@ -85,10 +85,10 @@ class Reduction:
 
     def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
         dp = buffers.replicas
-        buffers.sum_over_tp(self.mesh.tp)
+        buffers.sum_over_tp(self.ties.mesh.tp)
         # The uses of a weight have other shares on their ranks, so under ZeRO-1 each is summed whole.
-        apart = self.ties.apart if buffers.shares.size > 1 and buffers not in self.sharded else ()
-        grads = [self._main_grad(name) for name in buffers.own if name in apart]
+        apart = self.ties.apart if buffers.shares.size > 1 and not isinstance(buffers, ShardedBuffers) else ()
+        grads = [self.ties.main_grad(name) for name in buffers.own if name in apart]
         whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
         finish_all = buffers.start_reduce(self.dtype)
 
@@ -106,15 +106,11 @@ class Reduction:
         for buffers in self.whole:
             self._start(buffers)()
         for sharded in self.sharded:
-            sharded.sum_tied(self.mesh.tp, self.dtype)
+            sharded.sum_tied(self.ties.mesh.tp, self.dtype)
         # After data parallel, and in one order on both ranks: a sum of two sums has the same bits on either.
         for buffers in self.twins:
             for part in buffers.parts:
-                self.mesh.twins.all_reduce(part)
+                self.ties.mesh.twins.all_reduce(part)
         self.ties.add_gradients()
         for sharded in self.sharded:
             sharded.take_tied()
-        self._begun.clear()
-
-    def _main_grad(self, name: str) -> Tensor:
-        return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

@@ -128,7 +128,7 @@ class Ties:
     def add_gradients(self) -> None:
         """The sum of each weight's gradients, at its uses with state. Collective over mesh.ends."""
         for tie in self.all:
-            own = [self._main_grad(name) for name in tie.on(self.mesh.pp.rank)]
+            own = [self.main_grad(name) for name in tie.on(self.mesh.pp.rank)]
             if not tie.across:
                 for grad in own[1:]:
                     own[0].add_(grad)
@@ -141,9 +141,9 @@ class Ties:
 
     def _sum_across(self, tie: Tie) -> Tensor:
         here, total = tie.on(self.mesh.pp.rank), None
-        like = self._main_grad(next(iter(self.params)))
+        like = self.main_grad(next(iter(self.params)))
         for use in tie.uses:
-            grad = self._main_grad(use.name) if use.name in here else self._room(tie, like)
+            grad = self.main_grad(use.name) if use.name in here else self._room(tie, like)
             self._from(use, grad)
             total = grad.clone() if total is None else total.add_(grad)
         assert total is not None
@@ -156,5 +156,6 @@ class Ties:
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))
 
-    def _main_grad(self, name: str) -> Tensor:
+    def main_grad(self, name: str) -> Tensor:
+        """Return where the gradient of a parameter of this rank is summed."""
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

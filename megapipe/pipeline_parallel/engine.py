@@ -81,7 +81,6 @@ class Request:
         around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is taken; waits for the samples that it needs.
-        on_layer_done: called with the numbers of a stage, of a layer in it and of all its layers, see PipelineStage.
         weights: what the table's passes of a stage as a whole do, of each chunk; None if it has none.
         on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
         stopwatch: takes the time of every pass.
@@ -105,7 +104,6 @@ class Request:
     around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
     on_stage_done: Callable[[int], None] | None = None
     read: Callable[[Pass], None] | None = None
-    on_layer_done: Callable[[int, int, int], None] | None = None
     weights: Sequence[Weights] | None = None
     on_loss: Callable[[Loss], None] | None = None
     stopwatch: Stopwatch | None = None
@@ -233,7 +231,7 @@ def _stages(
     lengths: Lengths,
 ) -> dict[int, PipelineStage]:
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-    around, done, place = step.around_last_backward, step.on_layer_done, table.placement
+    around, place = step.around_last_backward, table.placement
     moves = {} if step.forward_only else moves_of(table, chunks, host)
     shares, own = shares_of(place, chunks, step.forward_step_func)
     return {
@@ -257,7 +255,6 @@ def _stages(
             weights=step.weights[n] if step.weights else None,
             moves=moves.get(number),
             around_last_backward=around and partial(around, number),
-            on_layer_done=done and partial(done, number),
         )
         for n, (number, (module, _)) in enumerate(chunks.items())
     }

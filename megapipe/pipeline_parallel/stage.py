@@ -74,8 +74,6 @@ class PipelineStage:
         weights: what is done to the stage as a whole.
         moves: activations that the table moves out of the way; None where it has no O, L or R.
         around_last_backward: makes what is entered while the last backward runs.
-        on_layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of
-            those behind have the part of every microbatch.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data, or in an evaluation without loss_func the outputs.
@@ -102,7 +100,6 @@ class PipelineStage:
     weights: Weights | None = None
     moves: Activations | None = None
     around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
-    on_layer_done: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         module = self.module
@@ -203,11 +200,12 @@ class PipelineStage:
 
     def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
         """A context for a forward: lets the gradients of the last microbatch report their layers."""
-        done, module = self.on_layer_done, self.module
+        module = self.module
         completes = self.last is not None and microbatch == self.last.weights
-        if done is not None and completes and torch.is_grad_enabled() and isinstance(module, Layered):
-            return module.between_layers(self._reporting(done))
-        return nullcontext()
+        if not (completes and torch.is_grad_enabled() and isinstance(module, Layered)):
+            return nullcontext()
+        done = None if self.weights is None else self.weights.layer_done
+        return nullcontext() if done is None else module.between_layers(self._reporting(done))
 
     def _reporting(self, done: Callable[[int, int], None]) -> Callable[[Tensor], Tensor]:
         """A cut at which the gradient says that all layers behind have had their backward."""

@@ -49,7 +49,7 @@ from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
 from megapipe.plan.table import saved_bytes
 from megapipe.training.check import DatasetsProvider, as_here, check, settled, start_block
-from megapipe.training.driver import Driver
+from megapipe.training.driver import Course, Driver
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
 from megapipe.training.guards.kernels import use_alike
@@ -184,8 +184,6 @@ class Training:
         stages = Stages(config, schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
         optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.of_optimizer)
         _capture(stages, plan, report)
-        if optimizer.reduction.by_layers:
-            stages.on_layer_done = optimizer.reduction.start_early
         curve = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
         start = Progress.after(LoadedState(), config.train)
         run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, seams.lr)
@@ -212,20 +210,22 @@ class Training:
         gc.freeze()  # modules, model and tables stay: no collection within a step need walk them
         if config.train.manual_gc:
             gc.disable()
+        course, n = Course(), began
         with closing(self.saving):
-            while progress.iteration + driver.open < last:
-                self.profiler.before(progress.iteration + driver.open)
+            while n < last:
+                self.profiler.before(n)
                 self.seams.tell("before_step", run)
-                result = driver.step(lambda: stopping.wanted)
-                run.report.measure(run.stages.stopwatch, over=result is not None)
-                if result is not None:
-                    driver.ended(result)
-                self._collect(progress.iteration + driver.open, began)
-                self.profiler.after(progress.iteration + driver.open)
+                course = driver.step(course, lambda: stopping.wanted)
+                run.report.measure(run.stages.stopwatch, over=course.result is not None)
+                if course.result is not None:
+                    driver.ended(course.result)
+                n += 1
+                self._collect(n, began)
+                self.profiler.after(n)
                 if seconds and progress.iteration == began + 1:
                     run.mesh.set_timeout(seconds)
                 self.saving.look()
-                if driver.open:
+                if course.open:
                     continue
                 if hashes and progress.iteration % hashes == 0:
                     self._check_replicas(after=progress.iteration)
@@ -238,7 +238,7 @@ class Training:
                 if reason := stopping.reason(progress.iteration, asked):
                     run.say(reason)
                     break
-            self.profiler.close(progress.iteration + driver.open)
+            self.profiler.close(n)
             if config.checkpoint.save and self.saving.begun != progress.iteration:
                 self.saving.save(last=True)
             self.saving.finish(last=True)

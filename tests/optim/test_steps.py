@@ -41,8 +41,9 @@ def test_gradients_are_clipped_as_torch_does(clip: float, norm: float, factor: f
     weight, optimizer = one(TrainConfig(clip_grad=clip))
     assert optimizer.shrink(norm) == pytest.approx(factor, rel=1e-12)
     weight.main_grad.copy_(torch.tensor([norm, 0, 0, 0]))
-    optimizer.update(Rates(0.0), (1.0, optimizer.shrink(norm)))  # in whose sweep it is done
+    left = optimizer.update(optimizer.reduce(1.0), Rates(0.0), optimizer.shrink(norm))  # in whose sweep it is done
     assert weight.main_grad.tolist() == pytest.approx([norm * factor, 0, 0, 0])
+    assert left.scale == 1.0
 
 
 def test_a_step_takes_the_gradient_as_it_is_and_says_its_norm() -> None:
@@ -52,9 +53,9 @@ def test_a_step_takes_the_gradient_as_it_is_and_says_its_norm() -> None:
     assert weight.tolist() == [-0.5, 2, 3, 2]
     assert optimizer.steps == 1
     assert take_step(optimizer, 0.5, count_zeros=True).num_zeros == 2
-    assert optimizer.start_norm()() == 5.0
-    assert optimizer.start_norm(torch.tensor(2.0))() == 10.0
-    assert optimizer.start_norm(2.0)() == 10.0, "the one before scaled nothing"
+    assert optimizer.reduce().norm() == 5.0
+    assert optimizer.reduce(torch.tensor(2.0)).norm() == 10.0
+    assert optimizer.reduce(2.0).norm() == 10.0, "the one before scaled nothing"
     optimizer.zero_grad()
     assert weight.main_grad.tolist() == [0, 0, 0, 0]
     bad = take_step(optimizer, 0.5, grad_scale=float("nan"))
@@ -267,8 +268,8 @@ def test_buckets_begin_when_their_layers_are_done_each_once_and_the_last_with_it
     log: list[str] = []
     chunks: Any = [[Bucket(name, log) for name in names] for names in (("a4", "a2", "a0"), ("b1", "b0"))]
     ready = [[(4, 6), (2, 6), (0, 6)], [(1, 2), (0, 2)]]
-    reduction = Reduction(ProcessMesh.single(), chunks, ready, [], {}, NO_TIES)
-    for _ in range(2):  # a step leaves nothing for the next
+    for _ in range(2):
+        reduction = Reduction(chunks, ready, [], NO_TIES)
         for layer, names in ((5, []), (4, ["a4"]), (3, []), (4, []), (2, ["a2"]), (0, [])):
             reduction.start_early(0, layer, 6)
             assert begun(log) == names, layer
@@ -289,8 +290,6 @@ def test_buckets_begin_when_their_layers_are_done_each_once_and_the_last_with_it
 
 def test_a_later_layer_alone_begins_all_buckets_behind_it() -> None:
     log: list[str] = []
-    reduction = Reduction(
-        ProcessMesh.single(), [[Bucket(name, log) for name in "abc"]], [[(4, 6), (2, 6), (0, 6)]], [], {}, NO_TIES
-    )  # type: ignore[list-item]
+    reduction = Reduction([[Bucket(name, log) for name in "abc"]], [[(4, 6), (2, 6), (0, 6)]], [], NO_TIES)  # type: ignore[list-item]
     reduction.start_early(0, 1, 6)
     assert begun(log) == ["a", "b"]

@@ -15,6 +15,7 @@ from megapipe.distributed.axis import CPU
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of, config_of
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.stage import PipelineStage
@@ -227,7 +228,8 @@ class Three(nn.Module):
 @pytest.mark.parametrize("last", [Last(0, 1), Last(1, 0), None])
 def test_layers_report_when_their_gradients_have_the_last_microbatch_from_the_last_layer_on(last: Last | None) -> None:
     seen: list[Any] = []
-    own = stage(module := Three(), last=last, on_layer_done=lambda layer, layers: seen.append((layer, layers)))
+    weights = Weights(lambda: print, lambda: print, layer_done=lambda layer, layers: seen.append((layer, layers)))
+    own = stage(module := Three(), last=last, weights=weights)
     for n in (0, 1):
         own.forward(n, X)
     for n in (0, 1):

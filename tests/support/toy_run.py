@@ -82,7 +82,7 @@ class Run:
     def train(self, first, last):
         for step in range(first, last + 1):
             self.optimizer.zero_grad()
-            self.optimizer.reduction.begin(0)
+            self.optimizer.reduction().begin(0)
             for name, param in self.stages[0].named_parameters():
                 sums = self.mesh.dp.size / self.mesh.edp.size if layout(name).experts else 1
                 param.main_grad.add_(split(full(name, step), name, self.mesh) * sums)

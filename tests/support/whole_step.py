@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Rates
 
 
@@ -24,11 +25,16 @@ def take_step(
     grad_scale: float | Tensor = 1.0,
     count_zeros: bool = False,
     ends_lr: float | None = None,
+    sums: Reduction | None = None,
 ) -> StepInfo:
-    """Reduce, scale, clip and update, unless the norm is not finite. Collective over the mesh."""
-    norm = optimizer.start_norm(grad_scale)()
+    """Reduce, scale, clip and update, unless the norm is not finite. Collective over the mesh.
+
+    sums: of this step, some of which have begun.
+    """
+    gradients = optimizer.reduce(grad_scale, sums)
+    norm = gradients.norm()
     if not math.isfinite(norm):
         return StepInfo(norm, skipped=True)
     zeros = optimizer.count_zeros() if count_zeros else None
-    optimizer.update(Rates(lr, ends_lr), (grad_scale, optimizer.shrink(norm)))
+    optimizer.update(gradients, Rates(lr, ends_lr), optimizer.shrink(norm))
     return StepInfo(norm, num_zeros=zeros)

@@ -83,8 +83,6 @@ class Training:
         self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD)
         self.pipeline._forward_backward.variable_seq_lengths = case.variable
         self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.of_optimizer)
-        if case.buckets > 1:
-            self.pipeline.on_layer_done = self.optimizer.reduction.start_early
         self.scale = LossScale.start(self.config.train)
 
     def step(self, number: int) -> StepResult:

@@ -20,16 +20,14 @@ def parts_of(training: Training) -> dict[str, float]:
         training.driver.whole()
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
     # Of this step, not of the start, where all is whole.
-    shares, optimizer.live.peak = optimizer.reduction.sharded, optimizer.live.bytes
+    shares, optimizer.live.peak = optimizer.reduction().sharded, optimizer.live.bytes
     held = _Parts(run.modules, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
         training.driver.whole()
     # Of shares, and what was whole at the most, which `live` does not tell apart: weights are what runs read.
     gradients = sum(x.nbytes for b in shares for x in b.parts)
     gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in shares)
-    weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(
-        b.own_weights for b in optimizer.buffers
-    )
+    weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(b.shard for b in optimizer.buffers)
     # A table that moves activations has hooks of its own inside of these, and counts what is here, the head's with it.
     host = run.stages.host
     moving = host.held.peak if host.sizes else 0

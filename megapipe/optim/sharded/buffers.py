@@ -13,7 +13,6 @@ Weights that are used several times have their gradients whole in `tied`, as the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,64 +20,14 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis, Pending
 from megapipe.optim.buffers import ALIGN, FlatBuffers
-
-
-@dataclass(eq=False)
-class Live:
-    """Bytes of whole weights and gradients that are there, of all stages of a rank."""
-
-    bytes: int = 0
-    peak: int = 0
-
-    def add(self, size: int) -> None:
-        """Count so many more."""
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-
-class Passing:
-    """A flat tensor that is alone in its storage, whose memory comes and goes."""
-
-    def __init__(self, flat: Tensor, live: Live) -> None:
-        self.flat, self._live, self._bytes = flat, live, flat.nbytes
-        self.there = True
-        live.add(self._bytes)
-
-    def come(self) -> None:
-        """Take memory, of any content."""
-        assert not self.there
-        self.flat.untyped_storage().resize_(self._bytes)
-        self.there = True
-        self._live.add(self._bytes)
-
-    def go(self) -> None:
-        """Give the memory back."""
-        if self.there:
-            self.flat.untyped_storage().resize_(0)
-            self.there = False
-            self._live.add(-self._bytes)
-
-
-def start_filling(whole: Passing, shard: Tensor, shares: Axis) -> Callable[[], None]:
-    """Begin to gather a tensor of everyone's shards if it is not there; what is returned waits for it."""
-    if whole.there or not whole.flat.numel():
-        return lambda: None
-    whole.come()
-    pending = shares.start_all_gather(shard, into=whole.flat)
-
-    def finish() -> None:
-        if (gathered := pending.wait()) is not whole.flat:
-            whole.flat.copy_(gathered)
-
-    return finish
+from megapipe.optim.sharded.passing import Live, Passing
 
 
 class ShardedBuffers(FlatBuffers):
-    """FlatBuffers under ZeRO-1 that come and go; other arguments as there.
+    """FlatBuffers under ZeRO-1 whose gradients come and go; other arguments as there.
 
     Args:
         tied: names of weights that are used several times.
-        drops_weights: weights come and go too.
     Attributes:
         total: this rank's share of the step's gradients, summed.
     """
@@ -89,12 +38,12 @@ class ShardedBuffers(FlatBuffers):
         borrowed: Collection[str] = (),
         *,
         tied: Collection[str],
-        drops_weights: bool,
         live: Live,
         **given: Any,
     ) -> None:
-        super().__init__(params, borrowed, distributed=True, **given)
-        self._tied, end = dict[str, int](), 0
+        super().__init__(params, borrowed, live=live, **given)
+        self._tied = dict[str, int]()
+        end = 0
         for name in (name for name in params if name in tied):
             self._tied[name] = end
             end += -(-params[name].numel() // ALIGN) * ALIGN
@@ -109,18 +58,10 @@ class ShardedBuffers(FlatBuffers):
         self._grads.go()
         self._pending: Pending | None = None
         self._summed = False
-        self._weights = Passing(self.model, live) if drops_weights else None
-        self.shard = self.model[self.share].clone() if drops_weights else self.model[self.share]
-        if not self.rounds:
-            self.main = self.shard
 
     def _main_grad(self, name: str) -> Tensor:
         start, shape = self._tied.get(name), self._where[name][1]
         return self.view(self.grads, name) if start is None else self.tied[start : start + shape.numel()].view(shape)
-
-    @property
-    def own_weights(self) -> Tensor:
-        return self.shard
 
     @property
     def reduced(self) -> Tensor:
@@ -180,16 +121,3 @@ class ShardedBuffers(FlatBuffers):
         """Put this rank's shares of them among the others, once the gradients of all uses are added."""
         for name in self._tied.keys() & set(self.own):
             self.own_part(self.total, name).copy_(self.share_of(self._main_grad(name), name))
-
-    def start_gather(self) -> Callable[[], None]:
-        if self._weights is None:
-            return super().start_gather()
-        return start_filling(self._weights, self.shard, self.shares)
-
-    def drop(self) -> None:
-        if self._weights is not None:
-            self._weights.go()
-
-    def take_share(self) -> None:
-        if self._weights is not None and self._weights.there:
-            self.shard.copy_(self.model[self.share])

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.optim.buffers import FlatBuffers
-from megapipe.optim.sharded.buffers import Live, Passing, ShardedBuffers, start_filling
+from megapipe.optim.sharded.buffers import ShardedBuffers
+from megapipe.optim.sharded.passing import Live, Passing, apart, start_filling
 from megapipe.tensor_parallel.fp8.products import WEIGHT, Scaled
 from megapipe.tensor_parallel.fp8.quantise import (
     Quantised,
@@ -109,19 +110,25 @@ class _Matrix:
         self.products.given[self.number] = Quantised(values, factors, self.r, self.block), amaxes
 
 
-class _InEightBits(FlatBuffers):
-    """The weights of FlatBuffers, or of ShardedBuffers, as above."""
+class InEightBits(FlatBuffers):
+    """FlatBuffers under ZeRO-1 whose weights passes have in eight bits; other arguments as there.
 
-    def begin(
-        self, params: Mapping[str, nn.Parameter], products: Mapping[str, Scaled], live: Live, drops: bool
+    Args:
+        products: of each weight.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        borrowed: Collection[str] = (),
+        *,
+        products: Mapping[str, Scaled],
+        live: Live,
+        **given: Any,
     ) -> None:
-        """Take the weights as they are."""
+        super().__init__(params, borrowed, drops=True, live=live, **given)
         self._params = params
-        self.shard = self.model[self.share].clone()
-        if not self.rounds:
-            self.main = self.shard
         self._matrices = [matrix for name in self.own for matrix in self._matrices_of(name, products[name])]
-        self._drops, self._model = drops, Passing(self.model, live)
         self._bytes = Passing(torch.empty_like(self.model, dtype=torch.uint8), live)
         self._bytes.go()
         # Parameters outside of `whole`: their shape, and a place for each matrix. Who reads them gets no number.
@@ -136,37 +143,32 @@ class _InEightBits(FlatBuffers):
             own = slice(mine.start + self.share.start - start, mine.stop + self.share.start - start)
             yield _Matrix(products, number, start, r, k, own, mine)
 
-    @property
-    def own_weights(self) -> Tensor:
-        return self.shard
-
     def start_gather(self) -> Callable[[], None]:
         if not self._bytes.there:
             self._bytes.come()
         largest = torch.cat([matrix.largest(self.shard).view(-1) for matrix in self._matrices])
         parts = torch.split(self.shares.all_reduce(largest, "max"), [prod(matrix.scales) for matrix in self._matrices])
-        mine, given = self._bytes.flat[self.share], list[tuple[Tensor, Tensor]]()
+        mine = self._bytes.flat[self.share]
+        given = list[tuple[Tensor, Tensor]]()
         for matrix, part in zip(self._matrices, parts, strict=True):
             amaxes = part.view(matrix.scales)
             cast, factors = matrix.cast(self.shard, amaxes)
             mine[matrix.mine] = cast.view(torch.uint8)
             given.append((factors, amaxes))
-        pending = self.shares.start_all_gather(mine if mine.is_cuda else mine.clone(), into=self._bytes.flat)
+        fill = start_filling(self._bytes.flat, apart(mine), self.shares)
 
         def finish() -> None:
-            if (whole := pending.wait()) is not self._bytes.flat:
-                self._bytes.flat.copy_(whole)
+            fill()
             for matrix, found in zip(self._matrices, given, strict=True):
                 matrix.give(self._bytes.flat, *found)
 
         return finish
 
     def drop(self) -> None:
-        if self._drops:
-            self._bytes.go()
+        self._bytes.go()
 
     def start_whole(self) -> Callable[[], None]:
-        fill = start_filling(self._model, self.shard, self.shares)
+        fill = super().start_gather()
 
         def finish() -> None:
             fill()
@@ -175,39 +177,12 @@ class _InEightBits(FlatBuffers):
 
         return finish
 
-    def drop_whole(self) -> None:
-        self._model.go()
+    def end_whole(self) -> None:
+        super().end_whole()
+        super().drop()
         for name, shape in self._shapes.items():
             self._params[name].data = shape
 
-    def take_share(self) -> None:
-        if self._model.there:
-            self.shard.copy_(self.model[self.share])
 
-
-class _ShardedEightBits(_InEightBits, ShardedBuffers):
-    """Such weights beside gradients that come and go."""
-
-
-def eight_bits(
-    params: Mapping[str, nn.Parameter],
-    borrowed: Collection[str] = (),
-    *,
-    products: Mapping[str, Scaled],
-    drops_weights: bool,
-    live: Live,
-    shards_grads: bool = False,
-    **given: Any,
-) -> FlatBuffers:
-    """Return flat buffers of such weights under ZeRO-1, or with gradients that come and go.
-
-    Args:
-        products: of each weight. Other arguments are those of ShardedBuffers.
-    """
-    made: _InEightBits
-    if shards_grads:
-        made = _ShardedEightBits(params, borrowed, tied=(), drops_weights=False, live=live, **given)
-    else:
-        made = _InEightBits(params, borrowed, distributed=True, **given)
-    made.begin(params, products, live, drops_weights)
-    return made
+class ShardedInEightBits(InEightBits, ShardedBuffers):
+    """Such weights, whose gradients come and go."""

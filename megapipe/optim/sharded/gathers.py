@@ -29,8 +29,10 @@ class Gathers:
         drops: bool = False,
         in_eight_bits: bool = False,
     ) -> None:
-        self._chunks, self._lenders, self._drops, self._in_eight_bits = chunks, lenders, drops, in_eight_bits
-        self._stale, self._gathering = set[int](), dict[int, Callable[[], None]]()
+        self._chunks, self._lenders = chunks, lenders
+        self._drops, self._in_eight_bits = drops, in_eight_bits
+        self._stale = set[int]()
+        self._gathering = dict[int, Callable[[], None]]()
         self._users: list[set[int]] = [set() for _ in chunks]
 
     def updated(self) -> None:
@@ -82,8 +84,7 @@ class Gathers:
             yield
         finally:
             for buffers in everything:
-                buffers.take_share()
-                buffers.drop_whole()
+                buffers.end_whole()
             for chunk in range(len(self._chunks)):
                 self.drop(chunk)
             if self._in_eight_bits:

@@ -49,6 +49,8 @@ class Weights:
             again. None where no table has V.
         begin: take memory for the gradients of a run of passes.
         drop: let go of the weights that were gathered for one.
+        layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of later
+            layers have the part of every microbatch. None if nobody asks.
     """
 
     reduce: Callable[[], Callable[[], None]]
@@ -57,6 +59,7 @@ class Weights:
     validate: Callable[[], bool] | None = None
     begin: Callable[[], None] = lambda: None
     drop: Callable[[], None] = lambda: None
+    layer_done: Callable[[int, int], None] | None = None
 
 
 def weights_of(stage: Any) -> Weights:

@@ -48,7 +48,6 @@ class Stages:
         stopwatch: of the last step of training whose passes are over.
         routers: of the layers with experts here.
         scales: of the products in eight bits here.
-        on_layer_done: as in a Request, with a stage's number among this rank's.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Stages:
     ) -> None:
         self.config, self.modules, self.mesh = config, modules, mesh
         self.stopwatch = Stopwatch(mesh.device)
-        self.on_layer_done: Callable[[int, int, int], None] | None = None
         self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
         self._add_up = Adder(mesh)
         mirrored = schedule.placement.num_chains > 1
@@ -155,8 +153,7 @@ class Stages:
         for module in self.modules:
             module.train(not evaluate)
         self.routers.begin()
-        losses, done = list[Loss](), self.on_layer_done
-        chunk = {stage: i for i, stage in enumerate(self._own)}
+        losses = list[Loss]()
         documents = lru_cache(maxsize=64)(partial(self._documents, microbatches))
         borders = documents if config.parallel.pipeline_slice_cuts == DOCUMENTS else None
         batches = [self._batches(stage, microbatches, borders) for stage in self._own]
@@ -175,7 +172,6 @@ class Stages:
                 documents=borders,
                 read=partial(self._read, microbatches),
                 stopwatch=(watch := Stopwatch(self.mesh.device, self.schedule)),
-                on_layer_done=done and (lambda stage, layer, layers: done(chunk[stage], layer, layers)),
                 weights=weights,
                 stream=lambda i: Stream(config.train.seed, consumed + (i * dp.size + dp.rank) * b, documents(i)),
             )

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
 from megapipe.config import Config
 from megapipe.data.loader import Microbatch
-from megapipe.distributed.late import Late, read_together
-from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.rule import Factors, Rates
+from megapipe.distributed.late import read_together
+from megapipe.optim.optimizer import Gradients, Optimizer
+from megapipe.optim.reduction import Reduction
+from megapipe.optim.rule import Rates
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.training.steps.routers import Routed
 from megapipe.training.steps.stages import Stages
@@ -64,36 +65,45 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """All that an update changes, as it was before: 12 bytes per owned parameter."""
+
+    tensors: Sequence[Tensor]
+    steps: int
+
+
+@dataclass(frozen=True)
 class Update:
     """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
 
     Attributes:
-        scale: of the gradients; an update leaves them multiplied by it.
+        config: of this step; the stages may have another batch when it ends.
+        gradients: as `begin` has left them.
         moved: `Stages.moving` after the step.
-        kept: main parameters, moments and what moves before the update, 12 bytes per owned parameter; None if the
-            update waits for the norm.
+        kept: to go back to; None if the update waits for the norm.
     """
 
     stages: Stages
     config: Config
     optimizer: Optimizer
     rates: Rates
-    scale: float | Tensor
-    norm: Late[float]
+    gradients: Gradients
     moved: Sequence[Tensor]
-    kept: Sequence[Tensor] | None
+    kept: Kept | None = None
 
     @staticmethod
-    def begin(stages: Stages, optimizer: Optimizer, rates: Rates, scale: float | Tensor, *, late: bool) -> Update:
+    def begin(
+        stages: Stages, optimizer: Optimizer, sums: Reduction, rates: Rates, scale: float | Tensor, *, late: bool
+    ) -> Update:
         """Reduce the gradients, begin to take their norm times `scale`; if `late`, update without it."""
-        norm, frozen = optimizer.start_norm(scale), stages.config.train.freeze_all_layers
+        gradients, frozen = optimizer.reduce(scale, sums), stages.config.train.freeze_all_layers
         # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
         moved = () if frozen else stages.moved()
-        kept = [x.clone() for x in _state(stages, optimizer)] if late else None
-        update = Update(stages, stages.config, optimizer, rates, scale, norm, moved, kept)
-        if late:
-            update._apply((scale, 1.0))
-        return update
+        update = Update(stages, stages.config, optimizer, rates, gradients, moved)
+        if not late:
+            return update
+        update = replace(update, kept=Kept([x.clone() for x in update._changes], optimizer.steps))
+        return replace(update, gradients=update._apply())
 
     def end(self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False) -> StepResult:
         """Update if that was not done or was wrong, and if the losses are not refused. Nothing is updated by numbers
@@ -106,7 +116,7 @@ class Update:
         if undone:
             self._restore()
         if good and (undone or not late):
-            self._apply((1.0 if late else self.scale, optimizer.shrink(norm)))
+            self._apply(optimizer.shrink(norm))
         # Nothing to update by: the model's own weights are made again of the main parameters that were put back.
         elif undone:
             optimizer.spread()
@@ -124,30 +134,38 @@ class Update:
             routed=self.stages.routers.read(totals.beside, self.config),
         )
 
-    def _apply(self, factors: Factors) -> None:
+    def _apply(self, shrink: float = 1.0) -> Gradients:
+        """Update, and return the gradients as that leaves them."""
         # Before the update, which may have to quantise weights by them.
         for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
             x.copy_(after)
-        self.optimizer.update(self.rates, factors, keeps_grads=self.kept is not None)
+        return self.optimizer.update(self.gradients, self.rates, shrink, keeps_grads=self.kept is not None)
 
     def _restore(self) -> None:
-        for x, before in zip(_state(self.stages, self.optimizer), self.kept or (), strict=True):
+        assert self.kept is not None
+        for x, before in zip(self._changes, self.kept.tensors, strict=True):
             x.copy_(before)
-        self.optimizer.steps -= 1
+        self.optimizer.steps = self.kept.steps
         self.stages.scales.begin()  # the next step's forwards so far have seen the wrong weights, and come again
 
+    @property
+    def _changes(self) -> list[Tensor]:
+        """All tensors that an update changes."""
+        moments = [x for flats in self.optimizer.moments.values() for x in flats]
+        return [*(b.main for b in self.optimizer.owned), *moments, *self.stages.moving]
 
-def _state(stages: Stages, optimizer: Optimizer) -> list[Tensor]:
-    """All that an update changes."""
-    moments = [x for flats in optimizer.moments.values() for x in flats]
-    return [*(b.main for b in optimizer.owned), *moments, *stages.moving]
 
-
-def weights_of(optimizer: Optimizer) -> list[Weights]:
-    """The reductions and gathers of each of this rank's stages."""
-    reduce, gathers, begin = optimizer.reduction.start, optimizer.gathers, optimizer.reduction.begin
+def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:
+    """The work of a step's passes on the weights of each of this rank's stages."""
+    sums, gathers = sums or optimizer.reduction(), optimizer.gathers
     return [
-        Weights(partial(reduce, n), partial(gathers.start, n), begin=partial(begin, n), drop=partial(gathers.drop, n))
+        Weights(
+            partial(sums.start, n),
+            partial(gathers.start, n),
+            begin=partial(sums.begin, n),
+            drop=partial(gathers.drop, n),
+            layer_done=partial(sums.start_early, n) if sums.by_layers else None,
+        )
         for n in range(len(optimizer.chunks))
     ]
 
@@ -168,13 +186,14 @@ def train_step(
     refuses: is nothing to be updated after these losses?
     """
     optimizer.zero_grad()
-    weights, position = weights_of(optimizer), stages.mesh.position
+    sums, position = optimizer.reduction(), stages.mesh.position
+    weights = weights_of(optimizer, sums)
     late = stages.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
     per_token = stages.config.train.calculate_per_token_loss
     scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / stages.mesh.dp.size
-    # start_norm waits for the reductions: a rank that hangs there is to be named with this place.
+    # The update waits for the reductions: a rank that hangs there is to be named with this place.
     position.enter("the optimizer step")
-    update = Update.begin(stages, optimizer, rates, scale / loss_scale, late=False)
-    totals, norm = read_together(late, update.norm)
+    update = Update.begin(stages, optimizer, sums, rates, scale / loss_scale, late=False)
+    totals, norm = read_together(late, update.gradients.norm)
     position.leave()
     return update.end(norm, totals, refuses)

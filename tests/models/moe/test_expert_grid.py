@@ -59,7 +59,7 @@ def test_gradients_of_ones_have_the_norm_of_all_parameters(layout):
             layout = layout_of(param)
             summed = mesh.edp.size if layout.experts else mesh.dp_cp.size * (mesh.tp.size if layout.sum_over_tp else 1)
             param.main_grad.fill_(1 / summed / mesh.twins.size)
-        return optimizer.start_norm()()
+        return optimizer.reduce().norm()
 
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1} | layout
     for found in run_threads(norm, **sizes):  # one element more or less is 1e-5; rows are summed in float32

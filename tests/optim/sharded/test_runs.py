@@ -12,7 +12,8 @@ from tiny import STYLES
 from megapipe.config import ParallelConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.optim.sharded.buffers import Live, ShardedBuffers
+from megapipe.optim.sharded.buffers import ShardedBuffers
+from megapipe.optim.sharded.passing import Live
 from megapipe.pipeline_parallel.passes.begin import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step

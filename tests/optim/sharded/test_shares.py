@@ -31,8 +31,9 @@ def trained(mesh: ProcessMesh, shards: dict[str, bool], dtype: torch.dtype, *, o
     """Norm of every step, the weights, and most bytes that were whole. often: gradients are reduced twice a step."""
     net = model(dtype)
     optimizer = Optimizer([net], TrainConfig(clip_grad=0.5), mesh, distributed=True, **shards)
-    gathers, reduction, norms = optimizer.gathers, optimizer.reduction, []
+    gathers, norms = optimizer.gathers, []
     for step in range(STEPS):
+        reduction = optimizer.reduction()
         assert not optimizer.live.bytes
         optimizer.zero_grad()
         graphs = []
@@ -47,7 +48,7 @@ def trained(mesh: ProcessMesh, shards: dict[str, bool], dtype: torch.dtype, *, o
             gathers.drop(0)
             if often or number == 1:
                 reduction.start(0)()
-        norms.append(take_step(optimizer, 0.01, 1 / mesh.dp.size).grad_norm)
+        norms.append(take_step(optimizer, 0.01, 1 / mesh.dp.size, sums=reduction).grad_norm)
     with gathers.whole():
         weights = torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
     assert optimizer.live.bytes == 0

@@ -30,15 +30,20 @@ def config(folder, *, late: bool, signals: bool = False) -> Config:
 
 def run(config: Config, at: int | None = None, happens=None) -> tuple[int, dict[str, torch.Tensor]]:
     """Its exit code, and weights and moments at the end. at: the iteration in whose first forward something happens."""
+    begun, done = [], []
 
     def step(data, model):
-        now = training.driver.open + training.run.progress.iteration + 1
-        if now == at and model.training and not done:
+        if begun and begun[-1] == at and model.training and not done:
             done.append(happens())
         return forward_step(data, model)
 
-    done = []
+    def passes(batches, consumed, *, iteration=None, **how):
+        begun.append(iteration)
+        return run_passes(batches, consumed, iteration=iteration, **how)
+
     training = Training(config, ProcessMesh.single(), gpt_provider, step, made_datasets(), VOCAB - 1, time.monotonic())
+    stages = training.run.stages
+    run_passes, stages.run = stages.run, passes
     code = training.train()
     state = training.run.optimizer.state() | {"weights": training.run.optimizer.params}
     return code, {f"{kind} {n}": x.detach().clone() for kind, of in state.items() for n, x in of.items()}

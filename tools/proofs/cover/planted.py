@@ -47,14 +47,14 @@ _EXPERTS = ("softmax", "sigmoid", "shared", "jitter", "capacity")
 DEFECTS = {
     "an undone update still counts as a step of Adam": Planted(
         "training/steps/step.py",
-        "        self.optimizer.steps -= 1\n",
+        "        self.optimizer.steps = self.kept.steps\n",
         "",
         {"update": ["validated"], "spoiled": ["large"]},
     ),
     "an undone update leaves the biases of routers moved": Planted(
         "training/steps/step.py",
-        "return [*(b.main for b in optimizer.owned), *moments, *stages.moving]",
-        "return [*(b.main for b in optimizer.owned), *moments]",
+        "return [*(b.main for b in self.optimizer.owned), *moments, *self.stages.moving]",
+        "return [*(b.main for b in self.optimizer.owned), *moments]",
         {"update": ["validated"], "router": ["sigmoid"], "spoiled": ["large", "infinite"]},
     ),
     "gradients are divided by context-parallel ranks too": Planted(
@@ -77,14 +77,14 @@ DEFECTS = {
     ),
     "shards of gradients are not summed over tensor parallel": Planted(
         "optim/reduction.py",
-        "        buffers.sum_over_tp(self.mesh.tp)\n",
-        "        if buffers.shares.size == 1:\n            buffers.sum_over_tp(self.mesh.tp)\n",
+        "        buffers.sum_over_tp(self.ties.mesh.tp)\n",
+        "        if buffers.shares.size == 1:\n            buffers.sum_over_tp(self.ties.mesh.tp)\n",
         {"tp": ["2"], "sharding": _SPLIT, "sequence": ["split"]},
     ),
     "what was reduced in one step is not reduced in the next": Planted(
-        "optim/reduction.py",
-        "        self._begun.clear()\n",
-        "",
+        "training/steps/step.py",
+        "    sums, position = optimizer.reduction(), stages.mesh.position\n",
+        "    sums = vars(optimizer).setdefault('sums', optimizer.reduction())\n    position = stages.mesh.position\n",
         {"dp": ["2"], "overlap": ["none"]},
     ),
     "loads of experts are not summed over context parallel": Planted(
@@ -149,8 +149,8 @@ DEFECTS = {
     ),
     "the loss scale of an open step is not doubled": Planted(
         "training/driver.py",
-        "return (scale.after(False, self.run.config.train) if self.open else scale).scale",
-        "return scale.scale",
+        "return (now.after(False, run.config.train) if course.open else now).scale",
+        "return now.scale",
         {"precision": ["fp16"], "update": ["validated", "after-1"]},
     ),
     "a mask is drawn for this rank's part of the sequence": Planted(

@@ -161,8 +161,7 @@ def update(config: ModelConfig) -> tuple[Roofline, int]:
     model = GPTModel(config, LayerSpan(0, 2, False, False), Axis(device=GPU)).to(GPU).bfloat16()
     optimizer = Optimizer([model], TrainConfig(bf16=True, clip_grad=1.0), ProcessMesh.single(GPU))
     with Roofline() as roof:
-        optimizer.start_norm(0.125)
-        optimizer.update(Rates(1e-3), (0.125, optimizer.shrink(2.0)))
+        optimizer.update(optimizer.reduce(0.125), Rates(1e-3), optimizer.shrink(2.0))
         optimizer.zero_grad()
     return roof, sum(param.numel() for param in model.parameters())
 

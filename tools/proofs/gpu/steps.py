@@ -21,6 +21,7 @@ from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.flags.parse import parse
 from megapipe.plan import Plan, with_batch
 from megapipe.training.check import as_here
+from megapipe.training.driver import Course
 from megapipe.training.pretrain import Training
 from megapipe.training.steps.stages import evaluate
 from megapipe.training.steps.step import weights_of
@@ -65,10 +66,11 @@ def records_of(flags: str, world: int, whole: int) -> dict[int, list[Item]]:
 
 def _run(config: Config, plan: Plan, by: Recorder, answers: Answers) -> None:
     with started(config, plan, by, answers) as training:
+        course = Course()
         for _ in range(2):
-            training.driver.step(lambda: False)
-        if training.driver.open:
-            training.driver._end()
+            course = training.driver.step(course, lambda: False)
+        if course.open:
+            training.driver.end(course.open, course.good)
         training.run.optimizer.gathers.settle()
         stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
         batches = _batch(config) * config.evaluation.num_microbatches
@@ -81,9 +83,9 @@ def host_waits(flags: str, world: int) -> Counter[str]:
     answers, counted = answers_of(config, plan, world_ranks(config)), list[Counter[str]]()
     for rank in world_ranks(config):
         with started(config, plan, by := Recorder(rank), answers) as training:
-            training.driver.step(lambda: False)
+            course = training.driver.step(Course(), lambda: False)
             before = len(by.items)
-            training.driver.step(lambda: False)
+            training.driver.step(course, lambda: False)
         counted.append(Counter(item.why for item in by.items[before:] if isinstance(item, Host)))
     return max(counted, key=Counter.total)
 
