@@ -39,6 +39,6 @@ python -m megapipe quickstart --folder "$RUN" --ids "${VOCAB_SIZE:-4096}" "${RUN
   --save-interval "${ITERS:-45}" "$@"
 echo "== What it did"
 python -m megapipe.commands.start.ended "$RUN/metrics.jsonl"
-echo "== What each part costs of a microbatch, timed here in one process"
+echo "== What each part costs of a microbatch, counted"
 python tools/plan.py "${RUN_FLAGS[@]}" --data-path "$RUN/stdlib_text_document" --tokenizer-model "$RUN/tokenizer.model" \
-  --parts --measure "$@" | sed -n '/^part /,$p'
+  --parts "$@" | sed -n '/^part /,$p'

@@ -128,4 +128,4 @@ def test_every_command_has_files_that_can_be_damaged_or_words():
         assert "--help" in scene.known
         assert len({*scene.known}) > 2
     assert "--top-k" in read_scenes()["checkpoints for text"].known
-    assert "--measure" in read_scenes()["flags of plan.py"].known
+    assert "--parts" in read_scenes()["flags of plan.py"].known

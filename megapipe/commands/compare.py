@@ -11,16 +11,15 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from megapipe.checks.run import validate
+from megapipe.commands.plan.held_bytes import held_in_step
 from megapipe.commands.ranks import run_ranks
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets
@@ -88,37 +87,6 @@ class Row:
     stages: float
     messages: float
     host: float
-
-
-class Held:
-    """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
-        self.uses: Counter[int] = Counter()
-        self.bytes = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> Tensor | Kept:
-        storage = tensor.untyped_storage()
-        return tensor if storage._cdata in self.parameters else Kept(self, tensor, storage.data_ptr())
-
-    def add(self, key: int, size: int, uses: int) -> None:
-        """One use more or less."""
-        before = self.uses[key] > 0
-        self.uses[key] += uses
-        self.bytes += size * ((self.uses[key] > 0) - before)
-        self.peak = max(self.peak, self.bytes)
-
-
-class Kept:
-    """A saved tensor, counted as long as the graph has it."""
-
-    def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
-        self.held, self.tensor, self.key, self.size = held, tensor, key, tensor.untyped_storage().nbytes()
-        held.add(key, self.size, 1)
-
-    def __del__(self) -> None:
-        self.held.add(self.key, self.size, -1)
 
 
 @dataclass(frozen=True)
@@ -215,9 +183,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
         loss = training.driver.whole().losses["lm loss"]
         took.append(time.perf_counter() - began)
         ran += ran_by_all([training.run.stages.stopwatch], mesh.pp)
-    sent_bytes, held = sent[0] / steps, Held(training.run.modules)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
-        training.driver.whole()
+    sent_bytes, held = sent[0] / steps, held_in_step(training)
     most = torch.tensor([statistics.median(took), float(held.peak), loss], dtype=torch.float64)
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()

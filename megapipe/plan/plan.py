@@ -82,7 +82,7 @@ class Plan:
 
     def _copied_byte(self, counted: Costs, timed: Costs) -> float:
         """The time of a byte to the host, in the unit of the given times: ranks share FLOPs over tp, and not a copy."""
-        each = FLOPS_PER_BYTE * self.tp if self.pieces.copied_byte is None else self.pieces.copied_byte
+        each = FLOPS_PER_BYTE * self.tp
         given, flops = (sum(fmean(_tuple(x)) for x in (costs.f, costs.b, costs.w)) for costs in (timed, counted))
         return each if self.given is None else each * given / flops
 

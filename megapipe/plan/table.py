@@ -17,7 +17,7 @@ from megapipe.plan.transforms.told import moved_lines
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 
 
-def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool = False) -> str:
+def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
     """One line per stage.
 
     Layers by their global numbers, from 0; forward FLOPs of a microbatch over all tensor-parallel ranks; the stage's
@@ -25,7 +25,6 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
 
     Args:
         parameters: of each stage, counted on the built model; default: by formula.
-        seconds: times were measured, so that the forward is one and not a number of FLOPs.
     """
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works) or 1.0
@@ -37,16 +36,15 @@ def table(plan: Plan, parameters: Sequence[int] | None = None, *, seconds: bool 
             _numbers(plan.spans[stage]),
             _holds(plan.spans[stage]),
             f"{plan.works[stage].parameters if parameters is None else parameters[stage]:,}",
-            f"{plan.works[stage].f * (1e3 if seconds else 1e-9):.4g}",
+            f"{plan.works[stage].f * 1e-9:.4g}",
             f"{plan.works[stage].time / total:.1%}",
             f"{plan.peak_bytes[rank] / GIB:.3g}",
         )
         for stage, rank in enumerate(place.rank_of)
     ]
-    header = tuple("forward ms" if seconds and name == "forward GFLOP" else name for name in _HEADER)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADER, *rows)
     )
 
 

@@ -38,7 +38,6 @@ class Pieces:
         shares: ranks that share embedding and head, in passes of their own; 1: the ends of the model have them.
         depths: of multi-token prediction, each with a head.
         modules: of --offload-modules; all of what is held may be copied where there is none.
-        copied_byte: time of a byte to the host, or back; None: of FLOPS_PER_BYTE.
         hidden: bytes of hidden states, where they are and on a rank with a share of the vocabulary, which sees all.
         wide: bytes of a gradient of keys, which slices add up in float32, over those of a key.
     """
@@ -53,7 +52,6 @@ class Pieces:
     hidden: tuple[float, float] = (0.0, 0.0)
     wide: float = 1.0
     modules: tuple[str, ...] = ()
-    copied_byte: float | None = None
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:

@@ -186,6 +186,15 @@ def test_a_memory_that_means_nothing_is_refused(tool):
     assert "--memory-gib must be a number above 0, got nan" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("flag", "now"),
+    [("--measure", "megapipe rehearse times the stages"), ("--emulate-ms=3", "tools/bench/schedules.py")],
+)
+def test_flags_that_went_are_refused_with_what_does_their_work(flag: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} is gone: .*{now}"):
+        main([flag, *MODEL.split()])
+
+
 @pytest.mark.parametrize("flags", ["--gpus 64", "--processes=8"])
 def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all_commands(flags):
     with pytest.raises(ConfigError) as refused:
@@ -207,7 +216,7 @@ def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_
     ("flags", "says"),
     [
         ("--search --save-costs x.json", "--save-costs is of one plan, and --search compares many."),
-        ("--search --measure", "--measure is of one plan, and --search compares many."),
+        ("--search --parts", "--parts is of one plan, and --search compares many."),
         ("--device d.json", "--device d.json is of --search. Add that, or leave it out."),
     ],
 )

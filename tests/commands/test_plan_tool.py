@@ -33,14 +33,17 @@ def test_the_split_that_it_prints_has_the_depths_where_they_stand(capsys):
     assert capsys.readouterr().out.strip().splitlines()[-1] == "--pipeline-model-parallel-layout 'Ettm|t*4L'"
 
 
-def test_costs_that_it_measures_are_those_of_another_plan(tmp_path):
+def test_costs_of_a_rehearsal_are_those_of_another_plan(tmp_path):
     file = tmp_path / "costs.json"
-    measured = plan(f"--measure --save-costs {file}")
+    words = f"--world-size 2 --steps 1 --save-costs {file} -- --distributed-backend gloo"
+    measured = run(["tools/rehearse.py", *words.split(), *MODEL.split()])
     assert measured.returncode == 0, measured.stderr
+    assert f"costs of the stages: {file}, for --pipeline-costs of a run" in measured.stdout
     costs = load_costs(file)
     assert isinstance(costs.f, tuple)
-    assert len(costs.f) == 2  # seconds of two stages, the second with the head; and what a pass costs beside
-    assert 0 < costs.overhead < min(costs.f) < max(costs.f) < 10
+    assert len(costs.f) == 2  # seconds of two stages, the second with the head
+    assert 0 <= costs.overhead < 1
+    assert 0 < min(costs.f) <= max(costs.f) < 10
     assert plan(f"--costs {file} --pipeline-schedule zb-auto").returncode == 0
     refused = plan(f"--costs {file} --pipeline-schedule zb-v")
     assert "Costs.f names 2 stages, but the model is cut in 4" in refused.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.commands.compare import Held, Kept
 from megapipe.distributed.device import memory_bytes
 from megapipe.training.pretrain import Training
 
@@ -21,9 +21,7 @@ def parts_of(training: Training) -> dict[str, float]:
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
     # Of this step, not of the start, where all is whole.
     shares, optimizer.live.peak = optimizer.reduction().sharded, optimizer.live.bytes
-    held = _Parts(run.modules, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
-        training.driver.whole()
+    held = held_in_step(training, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
     # Of shares, and what was whole at the most, which `live` does not tell apart: weights are what runs read.
     gradients = sum(x.nbytes for b in shares for x in b.parts)
     gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in shares)
@@ -46,23 +44,50 @@ def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
     return {(x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in tensors}
 
 
-class _Parts(Held):
-    """Bytes that graphs hold, those of the logits apart. wide: their last dimension."""
+def held_in_step(training: Training, wide: int = 0) -> Held:
+    """Return the bytes that graphs hold in one more step. wide: the last dimension of logits."""
+    held = Held(training.run.modules, wide)
+    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
+        training.driver.whole()
+    return held
+
+
+class Held:
+    """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them: at most, and of the logits then."""
 
     def __init__(self, modules: Sequence[nn.Module], wide: int) -> None:
-        super().__init__(modules)
-        self.wide, self.sizes, self.of_head = wide, dict[int, int](), 0
+        self.parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
+        self.wide, self.logits = wide, dict[int, int]()
+        self.uses: Counter[int] = Counter()
+        self.bytes = self.peak = self.of_head = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
-        kept = super().pack(tensor)
-        if isinstance(kept, Kept) and self.wide in tensor.shape[-1:]:
-            self.sizes[kept.key] = kept.size
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.parameters:
+            return tensor
+        kept = Kept(self, tensor, storage.data_ptr())
+        if self.wide in tensor.shape[-1:]:
+            self.logits[kept.key] = kept.size
         return kept
 
     def add(self, key: int, size: int, uses: int) -> None:
-        before = self.peak
-        super().add(key, size, uses)
+        """Count one use more or less."""
+        before = self.uses[key] > 0
+        self.uses[key] += uses
+        self.bytes += size * ((self.uses[key] > 0) - before)
         if not self.uses[key]:
-            self.sizes.pop(key, None)
-        if self.peak > before:
-            self.of_head = sum(self.sizes.values())
+            self.logits.pop(key, None)
+        if self.bytes > self.peak:
+            self.peak = self.bytes
+            self.of_head = sum(self.logits.values())
+
+
+class Kept:
+    """A saved tensor, counted as long as the graph has it."""
+
+    def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
+        self.held, self.tensor, self.key, self.size = held, tensor, key, tensor.untyped_storage().nbytes()
+        held.add(key, self.size, 1)
+
+    def __del__(self) -> None:
+        self.held.add(self.key, self.size, -1)

@@ -1,8 +1,7 @@
 """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
 
-Takes the flags of megapipe pretrain. With --measure costs are timed on this machine; a layout found so can be copied
-into the flags of the run. With --search it looks for the best layout, micro batch, recomputation and schedule on
---world-size devices (megapipe/commands/plan/search/); flags that name these are not looked at, but for
+Takes the flags of megapipe pretrain. With --search it looks for the best layout, micro batch, recomputation and
+schedule on --world-size devices (megapipe/commands/plan/search/); flags that name these are not looked at, but for
 --pipeline-slices.
 """
 
@@ -17,22 +16,20 @@ from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import flag_problems, validate
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
-from megapipe.commands.plan.measure import measure
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.report import best_of, flags_of, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.progress import Progress
-from megapipe.config import Config, ModelConfig, ParallelConfig
+from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
-from megapipe.distributed.device import has_cuda, pick_device
+from megapipe.distributed.device import has_cuda
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
-from megapipe.models.provider import gpt_provider
-from megapipe.plan import GIB, Pieces, Plan, changes, layout_of_plan, make_plan, pieces_of, plan_of, table
+from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, table
 from megapipe.plan.slices import number_of
 from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
@@ -45,6 +42,7 @@ FORMER = {
     "--gpus": _RENAMED,
     "--processes": _RENAMED,
     "--emulate-ms": "is gone: in a clone tools/bench/schedules.py emulates the file of --save-schedule",
+    "--measure": "is gone: megapipe rehearse times the stages of a run, and its --save-costs writes them for --costs",
 }
 """Flags of earlier versions, and what to write now."""
 
@@ -57,8 +55,6 @@ class Flags:
     context x pipeline ranks.
     """
 
-    measure: bool = False
-    """Time the model's pieces here instead of counting FLOPs."""
     parts: bool = False
     """Also what the kinds of parts cost of a microbatch: attention, MLP, experts, both ends."""
     costs: str | None = None
@@ -96,16 +92,15 @@ def main(argv: Sequence[str]) -> None:
     text = [
         start_block(config),
         changes(plan),
-        table(plan, seconds=flags.measure),
+        table(plan),
         whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
         layout,
     ]
     if flags.parts:
-        timed = (lambda model: _cost(config, model, flags)) if flags.measure else None
-        text += ["", parts_table(parts(config, timed), seconds=flags.measure)]
-    tell("\n".join(line for line in text if line), numbers(plan, seconds=flags.measure), flags.json)
+        text += ["", parts_table(parts(config))]
+    tell("\n".join(line for line in text if line), numbers(plan), flags.json)
     if flags.save_costs:
-        _save(plan.costs, flags.save_costs)
+        save_costs(plan.costs, flags.save_costs)
     if flags.save_schedule:
         write_complete(flags.save_schedule, to_json(plan.schedule))
         say(f"the table: {flags.save_schedule}, for --pipeline-schedule of a run and megapipe schedules show")
@@ -115,7 +110,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
     """Numbers that mean nothing, and what acts on nothing."""
     if not 0 < flags.memory_gib < math.inf:
         yield f"--memory-gib must be a number above 0, got {flags.memory_gib:g}."
-    for name in ("measure", "parts", "costs", "save_costs", "save_schedule") if flags.search else ():
+    for name in ("parts", "costs", "save_costs", "save_schedule") if flags.search else ():
         if getattr(flags, name):
             yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
     if flags.memory_gib != Flags.memory_gib and not flags.search:
@@ -124,8 +119,8 @@ def _wrong(flags: Flags) -> Iterator[str]:
         yield f"--device {flags.device} is of --search. Add that, or leave it out."
 
 
-def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
-    """Numbers of the table and of the step. Times are seconds if they were measured, else FLOPs."""
+def numbers(plan: Plan) -> dict[str, Any]:
+    """Return the numbers of the table and of the step."""
     place, timeline = plan.schedule.placement, plan.timeline
     stages = [
         {
@@ -141,7 +136,7 @@ def numbers(plan: Plan, *, seconds: bool) -> dict[str, Any]:
     ]
     step = {"time": timeline.makespan, "bubble": timeline.bubble / timeline.makespan if timeline.makespan else 0.0}
     layout = layout_of_plan(plan)
-    told = {"schedule": plan.schedule.name, "layout": layout, "unit": "s" if seconds else "FLOP", "step": step}
+    told = {"schedule": plan.schedule.name, "layout": layout, "unit": "FLOP", "step": step}
     return told | {"peak_bytes": list(plan.peak_bytes), "stages": stages}
 
 
@@ -183,26 +178,14 @@ def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
         raise ConfigError(problems)
     if flags.costs is not None:
         config = replace(config, parallel=replace(config.parallel, pipeline_costs=flags.costs))
-    if flags.measure and config.parallel.pipeline_costs is not None:
-        raise ConfigError("--measure times the stages that --costs gives. Leave one out.")
-    par, given = config.parallel, config.check.world_size
-    pipeline = par.pipeline_model_parallel_size
-    config = replace(config, world_size=given if given and given > 0 else max(1, par.least_ranks))
+    given = config.check.world_size
+    config = replace(config, world_size=given if given and given > 0 else max(1, config.parallel.least_ranks))
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
-    if not flags.measure:
-        return config, make_plan(config)
-    return config, plan_of(config, _cost(config, config.model, flags).on(pipeline))
+    return config, make_plan(config)
 
 
-def _cost(config: Config, model: ModelConfig, flags: Flags) -> Pieces:
-    """The pieces of a model of this run, counted or timed."""
-    counted = pieces_of(config, model)
-    if not flags.measure:
-        return counted
-    return measure(replace(config, model=model), counted, gpt_provider, pick_device(config.parallel))
-
-
-def _save(costs: Costs, path: str) -> None:
+def save_costs(costs: Costs, path: str) -> None:
+    """Write the costs of a plan's stages, and say what reads them."""
     write_complete(path, dump_costs(costs))
     say(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of megapipe schedules")

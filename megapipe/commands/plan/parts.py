@@ -1,11 +1,11 @@
-"""A model by its kinds of parts, each counted, or timed here, as a layer that has nothing else.
+"""A model by its kinds of parts, each counted as a layer that has nothing else.
 
 `--parts` prints it below the plan: what attention, an MLP, experts, the shared expert and both ends cost of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import sub
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import layer_config
-from megapipe.plan import Pieces, Work, pieces_of
+from megapipe.plan import Work, pieces_of
 from megapipe.plan.context import MIB, expert_bytes
 
 _HEADER = ("part", "layers", "parameters", "of a token", "forward GFLOP", "of the work", "held MiB", "sent MiB")
@@ -37,13 +37,11 @@ class Layer(NamedTuple):
     """A part of a layer by itself. Attributes:
     model: its only layer has the part.
     without: that has all of it but the part, where it has more.
-    timed: that is timed for it; None for model.
     """
 
     name: str
     model: ModelConfig
     without: ModelConfig | None = None
-    timed: ModelConfig | None = None
 
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
@@ -57,30 +55,25 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
     if not model.has_experts:
         yield Layer("MLP", mlp)
         return
-    shared = model.moe_shared_expert_intermediate_size
     routed = replace(mlp, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
     yield Layer("router and experts", routed)
-    if shared:  # a difference of two times is mostly their noise
-        yield Layer("shared expert", mlp, routed, replace(routed, num_experts=None, ffn_hidden_size=shared))
+    if model.moe_shared_expert_intermediate_size:
+        yield Layer("shared expert", mlp, routed)
 
 
-def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) -> list[Part]:
-    """The parts of a model in the order of their first layers. timed: times of a model's pieces, in place of FLOPs."""
+def parts(config: Config) -> list[Part]:
+    """Return the parts of a model in the order of their first layers."""
     model, train, par = config.model, config.train, config.parallel
     tokens = train.sequence * train.micro_batch
     forward, backward, _ = expert_bytes(model, par, tokens, element_bytes=2 if train.half else 4)
     sent = forward + backward
-    took = cache(timed) if timed else None
 
     @cache
     def work(part: Layer) -> Work:
         whole = pieces_of(config, part.model).layers[0]
-        if part.without is not None:
-            whole = Work(*map(sub, vars(whole).values(), vars(pieces_of(config, part.without).layers[0]).values()))
-        if took is None:
+        if part.without is None:
             return whole
-        x = took(part.timed or part.model).layers[0]
-        return replace(whole, f=x.f, b=x.b, w=x.w)
+        return Work(*map(sub, vars(whole).values(), vars(pieces_of(config, part.without).layers[0]).values()))
 
     found: dict[str, list[Work]] = {}
     for layer in range(model.layers):
@@ -91,17 +84,15 @@ def parts(config: Config, timed: Callable[[ModelConfig], Pieces] | None = None) 
         for name, works in found.items()
     ]
     whole = pieces_of(config, model)
-    bare = replace(model, num_layers=1, per_layer_overrides=None, moe_layer_freq="1")
-    ends = whole if took is None else took(bare)
     depths = [
         Part(f"predicts {depth + 1} further", 0, work, sent * layer_config(model, model.layers).has_experts)
-        for depth, work in enumerate(ends.depths)
+        for depth, work in enumerate(whole.depths)
     ]
-    return [Part("embedding", 0, ends.embedding), *middle, Part("head and loss", 0, ends.head), *depths]
+    return [Part("embedding", 0, whole.embedding), *middle, Part("head and loss", 0, whole.head), *depths]
 
 
-def parts_table(found: list[Part], *, seconds: bool = False) -> str:
-    """A line for each part, and for all of them. seconds: they were timed."""
+def parts_table(found: list[Part]) -> str:
+    """Return a line for each part, and for all of them."""
     whole = Part("all", 0, sum((part.work for part in found), Work()), sum(part.sent for part in found))
     rows = [
         (
@@ -109,19 +100,18 @@ def parts_table(found: list[Part], *, seconds: bool = False) -> str:
             str(part.layers or "-"),
             f"{part.work.parameters:,}",
             f"{part.work.parameters - part.work.unused:,}",
-            f"{part.work.f * (1e3 if seconds else 1e-9):,.4g}",
+            f"{part.work.f * 1e-9:,.4g}",
             f"{part.work.time / (whole.work.time or 1):.1%}",
             f"{part.work.held / MIB:,.4g}",
             f"{part.sent / MIB:,.4g}",
         )
         for part in [*found, whole]
     ]
-    header = tuple("forward ms" if seconds and name == "forward GFLOP" else name for name in _HEADER)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if n else cell.ljust(width)
             for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for row in (header, *rows)
+        for row in (_HEADER, *rows)
     )

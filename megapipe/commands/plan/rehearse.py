@@ -23,6 +23,7 @@ from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import NOTHING, Device, load_device, sums, with_messages
+from megapipe.commands.plan.main import save_costs
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank
 from megapipe.config import Config
 from megapipe.config.layers import inline, layer_config
@@ -59,6 +60,8 @@ class Flags:
     """Memory of a device."""
     device: str | None = None
     """The speeds of links: a .json as megapipe plan --search takes it."""
+    save_costs: str | None = None
+    """Write what the stages take to this .json, for --pipeline-costs of the run."""
     json: str | None = None
     """Write the numbers to this file too; - prints them alone."""
 
@@ -84,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv[:at])
     counts = {"--world-size": flags.world_size, "--steps": flags.steps, "--memory-gib": flags.memory_gib}
     wrong = [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]
-    if wrong := [*wrong, *file_problems({"--json": flags.json})]:
+    if wrong := [*wrong, *file_problems({"--save-costs": flags.save_costs, "--json": flags.json})]:
         raise ConfigError(wrong)
     device = load_device(flags.device) if flags.device else NOTHING
     config, plan = prepared(argv[at + 1 :], flags.world_size)
@@ -93,6 +96,8 @@ def main(argv: Sequence[str]) -> None:
     text = report(config, plan, shown, told, flags.memory_gib)
     text += f"\ncommunication is not measured: {'it takes no time here' if device == NOTHING else device.links}"
     tell(text, numbers(plan, shown, told), flags.json)
+    if flags.save_costs:
+        save_costs(told.costs, flags.save_costs)
 
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
