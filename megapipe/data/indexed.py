@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from megapipe.data.files import writing
 from megapipe.errors import DataError, DataLost
@@ -229,11 +229,6 @@ class IndexedWriter:
         with writing(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = self._temporary[0].open("wb")
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        """One document of one sequence; an empty one is an entry of the document array and no sequence."""
-        tokens = np.asarray(tokens)
-        self.add_documents(tokens, np.array([tokens.size]))
 
     def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
         """Documents of one sequence each. tokens: all of them back to back; lengths: tokens of each.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from short_run import config, run_of
 from tiny import STYLES
+from token_files import add_document
 
 from megapipe.checkpoint.resume import ORDER, RULES, changed_settings, resume_problems, unnamed
 from megapipe.config import CheckpointConfig, DataConfig
@@ -170,7 +171,7 @@ def test_data_and_tokenizer_count_by_their_contents_wherever_they_lie(tmp_path: 
     def written(folder: str, lengths: list[int], tokenizer: str, token: int = 1):
         with IndexedWriter(tmp_path / folder / "d", np.uint16) as writer:
             for length in lengths:
-                writer.add_document([token] * length)
+                add_document(writer, [token] * length)
         (tmp_path / folder / "t").write_text(tokenizer)
         data = DataConfig(data_path=(str(tmp_path / folder / "d"),), tokenizer_model=str(tmp_path / folder / "t"))
         return replace(BASE, data=data)

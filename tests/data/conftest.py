@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import programs
 import pytest
+from token_files import add_document
 
 from megapipe.data.indexed import IndexedWriter
 
@@ -25,7 +26,7 @@ def golden(tmp_path: Path, documents: list[list[int]]) -> str:
     prefix = str(tmp_path / "golden")
     with IndexedWriter(prefix, np.uint16) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
     return prefix
 
 

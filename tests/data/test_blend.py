@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import add_document
 
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.data import blend
@@ -32,7 +33,7 @@ def config(*data_path: str, **data: object) -> Config:
 def write(prefix: Path, num_documents: int, first: int = 0) -> str:
     with IndexedWriter(prefix, np.uint16) as writer:
         for i in range(num_documents):
-            writer.add_document([first + i % 10] * 5)
+            add_document(writer, [first + i % 10] * 5)
     return str(prefix)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from token_files import add_document
 
 from megapipe.config import DataConfig
 from megapipe.data import indexed
@@ -32,7 +33,7 @@ SHA256 = {  # of files that Megatron-LM d98e8a64 wrote from these documents
 def test_files_equal_megatrons_to_the_bit(tmp_path: Path, dtype: str, documents: list[list[int]]) -> None:
     with IndexedWriter(tmp_path / "x", dtype) as writer:
         for document in documents:
-            writer.add_document(document)
+            add_document(writer, document)
     for end in ("bin", "idx"):
         assert hashlib.sha256((tmp_path / f"x.{end}").read_bytes()).hexdigest() == SHA256[dtype, end]
     dataset = IndexedDataset(tmp_path / "x")
@@ -58,7 +59,7 @@ def test_writer_takes_16_bits_below_65500_ids() -> None:
 @pytest.mark.parametrize("token", [65536, -1])
 def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path: Path, token: int) -> None:
     with pytest.raises(DataError, match=f"token {token} does not fit uint16"), IndexedWriter(tmp_path / "x", "u2") as w:
-        w.add_document([1, token])
+        add_document(w, [1, token])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,14 +131,14 @@ def test_modes_of_a_multimodal_set_are_passed_over(golden: str) -> None:
 
 def test_a_pair_without_tokens_is_refused(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "x", np.int32) as writer:
-        writer.add_document([])
+        add_document(writer, [])
     with pytest.raises(DataError, match="holds no sequences"):
         IndexedDataset(tmp_path / "x")
 
 
 def test_the_suffix_of_preprocessing_is_proposed(golden: str, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "my_text_document", np.int32) as writer:
-        writer.add_document([1])
+        add_document(writer, [1])
     with pytest.raises(DataError, match=r"Use --data-path .*my_text_document$"):
         IndexedDataset(tmp_path / "my")
     with pytest.raises(DataError, match=r"Use --data-path .*golden$"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import add_document
 
 from megapipe.checks.inputs import data_problems, path_problems
 from megapipe.config import Config, DataConfig, TrainConfig
@@ -31,7 +32,7 @@ def abc(tmp_path: Path) -> list[str]:
     for name, first in (("a", 0), ("b", 20), ("c", 40)):
         with IndexedWriter(tmp_path / name, np.uint16) as writer:
             for i in range(4):
-                writer.add_document([first + i] * 5)
+                add_document(writer, [first + i] * 5)
     return [str(tmp_path / name) for name in "abc"]
 
 

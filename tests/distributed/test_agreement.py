@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from programs import ROOT, Program
+from token_files import add_document
 from torch.distributed import HashStore
 
 from megapipe.data.indexed import IndexedWriter
@@ -127,7 +128,7 @@ def test_ranks_of_other_sizes_data_and_torch_all_stop_at_once(tmp_path):
         folder = tmp_path / str(rank)
         with IndexedWriter(folder / "data_text_document", np.uint16) as writer:
             for length in lengths:
-                writer.add_document([1] * length)
+                add_document(writer, [1] * length)
         env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": str(port), "ROOT": str(ROOT)}
         (folder / "main.py").write_text(PROGRAM)

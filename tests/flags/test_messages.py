@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import add_document
 
 import pretrain_gpt
 from megapipe.data.indexed import IndexedWriter
@@ -33,7 +34,7 @@ def says(capsys: pytest.CaptureFixture[str], flags: str) -> str:
 def data(tmp_path: Path) -> Path:
     with IndexedWriter(tmp_path / "set_text_document", np.uint16) as writer:
         for _ in range(50):
-            writer.add_document(np.arange(100))
+            add_document(writer, np.arange(100))
     return tmp_path
 
 

@@ -15,6 +15,7 @@ import pytest
 import short_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
+from token_files import add_document
 
 from megapipe.checkpoint.commit import iterations_in
 from megapipe.config import CheckpointConfig, Config, LogConfig
@@ -191,7 +192,7 @@ def test_data_sets_that_nothing_is_evaluated_on_are_not_asked_for(tmp_path: Path
 
     with IndexedWriter(tmp_path / "ten", np.uint16) as writer:
         for _ in range(10):
-            writer.add_document([1] * 40)
+            add_document(writer, [1] * 40)
     data = {"mock_data": False, "data_path": (str(tmp_path / "ten"),), "split": None, "eval_iters": 10}
     parts = build_datasets(config(train_iters=5, data=data), NullTokenizer(127))
     assert parts.train is not None

@@ -11,6 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from token_files import add_document
 
 from megapipe.config import Config, DataConfig
 from megapipe.data.indexed import IndexedWriter
@@ -44,7 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def write(lengths: list[int], token: int = 1) -> None:
     with IndexedWriter("tokens", np.uint16) as writer:
         for length in lengths:
-            writer.add_document([token] * length)
+            add_document(writer, [token] * length)
 
 
 def now(config: Config) -> dict[str, str]:
