@@ -6,6 +6,8 @@ cuts every schedule and number of ranks has the same bits.
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.slices import joined
+from megapipe.pipeline_parallel.slices import Lengths, Slices, joined
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.steps import stages
 from tools.proofs.equivalence import alone, differences, train
@@ -106,6 +108,26 @@ def test_the_documents_of_a_microbatch_are_found_once_a_step(monkeypatch):
     train(ProcessMesh.single(), case)
     evaluation = 1
     assert len(calls) == 4 * (3 + evaluation)
+
+
+class Borders(tuple[int, ...]):
+    """Counts how often somebody looks through it."""
+
+    looks: ClassVar[list[int]] = []
+
+    def __iter__(self):
+        self.looks.append(0)
+        return super().__iter__()
+
+
+def test_cuts_are_moved_to_the_borders_of_documents_once_for_all_passes_of_a_microbatch():
+    """Each stream, message and batch of each slice compared all cuts with all borders: 0.8 ms, for 64 slices and 200
+    documents."""
+    documents = SimpleNamespace(borders=Borders((5, 14, 30)))
+    slices = Slices(Lengths((8,) * 4, 1, lambda microbatch: documents))
+    tokens = [slices.tokens(number)[0] for number in (*range(4), *range(4))]
+    assert tokens == [range(0, 5), range(5, 14), range(14, 24), range(24, 32)] * 2
+    assert len(Borders.looks) <= 3, "of three cuts each one"
 
 
 def test_a_mean_of_a_slice_is_no_part_of_a_microbatchs():

@@ -7,8 +7,8 @@ sec. 3.3). With x of the sequence done, and a of the work attention, a share (1 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megapipe.errors import ScheduleError
@@ -100,9 +100,10 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
     return tuple((end - begin) * multiple for begin, end in pairwise(ends))
 
 
-def at_borders(lengths: tuple[int, ...], borders: Collection[int], multiple: int = 1) -> tuple[int, ...]:
-    """Slices cut where documents begin: each cut goes to the border next to it that is a multiple, if there is one that
-    lies no further than half of the way to the cuts beside it."""
+@lru_cache(maxsize=64)  # all passes and messages of a microbatch ask for the same
+def at_borders(lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
+    """Return slices cut where documents begin: each cut goes to the border next to it that is a multiple, if there is
+    one that lies no further than half of the way to the cuts beside it."""
     ends = [0, *accumulate(lengths)]
     moved = [0]
     for before, at, behind in zip(ends, ends[1:], ends[2:], strict=False):
