@@ -32,13 +32,13 @@ rm -f "$RUN/alone.jsonl"
 python -m megapipe pretrain --nproc 4 "${RUN_FLAGS[@]}" "$@" "${NO_DATA[@]}" "${ALONE[@]}" --metrics-file "$RUN/alone.jsonl" \
   > "$RUN/alone.txt"
 python tools/plan.py "${RUN_FLAGS[@]}" "$@" "${NO_DATA[@]}" --save-costs "$RUN/costs.json" > /dev/null
-python -m megapipe.commands.start.shares "$RUN/alone.jsonl" "$RUN/costs.json"
+python -m tools.deepseek_v3.shares "$RUN/alone.jsonl" "$RUN/costs.json"
 RUN_FLAGS+=(--overlap-moe-expert-parallel-comm)
 python -m megapipe quickstart --folder "$RUN" --ids "${VOCAB_SIZE:-4096}" "${RUN_FLAGS[@]}" --pipeline-costs "$RUN/costs.json" \
   --metrics-file "$RUN/metrics.jsonl" --moe-per-layer-logging --eval-interval "${ITERS:-45}" --eval-iters 4 \
   --save-interval "${ITERS:-45}" "$@"
 echo "== What it did"
-python -m megapipe.commands.start.ended "$RUN/metrics.jsonl"
+python -m tools.deepseek_v3.ended "$RUN/metrics.jsonl"
 echo "== What each part costs of a microbatch, counted"
 python tools/plan.py "${RUN_FLAGS[@]}" --data-path "$RUN/stdlib_text_document" --tokenizer-model "$RUN/tokenizer.model" \
   --parts "$@" | sed -n '/^part /,$p'

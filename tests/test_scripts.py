@@ -16,10 +16,11 @@ from programs import ROOT, forked_python, run_ranks
 
 from megapipe.commands.plan import main as plan
 from megapipe.commands.plan.parts import parts
-from megapipe.commands.start import ended, quickstart, shares
+from megapipe.commands.start import quickstart
 from megapipe.config import Config
 from megapipe.flags.parse import parse, parse_among
 from megapipe.schedule.measured.traces import read
+from tools.deepseek_v3 import ended, shares
 
 SMALL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 "
@@ -249,8 +250,8 @@ def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, 
 
     monkeypatch.setattr(quickstart, "train", train)
     starts = {"pretrain": alone, "quickstart": lambda argv: quickstart.main(argv[1:])}
-    doors = {"megapipe": lambda argv: starts[argv[0]](argv), "megapipe.commands.start.ended": ended.main}
-    doors["megapipe.commands.start.shares"] = shares.main
+    doors = {"megapipe": lambda argv: starts[argv[0]](argv), "tools.deepseek_v3.ended": ended.main}
+    doors["tools.deepseek_v3.shares"] = shares.main
     for words in found:
         (doors[words[1]](words[2:]) if words[0] == "-m" else plan.main(words[1:]))
     output = capsys.readouterr().out

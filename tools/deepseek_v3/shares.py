@@ -1,7 +1,7 @@
 """A share of communication in the costs of passes, from the steps of a run whose passes run alone: all of it is waited
 for there.
 
-python -m megapipe.commands.start.shares runs/deepseek-v3/alone.jsonl runs/deepseek-v3/costs.json
+python -m tools.deepseek_v3.shares runs/deepseek-v3/alone.jsonl runs/deepseek-v3/costs.json
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-from megapipe.commands.start.ended import Row, rows_of
 from megapipe.data.files import write_complete
 from megapipe.errors import DataError
 from megapipe.flags.stop import say
 from megapipe.schedule.costs_file import dump_costs, load_costs
+from tools.deepseek_v3.ended import Row, rows_of
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The end of a run by its --metrics-file: losses, time, bubble, and the load of each expert.
 
-python -m megapipe.commands.start.ended runs/deepseek-v3/metrics.jsonl
+python -m tools.deepseek_v3.ended runs/deepseek-v3/metrics.jsonl
 """
 
 from __future__ import annotations
