@@ -87,8 +87,9 @@ class Step:
             shape of each message is then sent before it; one tensor of three dimensions per message.
         p2p_communicator, pg_collection: whose transport and groups to use in place of the mesh's. Both or neither;
             one pipeline rank reads no p2p_communicator.
-        consumed_microbatches: how many this rank has run before, which names the randomness of our layers. Default:
-            those of all steps on this mesh, whoever asked for them. Give it after a resume, where that begins at 0.
+        consumed_microbatches: how many this rank has trained on before, which names the randomness of our layers.
+            Default: those of all steps on this mesh, whoever asked for them. Give it after a resume, where that begins
+            at 0.
         force_all_reduce, pg_collection: handed on to config.finalize_model_grads_func; the mesh's groups if None.
         ours: stream, loss_scale, calculate_per_token_loss of the engine; the last two default to what
             config.grad_scale_func and config.calculate_per_token_loss say.
@@ -142,7 +143,7 @@ class Step:
         ours = (
             {"on_loss": told.append, "averaged_over_cp": True}
             | _said_by(config)
-            | self._stream(num_microbatches, consumed_microbatches, engine.mesh)
+            | self._stream(0 if forward_only else num_microbatches, consumed_microbatches, engine.mesh)
             | ours
         )
         if not forward_only:
@@ -226,11 +227,15 @@ class Step:
             options=_group_size(table, group_size, chunks, mesh.pp.size),
         )
 
-    def _stream(self, num_microbatches: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
-        """Return the randomness of layers of megapipe: another for each microbatch, step and data-parallel rank."""
+    def _stream(self, trained: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
+        """Return the randomness of layers of megapipe: another for each microbatch, step and data-parallel rank.
+
+        trained: microbatches of this step, 0 of an evaluation, which leaves the training's randomness alone.
+        """
         kept = self._kept
         first = kept.get("microbatches", 0) if consumed is None else consumed
-        kept["microbatches"] = first + num_microbatches
+        if trained:
+            kept["microbatches"] = first + trained
         return {"stream": lambda microbatch: Stream(0, (first + microbatch) * mesh.dp.size + mesh.dp.rank)}
 
 

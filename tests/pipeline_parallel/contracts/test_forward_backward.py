@@ -160,6 +160,22 @@ def test_each_step_draws_masks_of_its_own(keeps):
     assert torch.equal(resumed[:4], masks[2:])
 
 
+def test_an_evaluation_leaves_the_masks_of_the_next_step_alone():
+    """They were those of the step after it: a run that evaluates trained otherwise, and so did a resumed one."""
+
+    def masks_of(evaluates):
+        masks: list[Tensor] = []
+        mesh, model = ProcessMesh.single(), Noisy(masks)
+        run = get_forward_backward_func(mesh=mesh, config=CONFIG)
+        call(run, model, 2)
+        if evaluates:
+            call(run, Plain(), 2, forward_only=True)
+        call(run, model, 2)
+        return torch.stack(masks)
+
+    assert torch.equal(masks_of(True), masks_of(False))
+
+
 def test_the_chunk_that_one_rank_is_at_asks_for_no_other_messages():
     """Megatron's code sets it on some ranks alone; that rank waited for the others to agree on messages anew."""
 
