@@ -171,6 +171,8 @@ class ProcessMesh:
                     device_id=device if device.type == "cuda" else None,
                 )
             mesh = _joined(grids, device, timeout, shares, joint, links_of(parallel))
+            # A rank that closes its groups at once would cut off others that still connect to it.
+            mesh.world.barrier()
         except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} could not make its process groups "

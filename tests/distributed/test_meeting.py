@@ -106,3 +106,11 @@ def test_processes_that_make_a_second_mesh_meet_again():
         *["1 stages, sum 2"] * 4,
         *["2 stages, sum 2"] * 2,
     ]
+
+
+@pytest.mark.parametrize("world", ["own", "guest"])
+def test_a_mesh_is_there_when_every_rank_has_made_its_groups(world, tmp_path):
+    """A rank that closed its mesh at once cut off a slower one: "Gloo connectFullMesh failed"."""
+    program = Path(__file__).parents[1] / "support/late_groups.py"
+    said = run_ranks(2, [program, tmp_path / "made", world])
+    assert said.splitlines().count("all groups are made: True") == 2
