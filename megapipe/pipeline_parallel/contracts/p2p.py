@@ -32,7 +32,7 @@ class P2PCommunicator:
     """
 
     def __init__(self, pp_group: dist.ProcessGroup | Axis, config: Any) -> None:
-        self.pp = pp_group if isinstance(pp_group, Axis) else axis_of(pp_group)
+        self.pp = axis_of(pp_group)
         self.pp_group, self.config = self.pp.group, config
         mode = P2PMode.BATCHED if getattr(config, "batch_p2p_comm", True) else P2PMode.PLAIN
         if getattr(config, "use_ring_exchange_p2p", False):
@@ -183,8 +183,13 @@ class P2PCommunicator:
         return torch.empty(tuple(shape), dtype=dtype, device=self.pp.device)
 
 
-def axis_of(group: dist.ProcessGroup) -> Axis:
-    """A process group as an axis. Its tensors live on CPUs if gloo moves them, which says that it could GPUs' too."""
+def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
+    """Return a process group as an axis, and an axis as it is.
+
+    The group's tensors live on CPUs if gloo moves them, which says that it could GPUs' too.
+    """
+    if isinstance(group, Axis):
+        return group
     cuda = torch.device("cuda")
     on_gpu = cuda in group._device_types and group._get_backend(cuda).name() != "gloo"
     try:

@@ -304,3 +304,13 @@ def test_losses_of_routers_averaged_over_context_parallel_ranks_are_those_of_one
     (whole,) = run_threads(body)
     averaged = torch.stack(run_threads(body, cp=2)).mean(0)
     torch.testing.assert_close(averaged, whole, rtol=1e-12, atol=1e-15)
+
+
+def test_a_collection_may_hold_axes_as_a_communicator_may():
+    """It was an AttributeError: 'Axis' object has no attribute '_device_types'."""
+
+    def body(mesh: ProcessMesh):
+        p2p = P2PCommunicator(mesh.pp, SimpleNamespace(batch_p2p_comm=False))
+        return len(step(p2p_communicator=p2p, pg_collection=SimpleNamespace(tp=mesh.tp, pp=mesh.pp, cp=mesh.cp)))
+
+    assert run_threads(body, pp=2) == [0, 4]
