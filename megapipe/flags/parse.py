@@ -115,6 +115,18 @@ def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return tokens[True], tokens[False]
 
 
+def place_of_dashes(argv: Sequence[str], example: str) -> int:
+    """Return where the `--` stands that ends a tool's own flags, or the end where help is asked for.
+
+    Raises: ConfigError with the example where there is none.
+    """
+    if "--" in argv:
+        return argv.index("--")
+    if not {"--help", "-h"} & {*argv}:
+        raise ConfigError(f"what is to run is given after --, as in {example}")
+    return len(argv)
+
+
 def to_flags(config: object) -> list[str]:
     """The flags that differ from the defaults, such that parse(type(config), to_flags(config)) == config."""
     tokens: list[str] = []

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from programs import ROOT, Program
 
 from megapipe.commands.chaos import broken_run
 from megapipe.commands.chaos import main as chaos
 from megapipe.data.indexed import IndexedWriter
+from megapipe.errors import ConfigError
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --split 1,0,0 "
@@ -51,3 +53,9 @@ def test_a_run_that_is_broken_at_random_ends_on_the_bits_of_an_unbroken_one(tmp_
     said = capsys.readouterr().out
     assert ", 0 differ" in said, said
     assert int(said.split(" faults and ")[0].split()[-1]) >= 1, said
+
+
+def test_a_launch_line_without_dashes_before_it_is_answered_with_the_line_to_type():
+    """It was `unexpected torchrun: values follow a flag`."""
+    with pytest.raises(ConfigError, match=r"^what is to run is given after --, as in megapipe chaos .* -- torchrun"):
+        chaos.main(["--minutes", "1", "torchrun", "pretrain_gpt.py", "--save-interval", "5"])

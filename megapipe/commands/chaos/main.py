@@ -30,8 +30,9 @@ from tempfile import mkdtemp
 from megapipe.commands.chaos.broken_run import Fault, Launched, difference, newest_sound, numbers
 from megapipe.data.files import folder_problems
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse
+from megapipe.flags.parse import parse, place_of_dashes
 
+_EXAMPLE = "megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
 """Launches in a row that end without a fault of ours and without an iteration."""
@@ -229,12 +230,10 @@ def _problems(options: Options) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 if the weights are equal to the bit."""
-    at = argv.index("--") if "--" in argv else len(argv)
+    at = place_of_dashes(argv, _EXAMPLE)
     options, command = parse(Options, argv[:at]), [*argv[at + 1 :]]
     if not command:
-        raise ConfigError(
-            "give the launch line behind --: megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
-        )
+        raise ConfigError(f"give the launch line after --, as in {_EXAMPLE}")
     if "--save-interval" not in command:
         raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
     if problems := list(_problems(options)):

@@ -31,7 +31,7 @@ from megapipe.data.files import file_problems
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse
+from megapipe.flags.parse import parse, place_of_dashes
 from megapipe.plan import GIB, Plan, in_words, make_plan
 from megapipe.plan.slices import chosen
 from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
@@ -83,7 +83,7 @@ class Forecast:
 
 
 def main(argv: Sequence[str]) -> None:
-    at = argv.index("--") if "--" in argv else len(argv)
+    at = place_of_dashes(argv, "megapipe rehearse --world-size 4 -- --num-layers 8 ...")
     flags = parse(Flags, argv[:at])
     counts = {"--world-size": flags.world_size, "--steps": flags.steps, "--memory-gib": flags.memory_gib}
     wrong = [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]
