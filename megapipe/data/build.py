@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ SURPLUS = 1.005
 _PARTS = ("train", "validation", "test")
 _PREFLIGHT = 1 << 20  # tokens of each file looked at before the run; items check the rest
 
+_BYTES = 12  # least of an index's sample: document, token, and its place in the shuffle
+
 _Range = tuple[int, int] | None
 _Member = tuple[TokenSource, NDArray[Any]]
 Part = tuple[list[_Member], Blend, int]
@@ -47,8 +50,8 @@ class Datasets:
     """One dataset per part of the split, None where the split or the run has no use for it."""
 
     train: TokenDataset | None
-    valid: TokenDataset | None
-    test: TokenDataset | None
+    valid: TokenDataset | None = None
+    test: TokenDataset | None = None
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
@@ -147,6 +150,22 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     return sources
 
 
+def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) -> str:
+    """Return a split close to these counts of sequences by which every part that is used has tokens.
+
+    Where there is none, parts that would be empty are left out.
+    """
+    wanted = [max(count, 1) if part in used else count for part, count in enumerate(counts)]
+    most = wanted.index(max(wanted))
+    wanted[most] -= sum(wanted) - len(source.lengths)
+    split = ",".join(map(str, wanted))
+    if min(wanted) >= 0 and max(wanted) > 0:
+        ranges = split_ranges(split, len(source.lengths))
+        if all(source.lengths[slice(*(ranges[part] or (0, 0)))].any() for part in used):
+            return split
+    return ",".join(map(str, counts)) if counts[0] else "1,0,0"
+
+
 def _refuse_empty(
     split: str,
     sources: Sequence[TokenSource],
@@ -156,9 +175,7 @@ def _refuse_empty(
     problems = []
     for source, parts in zip(sources, ranges, strict=True):
         bounds = [r or (0, 0) for r in parts]
-        counts = [end - begin for begin, end in bounds]
-        # What the split does give, as a split of its own that leaves the empty parts out.
-        remedy = ",".join(map(str, counts)) if counts[0] and len(sources) == 1 else "1,0,0"
+        remedy = _split_for(source, [end - begin for begin, end in bounds], used) if len(sources) == 1 else "1,0,0"
         problems += [
             f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has {len(source.lengths)} "
             f"sequences, its part is {bounds[part][0]} to {bounds[part][1]}.\n"
@@ -210,6 +227,8 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
         "seed": seed,
     }
     try:
+        if wanted is not None and wanted * _BYTES > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise MemoryError
         arrays = cached(
             config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,15 @@ def test_lists_are_weights_and_prefixes_or_prefixes_alone() -> None:
 def test_a_weight_must_be_a_positive_number(weight: str) -> None:
     with pytest.raises(DataError, match=f"weight {weight} of b is not a positive number.*such as --data-path 1 b"):
         parse_data_path(["1", "a", weight, "b"])
+
+
+@pytest.mark.parametrize("iters", [2**40, 2**63 - 1])
+def test_an_index_that_no_machine_holds_is_refused(tmp_path: Path, iters: int) -> None:
+    """numpy's ValueError, "array is too big", ended the run (found by drawn command lines)."""
+    asked = config(write(tmp_path / "a", 4), split="1", eval_interval=None)
+    asked = dataclasses.replace(asked, train=dataclasses.replace(asked.train, train_iters=iters))
+    with pytest.raises(DataError, match=rf"an index of {2 * iters:,} samples does not fit in memory"):
+        build_datasets(asked, TOKENIZER)
 
 
 def test_no_data_path_is_refused() -> None:
@@ -194,10 +205,26 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
 
 def test_a_part_without_tokens_is_refused_with_a_split_that_works(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 20)
-    message = r"--split 969,30,1 leaves no tokens for test: .* 20 sequences, its part is 20 to 20\.\n.* --split 19,1,0$"
+    message = r"--split 969,30,1 leaves no tokens for test: .* 20 sequences, its part is 20 to 20\.\n.* --split 18,1,1$"
     with pytest.raises(DataError, match=message):
         build_datasets(config(prefix, split=None), TOKENIZER)
-    assert build_datasets(config(prefix, split="19,1,0"), TOKENIZER).valid is not None
+    assert build_datasets(config(prefix, split="18,1,1"), TOKENIZER).test is not None
+
+
+@pytest.mark.parametrize(("documents", "eval_interval"), [(1, None), (2, 2), (3, 2), (7, 2), (50, 2)])
+@pytest.mark.parametrize("split", ["969,30,1", "1,0,99", "1,1,998"])
+def test_the_split_that_a_refusal_names_is_taken(tmp_path: Path, documents: int, eval_interval: int | None, split: str):
+    prefix = write(tmp_path / "a", documents)
+    with contextlib.suppress(DataError):
+        build_datasets(config(prefix, split=split, eval_interval=eval_interval), TOKENIZER)
+        return
+    with pytest.raises(DataError) as refused:
+        build_datasets(config(prefix, split=split, eval_interval=eval_interval), TOKENIZER)
+    (named, *_) = re.findall(r"or --split (\S+)", str(refused.value))
+    found = build_datasets(config(prefix, split=named, eval_interval=eval_interval), TOKENIZER)
+    wanted = [part for part, share in zip(("train", "valid", "test"), split.split(","), strict=True) if share != "0"]
+    if documents > 2 and eval_interval:  # each part that was asked for has tokens
+        assert all(getattr(found, part) is not None for part in wanted)
 
 
 def test_data_of_another_tokenizer_is_refused_before_the_run(tmp_path: Path) -> None:
