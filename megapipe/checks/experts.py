@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from megapipe.checks.numbers import division, near
-from megapipe.config import Config, ModelConfig
+from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.config.moe import layer_frequency
 
 _OTHER = {
@@ -28,7 +28,7 @@ def expert_problems(config: Config) -> Iterator[str]:
     yield from _layers(model)
     yield from _choice(model, config.checkpoint.moe_use_upcycling)
     yield from _balance(model)
-    yield from _limits(model)
+    yield from _limits(model, config.train)
     yield from _split(config)
     yield from _mapping(config)
 
@@ -138,12 +138,19 @@ def _balance(model: ModelConfig) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff {' '.join(map(str, weights))} must be at least 0 and finite"
 
 
-def _limits(model: ModelConfig) -> Iterator[str]:
+def _limits(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     factor = model.moe_expert_capacity_factor
     if factor is not None and not abs(factor) < float("inf"):
         yield f"--moe-expert-capacity-factor {factor} must be finite"
     if factor == 0:
         yield "--moe-expert-capacity-factor 0 drops every token. Use 1.0, or leave it out to drop none."
+    chosen = (train.micro_batch_size or 0) * (train.seq_length or 0) * model.moe_router_topk
+    if factor is not None and factor > 0 and 0 < chosen * factor < model.experts:
+        yield (
+            f"--moe-expert-capacity-factor {factor:g} leaves an expert less than one of {chosen} choices of a "
+            f"microbatch: {chosen} / {model.experts} x {factor:g} = {chosen / model.experts * factor:.2g}. Use 1.0, or "
+            "leave it out to drop none."
+        )
     if model.moe_pad_expert_input_to_capacity and model.capacity_factor is None:
         yield (
             "--moe-pad-expert-input-to-capacity pads to the rows that --moe-expert-capacity-factor allows. "
@@ -172,9 +179,11 @@ def _split(config: Config) -> Iterator[str]:
             remedy = f"Use {name} {near(width, ranks)}."
             yield f"{name} {width} does not divide by {by} {ranks}: {division(width, ranks)}. {remedy}"
     if model.experts % ep:
+        fitting = gcd(world // pp // etp, model.experts)
         yield (
             f"--num-experts {model.experts} does not divide by --expert-model-parallel-size {ep}: "
-            f"{division(model.experts, ep)}. Use --expert-model-parallel-size {_divisors(model.experts)}."
+            f"{division(model.experts, ep)}. Use --expert-model-parallel-size {_divisors(fitting)}, or --num-experts "
+            f"{near(model.experts, ep)}."
         )
     if tp > 1 and not model.sequence_parallel and (ep > 1 or etp != tp):
         differs = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"

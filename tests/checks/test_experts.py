@@ -79,6 +79,11 @@ EXPERTS = "--num-experts 8"
             "--moe-expert-capacity-factor 0 drops every token. Use 1.0, or leave it out to drop none.",
         ),
         ("--moe-expert-capacity-factor inf", "--moe-expert-capacity-factor inf must be finite"),
+        (
+            "--moe-expert-capacity-factor 0.001",
+            "--moe-expert-capacity-factor 0.001 leaves an expert less than one of 128 choices of a microbatch: "
+            "128 / 8 x 0.001 = 0.016. Use 1.0, or leave it out to drop none.",
+        ),
     ],
 )
 def test_each_problem_has_its_line(flags, line):
@@ -98,7 +103,7 @@ def test_experts_that_do_not_divide_over_tensor_parallel_ranks_are_named():
             "--expert-model-parallel-size 3",
             3,
             "--num-experts 8 does not divide by --expert-model-parallel-size 3: 8 = 3 x 2 + 2. "
-            "Use --expert-model-parallel-size 1, 2, 4 or 8.",
+            "Use --expert-model-parallel-size 1, or --num-experts 6 or 9.",
         ),
         (
             "--expert-model-parallel-size 4",
