@@ -221,7 +221,8 @@ class Training:
                     driver.ended(course.result)
                 n += 1
                 self._collect(n, began)
-                self.profiler.after(n)
+                if self.profiler.after(n):
+                    run.report.pause()
                 if seconds and progress.iteration == began + 1:
                     run.mesh.set_timeout(seconds)
                 self.saving.look()

@@ -51,6 +51,13 @@ def brief(x: float) -> str:
     return f"{x:.3g}T"
 
 
+def _rate(moment: Moment) -> tuple[str, float]:
+    """The speed of a device with its unit: a small model on a laptop has GFLOP/s."""
+    if 0 < moment.tflops < 0.1:
+        return "GFLOP/s", moment.tflops * 1000
+    return "TFLOP/s", moment.tflops
+
+
 def _bubble(now: Measured) -> tuple[float, str, float] | None:
     """The bubble with its parts, which add up to it: see LEGEND."""
     if len(now.ranks) == 1:
@@ -229,8 +236,19 @@ NUMBERS = (
         line_tag=f"{PREFIX}tokens-per-second",
         key="tokens_per_second",
     ),
-    Number(lambda s: s.tflops, "TFLOP/s per device: {:.4g}", asked=lambda c: not c.log.log_throughput),
+    Number(_rate, "{} per device: {:.4g}", asked=lambda c: not c.log.log_throughput),
     Number(lambda s: s.tflops, line_tag=f"{PREFIX}tflops-per-device", key="tflops_per_device"),
+    Number(
+        lambda s: s.result.routed.busiest,
+        "busiest expert: {:.2f} x the mean of layer {}",
+        (8, lambda most: f"busiest expert {most[0]:.2f}"),
+    ),
+    Number(
+        lambda s: None if (most := s.result.routed.busiest) is None else most[0],
+        tag=f"{PREFIX}busiest-expert",
+        key="busiest_expert",
+        null=False,
+    ),
     Number(lambda s: s.mfu, "MFU: {:.1%}", (3, "MFU {:3.0%}".format), line_tag=f"{PREFIX}mfu", key="mfu"),
     *map(_of_passes, PASSES),
     Number(lambda s: None if s.now is None else [x.text for x in s.counters.slow], key="slow", null=False),

@@ -42,10 +42,15 @@ class Profiler:
             self._open.start()
             self._began = iteration
 
-    def after(self, iteration: int) -> None:
-        """Call with the number of finished steps after each step; the window closes at its end."""
-        if iteration >= self._log.profile_step_end:
+    def after(self, iteration: int) -> bool:
+        """Call with the number of finished steps after each step; the window closes at its end.
+
+        Returns: has it written the trace now?
+        """
+        ends = self._open is not None and iteration >= self._log.profile_step_end
+        if ends:
             self.close(iteration)
+        return ends
 
     def close(self, iteration: int) -> None:
         """Write the trace, also where the run ends inside the window, and say where. An earlier one is renamed."""

@@ -29,6 +29,12 @@ class Routed:
     per_layer: dict[str, tuple[float, ...]] = field(default_factory=dict)
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def busiest(self) -> tuple[float, int] | None:
+        """The rows of the busiest expert in means of its layer, and that layer; None where no expert has any."""
+        loads = [(max(rows) * len(rows) / sum(rows), layer) for layer, rows in self.tokens.items() if any(rows)]
+        return max(loads, default=None)
+
 
 class Routers:
     """The routers of one rank.

@@ -9,13 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from short_run import config, datasets, run_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, LogConfig, TrainConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import peak_by_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -31,6 +32,8 @@ from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
 from megapipe.training.report.lines import LEGEND, iteration_line, short_line
 from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, Number, as_json, fields, scalars
+from megapipe.training.report.profile import Profiler
+from megapipe.training.steps.routers import Routed
 from megapipe.training.steps.step import StepResult
 from tools.bench.emulate.runs import Ours, _EmulatedLinks
 
@@ -169,6 +172,58 @@ def test_what_a_flag_asks_for_stands_in_the_short_line_too():
     result = replace(moment.result, num_zeros=3)
     moment = replace(moment, config=replace(moment.config, log=log), params_norm=5.0, result=result, flops=1e9)
     assert short_line(moment).startswith("1/2  loss 2.0000  0.08 TFLOP/s  zeros 3  params norm 5.000    100 ms")
+
+
+@pytest.mark.parametrize(("flops", "said"), [(1.5e6, "GFLOP/s per device: 0.12"), (2.5e9, "TFLOP/s per device: 0.2")])
+def test_the_speed_of_a_small_model_is_said_in_gflops(flops: float, said: str):
+    """0.0005319 TFLOP/s stood in every line of a laptop's run; 80 tokens/s here."""
+    assert f"| {said} |" in iteration_line(replace(first_of_two({}), flops=flops), datetime(2026, 1, 1))
+
+
+@pytest.mark.parametrize("tokens", [{}, {1: (0, 0)}])
+def test_without_rows_of_experts_no_expert_is_the_busiest(tokens: dict[int, tuple[int, ...]]):
+    moment = first_of_two({})
+    moment = replace(moment, result=replace(moment.result, routed=Routed(tokens=tokens)))
+    assert "busiest" not in iteration_line(moment, datetime(2026, 1, 1)) + str(as_json(moment))
+
+
+def test_the_load_of_the_busiest_expert_stands_in_line_board_and_file():
+    routed = Routed(tokens={0: (5, 5, 5, 5), 2: (2, 3, 15, 0), 4: (4, 6, 4, 6)})  # 15 rows where the mean is 5
+    moment = first_of_two({"lm loss": 2.0})
+    moment = replace(moment, result=replace(moment.result, routed=routed))
+    assert "| busiest expert: 3.00 x the mean of layer 2 |" in iteration_line(moment, datetime(2026, 1, 1))
+    assert short_line(moment, 200).endswith("busiest expert 3.00")
+    assert scalars(moment, line=False)["megapipe/busiest-expert"] == as_json(moment)["busiest_expert"] == 3
+
+
+def test_the_writing_of_a_trace_is_no_part_of_the_next_iteration(tmp_path, monkeypatch):
+    """A step of 0.6 s was printed with 17 s, which the trace took."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.001
+        return now[0]
+
+    def slow(profiler, iteration):
+        now[0] += 100
+        usual(profiler, iteration)
+
+    usual = Profiler.close
+    monkeypatch.setattr("megapipe.training.report.moment.time", SimpleNamespace(monotonic=clock))
+
+    monkeypatch.setattr(Profiler, "close", slow)
+    log = LogConfig(
+        metrics_file=f"{tmp_path}/m",
+        tensorboard_dir=f"{tmp_path}/board",
+        profile=True,
+        use_pytorch_profiler=True,
+        profile_step_start=1,
+        profile_step_end=2,
+    )
+    asked = config(STYLES["gpt2"])
+    run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4))).train()
+    rows = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [row["step_ms"] < 100 for row in rows] == [True] * 4
 
 
 def first_of_two(losses: dict[str, float]) -> Moment:
