@@ -10,11 +10,14 @@ from short_run import config, datasets
 from tiny import STYLES
 
 from examples.own_batch import SEAMS, More, forward_step, provider
+from megapipe.config import Config
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
 from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.pretrain import Training
+from megapipe.training.pretrain import Training, pretrain
 
 
 def in_float64(config, span, tp):
@@ -62,3 +65,18 @@ def test_weights_of_the_loss_and_a_vector_in_the_middle_train_as_by_plain_autogr
     assert found.keys() == dict(whole.named_parameters()).keys()
     for name, p in whole.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+FLAGS = (
+    "--check --check-paths no --num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 15"
+)
+
+
+def test_a_program_that_gives_its_data_sets_names_no_files(capsys):
+    """--data-path was asked for, or --mock-data, though nothing would have read either."""
+    given = parse(Config, FLAGS.split())
+    pretrain(given, provider, forward_step, lambda config, tokenizer: Datasets(More(datasets().train, 8)), SEAMS)
+    assert "1 microbatches of 1" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--data-path is missing"):
+        pretrain(given, provider, forward_step)

@@ -12,21 +12,24 @@ from megapipe.config import Config
 from megapipe.data.blend import split_ranges
 from megapipe.data.files import file_problems, folder_problems
 from megapipe.data.indexed import glance
-from megapipe.data.sources import blends, choice_problems, in_a_file
+from megapipe.data.sources import blends, choice_problems, in_a_file, is_named
 from megapipe.errors import UserError
 from megapipe.models.transformer_engine import load
 
 T = TypeVar("T")
 
 
-def data_problems(config: Config) -> Iterator[str]:
-    """Problems with where tokens come from, and the split. What they must hold is the data package's to say."""
+def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
+    """Problems with where tokens come from, and the split. What they must hold is the data package's to say.
+
+    own_data: a program gives its data sets, so flags need not name files.
+    """
     data = config.data
     yield from choice_problems(data)
     if data.split is not None:
         split = data.split
         yield from ask(lambda: split_ranges(split, 1))
-    if not data.mock_data and not in_a_file(data):
+    if not (data.mock_data or in_a_file(data) or (own_data and not is_named(data))):
         yield from ask(lambda: blends(data))
 
 

@@ -39,25 +39,31 @@ _TOLD = 128
 """Most ranks of a pipeline of which a table is made, for its problems, before the number of processes fits: 2 s."""
 
 
-def validate(config: Config, *, has_cuda: bool) -> Tokenizer:
+def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
     """Refuse a run that cannot be what its flags say. Changes nothing, starts nothing, reads files but no tokens.
 
     Args:
         config: with `world_size` from the launcher.
         has_cuda: can torch use a GPU here?
+        own_data: does the program give its data sets?
     Returns: the tokenizer, which a start reads once: its file may be large, and slow to parse.
     Raises: ConfigError with every problem.
     """
     tokenizer, unread = answer(lambda: build_tokenizer(config.data))
-    problems = [*flag_problems(config), *path_problems(config), *unread, *tokenizer_problems(config, tokenizer)]
+    problems = [
+        *flag_problems(config, own_data=own_data),
+        *path_problems(config),
+        *unread,
+        *tokenizer_problems(config, tokenizer),
+    ]
     problems += machine_problems(check_numbers(config)[0], has_cuda)
     if problems or tokenizer is None:
         raise ConfigError(problems)
     return tokenizer
 
 
-def flag_problems(config: Config) -> list[str]:
-    """Problems with the flags by themselves, wherever they are used."""
+def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
+    """Problems with the flags by themselves, wherever they are used. own_data: see `validate`."""
     sound, problems = check_numbers(config)
     sound, unclear = sound_batch(sound)
     problems += unclear
@@ -72,7 +78,7 @@ def flag_problems(config: Config) -> list[str]:
     problems += _layout(sound)
     problems += _learning_rate(sound)
     problems += training_problems(sound)
-    problems += data_problems(sound)
+    problems += data_problems(sound, own_data=own_data)
     problems += checkpoint_problems(sound)
     problems += profile_problems(sound)
     return problems

@@ -66,7 +66,8 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     look = cache(find_checkpoint)
     config = with_checkpoint_args(config, look)
     tokenizer, unread = answer(lambda: build_tokenizer(config.data))
-    problems, missing = flag_problems(config), [*path_problems(config), *unread]
+    problems = flag_problems(config, own_data=datasets is not build_datasets)
+    missing = [*path_problems(config), *unread]
     here = list(machine_problems(config, has_cuda()))
     if config.check.check_paths == "yes":
         problems, missing = [*problems, *missing], []

@@ -98,7 +98,7 @@ def pretrain(
     config = dataclasses.replace(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     look = cache(find_checkpoint)
     config = with_checkpoint_args(config, look)
-    tokenizer = validate(config, has_cuda=has_cuda())
+    tokenizer = validate(config, has_cuda=has_cuda(), own_data=datasets is not build_datasets)
     if config.model.model_provider is not None:
         provider = find_provider(config.model.model_provider)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
