@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -110,8 +111,8 @@ def test_pretrain_starts_processes_that_train(tmp_path, monkeypatch, capsys):
 def test_init_writes_a_program_that_trains_with_the_loss_and_model_beside_it(tmp_path):
     init.main([str(tmp_path / "my")])
     launch = (tmp_path / "my" / "pretrain.sh").read_text()
-    line = launch[launch.index(" pretrain_gpt.py") : launch.index('"${TOKENS')].replace("\\\n", " ")
-    line = line.replace('"${CPU[@]}"', "")
+    line = launch[launch.index("FLAGS=(") : launch.index('"${TOKENS')]
+    line = line.replace("FLAGS=(", "pretrain_gpt.py ").replace('"${CPU[@]}"', "")
     tokens = (
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --hidden-size 16 --seq-length 16 --num-workers 0"
     )
@@ -151,3 +152,17 @@ def test_the_package_says_its_version_and_what_is_in_it():
     assert "megapipe.schedule" in megapipe.__doc__
     with pytest.raises(AttributeError, match="a part of it is imported by name"):
         _ = megapipe.build
+
+
+def test_a_mistake_in_a_new_folder_is_said_in_a_line_by_its_script(tmp_path):
+    """It was the last of 25 lines of torchrun's report."""
+    init.main([str(tmp_path / "my")])
+    model = tmp_path / "my" / "model.py"
+    model.write_text(model.read_text().replace("span: LayerSpan, tp: Axis)", "span: LayerSpan)"))
+    here = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        ["bash", "pretrain.sh"], cwd=tmp_path / "my", env=os.environ | here, capture_output=True, text=True
+    )
+    (line,) = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert line.startswith("pretrain_gpt.py: error: --model-provider model.py:provider takes (config: ")
