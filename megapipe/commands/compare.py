@@ -58,6 +58,16 @@ COLUMNS = {
 }
 WHY = {"most": "waits most", "table": "table", "stages": "stages", "messages": "messages", "host": "host"}
 """Columns of --why."""
+LEGEND = """\
+step ms, tokens/s: medians over the steps. bubble: mean share of the passes' time in which a rank runs none, predicted
+from FLOPs and measured. MiB held: the most activation that a rank holds at once, predicted and counted. MiB sent: by
+all ranks in a step."""
+WHY_LEGEND = """\
+waits most: the share of the rank that is idle most, the sum of
+  table     what the schedule leaves open where all stages take the same
+  stages    what stages of unlike times add
+  messages  waiting for messages; below 0, less was waited than the others come to
+  host      the time between two passes"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,9 @@ def main(argv: Sequence[str]) -> None:
         runs = list(zip(configs, plans, strict=True))
         rows += run_ranks(pp, _rank, runs, flags.steps, preload=("megapipe.training.pretrain",))[0]
     text = to_markdown(rows, COLUMNS | WHY if flags.why else COLUMNS)
-    print(text)
+    print(f"{text}\n\n{LEGEND}")
+    if flags.why:
+        print(WHY_LEGEND)
     if flags.out is not None:
         folder = Path(flags.out)
         folder.mkdir(parents=True, exist_ok=True)

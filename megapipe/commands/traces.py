@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     # The folder may come first without its flag.
     flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
     if flags.traces is None:
-        raise ConfigError("--traces is missing: megapipe traces runs/quickstart/torch_profile")
+        raise ConfigError("the folder of traces is missing: megapipe traces runs/quickstart/torch_profile")
     outputs = {
         "--output": flags.output,
         "--json": flags.json,

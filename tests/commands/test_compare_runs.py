@@ -44,3 +44,13 @@ def test_rows_of_real_runs_count_what_is_predicted():
     (picture,) = compare.draw(rows, Files(svg="a.svg")).values()
     said = " ".join(ElementTree.fromstring(picture).itertext())
     assert all(word in said for word in ("2 ranks", "gpipe", "zb-v", "ms a step", "wait", "predicted"))
+
+
+def test_a_comparison_says_what_its_columns_mean(monkeypatch, capsys):
+    row = compare.Row(2, "1f1b", *range(13))
+    monkeypatch.setattr(compare, "run_ranks", lambda *given, **named: [[row]])
+    compare.main(["--pp", "2", "--schedules", "1f1b", "--why"])
+    said = capsys.readouterr().out
+    table, legend = said.split("\n\n")
+    columns = ["step ms", "tokens/s", "bubble", "MiB held", "MiB sent", *compare.WHY.values()]
+    assert [name for name in columns if name not in table or name not in legend] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.commands import traces
-from megapipe.errors import DataError
+from megapipe.errors import ConfigError, DataError
 from megapipe.schedule import Costs, Schedule, build, simulate
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import merge, pipelines, predict, read, summarise
@@ -191,3 +191,8 @@ def test_the_tool_writes_one_file_with_measured_and_predicted_passes(tmp_path, c
     }
     assert predicted == measured
     assert "pipeline 0: 2 ranks, 4 microbatches" in capsys.readouterr().out
+
+
+def test_a_missing_folder_is_not_called_by_a_flag_that_nobody_types() -> None:
+    with pytest.raises(ConfigError, match=r"^the folder of traces is missing: megapipe traces runs/"):
+        traces.main([])
