@@ -19,6 +19,7 @@ from megapipe.flags.parse import run
 from megapipe.schedule import SCHEDULES, Costs, build
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
+from megapipe.schedule.verify import verify
 from megapipe.schedule.views.compare import Refusal, Row, advise, compare, measure, to_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -327,7 +328,7 @@ def test_a_gather_and_a_reduction_lengthen_the_step_of_a_shared_vocabulary_by_th
     shared, _ = said_of_the_step(*SHARED)
     done = tool("show", "1f1b", *STEP, *SHARED, "--shard", "0.1,0.1")
     assert said_of_the_step(*SHARED, "--shard", "0.1,0.1")[0] == pytest.approx(shared + 0.2)
-    assert f"the step takes {shared + 0.2:g}, where they live for ever {shared:g}" in done.stdout
+    assert f"the step takes {shared + 0.2:g}, where each rank keeps them {shared:g}" in done.stdout
 
 
 @pytest.mark.parametrize("memory", [4, 5, 8, 9])
@@ -349,6 +350,15 @@ def test_pairs_in_a_file_with_copies_say_what_to_leave_out(tmp_path):
     assert tool("show", "1f1b", *STEP, "--copy-ratio", "0.5", "--json", path).returncode == 0
     said = tool("show", path, "--pairs", "--comm-share", "0.3").stderr
     assert "has L, O, and pairs are made of F, B, W and BW alone. Give the table without them" in said
+
+
+def test_a_table_that_verify_lets_through_is_not_said_to_be_over_the_limit():
+    """Sums of bytes round: eight activations are 1e-4 bytes more than eight times one."""
+    costs = Costs(10, 11, 8, mem_b=1e12 / 11, mem_w=1e11 / 11)
+    schedule, limit = build("1f1b", 8, 16), 8e12 / 11
+    verify(schedule, memory=limit, costs=costs)
+    assert measure(schedule, costs, memory=limit).fits
+    assert not measure(schedule, costs, memory=limit * 0.999).fits
 
 
 @pytest.mark.parametrize(

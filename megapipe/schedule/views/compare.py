@@ -122,7 +122,7 @@ def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, m
         peak=max(time.peak),
         parameters=max(time.parameters),
         sent=max(time.sent),
-        fits=memory is None or max(time.peak) <= memory + 1e-9,
+        fits=memory is None or max(time.peak) <= memory * (1 + 1e-9),
     )
 
 

@@ -75,7 +75,7 @@ def told_shares(
     return made, [
         *(told_moves(made, costs) if moved else ()),
         f"weights and gradients are whole for runs of passes: the step takes {short(time.makespan)}, "
-        f"where they live for ever {short(before.makespan)}",
+        f"where each rank keeps them {short(before.makespan)}",
         *_aligned(rows),
     ]
 

@@ -101,7 +101,7 @@ def test_show_draws_gathers_on_their_lane_and_says_what_they_take(
     assert main(flags.split()) == 0
     said = capsys.readouterr().out
     assert re.search(r"dp \|A\.+a\.+rs\.+RS\|", said)
-    assert "the step takes 12.75, where they live for ever 12" in said
+    assert "the step takes 12.75, where each rank keeps them 12" in said
     assert re.search(r"rank +gathers +sums +whole at most +peak +they take\n +0 +2 +2 +2\.5 +6 +1\.5", said)
     assert main([*flags.split(), "--json", str(path)]) == 0
     assert load(path).kinds == {Kind.AF, Kind.F, Kind.BW, Kind.RS}
