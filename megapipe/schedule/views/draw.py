@@ -61,6 +61,13 @@ def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
     }
 
 
+def lighter(placement: Placement) -> str:
+    """Return what lighter colours stand for, or nothing where a rank has one chunk."""
+    if placement.num_stages == len(set(placement.rank_of)):
+        return ""
+    return "lighter: second direction" if placement.num_chains > 1 else "lighter: later chunk"
+
+
 def is_dark(colour: str) -> bool:
     """Does #rrggbb want white letters? Rec. 601 luma."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -150,8 +157,7 @@ def _legend(schedule: Schedule, names: _Names, memory: float | None) -> Iterator
         x += 20 + 5.6 * len(text)
     yield f'<rect class="idle" x="{x:g}" y="30" width="12" height="12"/><text x="{x + 16:g}" y="40">bubble</text>'
     x += 66
-    if len(own) > 1:
-        text = "lighter: second direction" if place.num_chains > 1 else "lighter: later chunk"
+    if text := lighter(place):
         yield f'<text x="{x:g}" y="40">{text}</text>'
         x += 14 + 5.6 * len(text)
     if memory is not None:

@@ -43,6 +43,9 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
             if step[0].kind.traits.per_stage and (roomy or lane is not Lane.COMPUTE):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
+            elif lane is not Lane.COMPUTE and time.end[step[0]] > time.start[step[0]] and at < columns:
+                first = min(first, columns - 1)
+                last = max(last, first + (at <= first))  # shorter than a column, it is seen where there is room
             first, last = max(first, at), min(max(last, at), columns)
             text += pen.idle * (first - at) + pen.step(step, last - first)
             at = last

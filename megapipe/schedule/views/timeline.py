@@ -12,7 +12,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Placement, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import MEANING, is_dark, on_track, shades, short, tracks
+from megapipe.schedule.views.draw import MEANING, is_dark, lighter, on_track, shades, short, tracks
 from megapipe.schedule.views.figure import Files, fitted_legend
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ def draw(
         colour = shades(figures[0][1])
         for kind in kinds:
             panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {MEANING[kind]}")
-        panels[0].barh([0], [0], color=_IDLE, label="bubble")
+        if said := lighter(figures[0][1]):
+            panels[0].barh([0], [0], color=colour[kinds[0], figures[0][1].stages_on(0)[-1]], label=said)
+        has_lanes = any(kind.traits.lane is not Lane.COMPUTE for kind in kinds)
+        panels[0].barh([0], [0], color=_IDLE, label="idle: between passes a bubble" if has_lanes else "bubble")
         fitted_legend(figure, panels[0])
 
     return files.draw(height, about, paint)
@@ -107,10 +110,12 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
             where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.label.kind, box.label.stage])
             of[where].append((box.start, box.end - box.start))
             letters = box.label.of
-            if parts == 1 and (box.end - box.start) / ends * (width - 0.7) > 0.052 * len(letters):  # inches
+            inches = (box.end - box.start) / ends * (width - 0.7)
+            size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # of a letter: points
+            if parts == 1 and size >= 3.2:
                 ink = "white" if is_dark(where[2]) else "#222"
                 middle = (box.start + box.end) / 2
-                axes.text(middle, y + 0.43, letters, ha="center", va="center", fontsize=4.5, color=ink)
+                axes.text(middle, y + 0.43, letters, ha="center", va="center", fontsize=size, color=ink)
         for (bottom, height, shade), spans in of.items():
             axes.broken_barh(spans, (bottom, height), facecolors=shade, edgecolor="white", linewidth=0.3)
     axes.set_yticks(places, [line.name for line in lines])

@@ -17,6 +17,7 @@ from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.views.draw import COLOURS, shades, to_svg
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
+from megapipe.schedule.weights.sharded import with_sharded_weights
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(10, 11, 8, comm=1)
@@ -204,3 +205,12 @@ def test_two_steps_without_a_barrier_are_a_parallelogram_with_the_rest_of_the_st
     assert [row.count("G") for row in lines[1::2]] == [2] * 4
     wide = to_terminal(table, width=220).splitlines()[0]
     assert wide.index("V") < wide.index("B0") < wide.index("U") < wide.index("F8") < wide.rindex("V")
+
+
+@pytest.mark.parametrize("width", [100, 200])
+def test_gathers_and_sums_shorter_than_a_column_are_seen(width):
+    """Their lanes were dots at a tenth of a pass."""
+    costs = Costs(a=0.1, g=0.1)
+    made = with_sharded_weights(build("1f1b", 4, 8), costs)
+    lanes = [line for line in to_terminal(made, costs, width=width).splitlines() if " dp |" in line]
+    assert [("A" in line, "R" in line) for line in lanes] == [(True, True)] * 4

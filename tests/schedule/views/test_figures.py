@@ -47,6 +47,27 @@ def test_a_study_has_the_papers_bubbles_at_every_point_and_says_who_is_refused()
 
 
 @needs_matplotlib
+@pytest.mark.parametrize(
+    ("name", "said"), [("1f1b", None), ("zb-v", "lighter: later chunk"), ("dualpipe", "lighter: second direction")]
+)
+def test_a_legend_says_what_lighter_colours_and_grey_lanes_are(name, said):
+    schedule = build(name, 4, 8)
+    plain = words(draw_schedule(schedule, Files(svg="a.svg", width=7)))
+    assert [text for text in ("later chunk", "second direction") if text in plain] == ([said[9:]] if said else [])
+    assert "bubble" in plain
+    assert "idle: between passes" not in plain
+    if name == "1f1b":
+        copied = draw_schedule(with_offload(schedule, Costs(o=1, l=1)), Files(svg="a.svg", width=7))
+        assert "idle: between passes a bubble" in words(copied)
+
+
+@needs_matplotlib
+def test_microbatches_of_two_digits_have_their_numbers_where_there_is_room():
+    said = words(draw_schedule(build("1f1b", 8, 32), Files(svg="a.svg", width=9))).split()
+    assert {str(n) for n in range(32)} <= {*said}
+
+
+@needs_matplotlib
 def test_the_figure_of_a_study_names_axes_schedules_panels_and_what_is_the_same():
     same = points(costs=COSTS[:1])
     text = words(draw(same, Files(svg="a.svg", width=7))).replace("\xa0", " ")
