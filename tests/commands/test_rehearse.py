@@ -11,7 +11,7 @@ import torch
 from megapipe.commands.plan import rehearse
 from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.commands.plan.rehearsed_rank import Alone, Rehearsed, answers_of, rank_alone, run_on
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, UserError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Kind, Pass
 from megapipe.schedule.measured.costs import Ran
@@ -173,3 +173,11 @@ def test_flags_of_the_run_without_dashes_before_them_are_answered_with_the_line_
     """It was a line `unknown flag` for each of 48 flags, and none about --."""
     with pytest.raises(ConfigError, match=r"^what is to run is given after --, as in megapipe rehearse .* -- --num-"):
         rehearse.main(["--world-size", "4", *MODEL.split()])
+
+
+@pytest.mark.parametrize("vocabulary", ["99999999999999999999", "9999999999999"])
+def test_a_model_that_no_machine_holds_is_refused_as_the_run_refuses_it(vocabulary: str, capsys) -> None:
+    """torch's TypeError, "Overflow when unpacking long long", ended it (found by drawn command lines)."""
+    flags = f"{MODEL} --global-batch-size 4 --vocab-size {vocabulary}"
+    with pytest.raises(UserError, match="has no memory for its stages, which need"):
+        rehearse.main(["--world-size", "2", "--steps", "1", "--", *flags.split()])

@@ -34,7 +34,7 @@ from megapipe.plan import Plan
 from megapipe.schedule import unpaired
 from megapipe.schedule.measured.costs import Ran
 from megapipe.training.forward_step import forward_step
-from megapipe.training.guards.model import check_ownership
+from megapipe.training.guards.model import check_ownership, room
 from megapipe.training.pretrain import Training
 
 Answers = Sequence[Sequence[Any]]
@@ -151,7 +151,7 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
     mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
     provider = stage_provider(_provider(config), own)
-    with torch.device("meta"):
+    with room(mesh, plan), torch.device("meta"):
         modules = [_typed(config, provider(config.model, span, mesh.tp)) for span in own]
     return [
         _said(lambda: check_ownership(modules, config.model, provider, place, mesh)),
@@ -209,7 +209,11 @@ def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], fl
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
     """A run that is ready for its first step, of which no other rank is there."""
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
-    with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as quiet,
+        contextlib.redirect_stdout(quiet),
+        room(mesh, plan),
+    ):
         training = run_on(mesh, config, plan)
     training.run.stages.transport.post = delivered  # type: ignore[method-assign]
     return training
