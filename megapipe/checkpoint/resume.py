@@ -161,7 +161,10 @@ def resume_problems(
     if scheduler is None or train.override_opt_param_scheduler or train.use_checkpoint_opt_param_scheduler:
         return problems
     mine = settings(config)
-    differ = [f"{key} {scheduler.get(key)} / {mine[key]}" for key in mine if scheduler.get(key) != mine[key]]
+    # A setting that an older version did not have was at its default there.
+    defaults = {field.name: field.default for field in dataclasses.fields(LRSchedule)}
+    its = {key: scheduler.get(key, defaults[key]) for key in mine}
+    differ = [f"{key} {its[key]} / {mine[key]}" for key in mine if its[key] != mine[key]]
     if differ:
         problems.append(
             f"{name} was trained with other settings (checkpoint / here, lengths in samples): {', '.join(differ)}. "

@@ -175,3 +175,16 @@ def test_contents_are_compared_where_both_are_known():
         assert changed_settings(there, one, GPT2, two) == {"data_path": said}
     for one, two in (({"data_path": "a"}, None), (None, {"data_path": "a"}), ({"data_path": "a"}, {"data_path": "a"})):
         assert changed_settings(there, one, GPT2, two) == {}
+
+
+@pytest.mark.parametrize("name", ["wsd", "wsd_style", "init_lr"])
+def test_a_setting_of_the_curve_that_an_older_version_lacked_was_at_its_default(name):
+    """Each new one was 'None / 2', and refused all older checkpoints (tests/golden told)."""
+    older = json.loads(json.dumps(settings(GPT2)))
+    del older[name]
+    assert resume_problems(saved(GPT2)["model"], older, GPT2, "it") == []
+    changed = {"wsd": {"lr_wsd_decay_iters": 3}, "wsd_style": {"lr_wsd_decay_style": "linear"}}
+    changed = changed.get(name, {"lr_warmup_init": 1e-5})
+    here = replace(GPT2, train=replace(GPT2.train, **changed))
+    (line,) = resume_problems(saved(GPT2)["model"], older, here, "it")
+    assert f"{name} " in line
