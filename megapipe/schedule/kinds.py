@@ -101,8 +101,8 @@ class Traits:
         meaning: in words, for legends.
         colour: #rrggbb in pictures.
         costs: fields of `Costs` that its duration is the sum of, a letter each.
-        memory: how often (mem_b, mem_w, mem_s, mem_o, mem_r) of its stage are taken: when it starts if the first that
-            counts is positive, when it ends if negative.
+        memory: how often mem_b, mem_w, mem_s, mem_o and mem_r of its stage are taken, the first five of
+            `Costs.memory`: when it starts if the first that counts is positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
         at: the only stages that have such a pass, where ranks share the vocabulary; None: every stage of any table.
         reads: takes the next microbatch of the data, the shares' own or that of both ends of the model.

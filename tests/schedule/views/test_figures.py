@@ -64,7 +64,7 @@ def test_a_legend_says_what_lighter_colours_and_grey_lanes_are(name, said):
 @needs_matplotlib
 def test_microbatches_of_two_digits_have_their_numbers_where_there_is_room():
     said = words(draw_schedule(build("1f1b", 8, 32), Files(svg="a.svg", width=9))).split()
-    assert {str(n) for n in range(32)} <= {*said}
+    assert min(said.count(str(n)) for n in range(32)) >= 2 * 8  # F and BW of each rank
 
 
 @needs_matplotlib
