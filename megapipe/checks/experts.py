@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from megapipe.checks.numbers import division, near
+from megapipe.checks.numbers import division, divisors, near
 from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.config.moe import layer_frequency
+from megapipe.config.notes import either
 
 _OTHER = {
     "quantile_balancing": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -17,14 +18,11 @@ _OTHER = {
 
 def expert_problems(config: Config) -> Iterator[str]:
     """All that is wrong with the experts."""
-    model, ep = config.model, config.parallel.expert_model_parallel_size
+    model = config.model
+    if not model.has_experts:
+        return
     if config.checkpoint.moe_use_upcycling:
         yield from _upcycling(config)
-    if not model.has_experts:
-        if ep > 1:
-            shares = f"--expert-model-parallel-size {ep} shares experts, and there are none."
-            yield f"{shares} Give --num-experts, or leave it out."
-        return
     yield from _layers(model)
     yield from _choice(model, config.checkpoint.moe_use_upcycling)
     yield from _balance(model)
@@ -77,22 +75,13 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
         yield (
             f"--moe-router-topk {k} is more than --num-experts {experts}. Use --moe-router-topk {experts}, or fewer."
         )
-    softmax = model.moe_router_score_function == "softmax"
     if _one_expert_alone(model) and not upcycled and not model.by_sinkhorn:
         yield (
             "--moe-router-topk 1: the softmax over one expert is 1, and the router would learn nothing. "
             "Add --moe-router-pre-softmax."
         )
-    if softmax and model.moe_router_enable_expert_bias:
-        yield (
-            "--moe-router-enable-expert-bias works on scores of sigmoid or sqrtsoftplus. "
-            "Add --moe-router-score-function sigmoid."
-        )
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    if chosen is None:
-        return
-    if groups is None:
-        yield f"--moe-router-group-topk {chosen} of how many? Give --moe-router-num-groups."
+    if chosen is None or groups is None:
         return
     if experts % groups:
         yield (
@@ -119,17 +108,6 @@ def _balance(model: ModelConfig) -> Iterator[str]:
     alone = [kind for kind in ("none", "sinkhorn") if kind in kinds]
     if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and alone):
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: each loss once, and {(alone or ['none'])[0]} alone."
-    if model.by_sinkhorn:
-        beside = {
-            "--moe-aux-loss-coeff": any(weights),
-            "--moe-router-score-function": model.moe_router_score_function != "softmax",
-            "--moe-router-pre-softmax": model.moe_router_pre_softmax,
-            "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
-            "--moe-router-group-topk": model.moe_router_group_topk is not None,
-            "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor is not None,
-        }
-        for flag in (flag for flag, given in beside.items() if given):
-            yield f"{flag} has no part in --moe-router-load-balancing-type sinkhorn. Leave it out."
     if len(kinds) != len(weights):
         one_each = f"{len(kinds)} number{'s' * (len(kinds) > 1)}"
         said = " ".join(f"{weight:g}" for weight in weights)
@@ -150,11 +128,6 @@ def _limits(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
             f"--moe-expert-capacity-factor {factor:g} leaves an expert less than one of {chosen} choices of a "
             f"microbatch: {chosen} / {model.experts} x {factor:g} = {chosen / model.experts * factor:.2g}. Use 1.0, or "
             "leave it out to drop none."
-        )
-    if model.moe_pad_expert_input_to_capacity and model.capacity_factor is None:
-        yield (
-            "--moe-pad-expert-input-to-capacity pads to the rows that --moe-expert-capacity-factor allows. "
-            "Add it, for example --moe-expert-capacity-factor 1.0."
         )
 
 
@@ -182,8 +155,8 @@ def _split(config: Config) -> Iterator[str]:
         fitting = gcd(world // pp // etp, model.experts)
         yield (
             f"--num-experts {model.experts} does not divide by --expert-model-parallel-size {ep}: "
-            f"{division(model.experts, ep)}. Use --expert-model-parallel-size {_divisors(fitting)}, or --num-experts "
-            f"{near(model.experts, ep)}."
+            f"{division(model.experts, ep)}. Use --expert-model-parallel-size {either(divisors(fitting))}, or "
+            f"--num-experts {near(model.experts, ep)}."
         )
     if tp > 1 and not model.sequence_parallel and (ep > 1 or etp != tp):
         differs = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
@@ -198,7 +171,7 @@ def _split(config: Config) -> Iterator[str]:
             f"{world} processes are not --expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
             f"--pipeline-model-parallel-size {pp} x ranks with the same experts: {division(world, ranks)}. "
             f"Start a multiple of {whole}, such as torchrun --nproc-per-node {whole}, or use "
-            f"--expert-model-parallel-size {_divisors(gcd(world // pp, model.experts))} and "
+            f"--expert-model-parallel-size {either(divisors(gcd(world // pp, model.experts)))} and "
             "--expert-tensor-parallel-size 1."
         )
 
@@ -206,14 +179,6 @@ def _split(config: Config) -> Iterator[str]:
 def _upcycling(config: Config) -> Iterator[str]:
     """Settings that would not begin as the dense model."""
     model, files, name = config.model, config.checkpoint, "--moe-use-upcycling"
-    if files.load is None or files.save is None:
-        yield f"{name} takes the dense model from --load and saves the one with experts in --save. Give both."
-    if files.use_checkpoint_args:
-        yield f"--use-checkpoint-args is the dense model's architecture, and {name} makes another. Leave it out."
-    elif not model.has_experts:
-        yield f"{name} needs --num-experts, for example --num-experts 8"
-    if not model.has_experts:
-        return
     if model.by_sinkhorn:
         yield f"{name}: weights beside sinkhorn add up to less than 1. Use --moe-router-load-balancing-type aux_loss."
     elif model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax:
@@ -223,11 +188,6 @@ def _upcycling(config: Config) -> Iterator[str]:
         )
     elif model.moe_router_topk == 1:
         yield f"{name}: the weight of one expert alone is not 1, or the router learns nothing. Use --moe-router-topk 2."
-    if model.moe_shared_expert_intermediate_size:
-        yield (
-            f"{name}: a dense model has no weights for a shared expert. Leave out "
-            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size}."
-        )
     if model.hidden_size is None or model.num_layers is None:
         return
     dense, granularity = model.ffn * files.moe_upcycling_granularity, "--moe-upcycling-granularity"
@@ -277,8 +237,3 @@ def _cut_copies(model: ModelConfig, slices: int) -> Iterator[str]:
             f"--moe-router-num-groups {groups} makes groups of {size}, which cut them apart. {other} "
             "--moe-router-num-groups and --moe-router-group-topk out."
         )
-
-
-def _divisors(value: int) -> str:
-    *most, last = [d for d in range(1, value + 1) if value % d == 0]
-    return f"{', '.join(map(str, most))} or {last}" if most else str(last)

@@ -59,10 +59,8 @@ def _installed(package: str) -> bool:
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Flags of saving and loading that need each other."""
+    """Yield an interval of what is kept that no save meets."""
     c = config.checkpoint
-    if c.save and c.save_interval is None:
-        yield f"--save {c.save} needs --save-interval, for example --save-interval 1000"
     if c.save_interval and c.save_retain_interval and c.save_retain_interval % c.save_interval:
         multiple = -(-c.save_retain_interval // c.save_interval) * c.save_interval
         yield (

@@ -32,6 +32,11 @@ def division(value: int, by: int) -> str:
     return f"{value} = {by} x {value // by} + {value % by}"
 
 
+def divisors(value: int) -> list[int]:
+    """Return what divides a number, ascending."""
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
 def near(value: int, multiple_of: int) -> str:
     """The multiples on both sides, those above 0."""
     low = value // multiple_of * multiple_of

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
+from megapipe.checks.refused import refusals
 from megapipe.checks.slices import slice_problems
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
-from megapipe.plan import check_flags, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of
+from megapipe.plan import chunks_of, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of
 from megapipe.schedule import SCHEDULES, Placement, Schedule, build, is_file, load
 
+_STAGES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_costs",
+)
+"""Fields that cut the model in stages, or name those of one cut: where two of them disagree there is no table."""
 FORWARDS = 500_000
 """Most of a step that a table is made of, which takes half a minute."""
 
@@ -21,7 +32,8 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
     Args:
         microbatches: per step and data-parallel rank; None if the batch is not known.
     """
-    if unclear := ask(lambda: check_flags(config)):
+    unclear = ask(lambda: chunks_of(config))
+    if unclear or any(refusals(config, _STAGES)):
         given = config.parallel.pipeline_schedule
         if given and given.lower() not in SCHEDULES and not is_file(given):
             yield from (_named(given, text) for text in ask(lambda: build(given, 1, 1)))
@@ -44,21 +56,12 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         yield from _reschedule_problems(config, name, placement)
         yield from _vocabulary_problems(config, name, placement)
         yield from _depth_problems(config, name, schedule_of(config, microbatches or usual))
-        yield from _pair_problems(config)
         if config.parallel.pipeline_slices or schedule_of(config, microbatches or usual).cuts:
             yield from slice_problems(config, name, schedule_of(config, microbatches or usual))
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
         count = usual if refused else microbatches or usual
         found = ask(lambda: counts_of(config, schedule_of(config, count).placement))
         yield from (text for text in found if text not in refused)
-
-
-def _pair_problems(config: Config) -> Iterator[str]:
-    """Flags that make a table by themselves, in which no pairs are made."""
-    par = config.parallel
-    others = {"vocab-parallel-pipeline": par.vocab_parallel_pipeline, "reschedule-after": par.reschedule_after}
-    for other in (name for name, given in others.items() if given and par.overlap_moe_expert_parallel_comm):
-        yield f"--overlap-moe-expert-parallel-comm and --{other} each make a table of their own. Leave one of them out."
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
@@ -100,7 +103,7 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
 
 
 def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """Settings that --vocab-parallel-pipeline does not go with."""
+    """Yield what is wrong with the table or the rows of a shared vocabulary."""
     par, model, flag = config.parallel, config.model, "--vocab-parallel-pipeline"
     if place.vocabulary:
         yield f"--pipeline-schedule {name} has passes of a shared vocabulary, which {flag} makes. Leave them out."
@@ -114,22 +117,10 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
             f"{par.pipeline_model_parallel_size} x --tensor-model-parallel-size {par.tensor_model_parallel_size}), "
             f"which do not divide it. Use {rows} {-(-words // pieces) * pieces}."
         )
-    without = {
-        "--pipeline-model-parallel-size 1": par.pipeline_model_parallel_size == 1,
-        f"--context-parallel-size {par.context_parallel_size}": par.context_parallel_size > 1,
-        f"--model-provider {model.model_provider}": model.model_provider is not None,
-        f"--pipeline-costs {par.pipeline_costs}": par.pipeline_costs is not None,
-        f"--reschedule-after {par.reschedule_after}": par.reschedule_after is not None,
-        "--async-save": config.checkpoint.async_save,
-        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation,
-        "--account-for-embedding-in-pipeline-split": par.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": par.account_for_loss_in_pipeline_split,
-    }
-    yield from (f"{flag} does not go with {other}. Leave one of them out." for other, given in without.items() if given)
 
 
 def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[str]:
-    """Depths of multi-token prediction that a layout lists otherwise, and settings that they do not go with."""
+    """Yield what is wrong with depths of multi-token prediction that a layout lists otherwise, or in such a table."""
     par, depths, place = config.parallel, config.model.depths, schedule.placement
     yield from ask(lambda: ranks_of_depths(config, place))
     if not depths:
@@ -137,13 +128,6 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
     flag, others = f"--mtp-num-layers {depths}", [kind for kind in schedule.kinds if kind.traits.per_stage]
     if others:
         yield f"--pipeline-schedule {name} has {', '.join(others)}, and {flag} is put into tables of F, B, W, BW alone."
-    without = {
-        "--enable-optimizer-post-validation": par.enable_optimizer_post_validation
-        and "a depth's embedding and head come from their owners when an update is valid",
-        f"--pipeline-slices {par.pipeline_slices}": par.pipeline_slices is not None
-        and "a depth is a pass of a whole microbatch",
-    }
-    yield from (f"{flag} does not go with {other}: {why}. Leave one out." for other, why in without.items() if why)
     ends = {0, place.num_ranks - 1}
     if place.num_chains > 1 and not ask(lambda: ranks_of_depths(config, place)):
         for ranks in ranks_of_depths(config, place):
@@ -179,11 +163,7 @@ def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterato
     if (after := config.parallel.reschedule_after) is None:
         return
     given = f"--reschedule-after {after}"
-    if place.num_ranks == 1:
-        yield f"{given} orders the passes of a pipeline, and --pipeline-model-parallel-size is 1. Leave it out."
     if place.num_chains > 1:
         yield f"{given} searches orders of one copy of the model; {name} has two. Leave it out, or use dualpipe-v."
-    if config.train.freeze_all_layers:
-        yield f"{given} orders backwards, and --freeze-all-layers leaves none. Leave one out."
     if (iters := config.train.train_iters) is not None and iters <= after:
         yield f"{given} leaves nothing of --train-iters {iters} to gain in. Leave it out."

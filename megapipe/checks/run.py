@@ -24,12 +24,13 @@ from megapipe.checks.inputs import (
     profile_problems,
 )
 from megapipe.checks.model import latent_problems, offload_problems, recompute_problems, variant_problems
-from megapipe.checks.numbers import check_numbers, division, near
+from megapipe.checks.numbers import check_numbers, division, divisors, near
 from megapipe.checks.pipeline import pipeline_problems
+from megapipe.checks.refused import refusals
 from megapipe.checks.training import training_problems
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config
 from megapipe.config.layers import layer_config
-from megapipe.config.notes import flag
+from megapipe.config.notes import either, flag
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule
@@ -67,11 +68,12 @@ def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
     sound, problems = check_numbers(config)
     sound, unclear = sound_batch(sound)
     problems += unclear
+    problems += refusals(sound)
     problems += _model(sound)
     problems += variant_problems(sound.model)
     problems += _overrides(sound)
     problems += recompute_problems(sound.model)
-    problems += offload_problems(sound.model, sound.parallel.offload_modules, compiled=sound.train.compile)
+    problems += offload_problems(sound.model, sound.parallel.offload_modules)
     problems += _length(sound)
     problems += expert_problems(sound)
     problems += context_problems(sound)
@@ -133,7 +135,7 @@ def _model(config: Config) -> Problems:
     if m.group_query_attention and heads and heads % m.num_query_groups:
         yield (
             f"--num-attention-heads {heads} does not divide by --num-query-groups {m.num_query_groups}: "
-            f"{division(heads, m.num_query_groups)}. Use --num-query-groups {_or(_divisors(heads))}."
+            f"{division(heads, m.num_query_groups)}. Use --num-query-groups {either(divisors(heads))}."
         )
     widths = _widths(config)
     if widths.get("--ffn-hidden-size") == 0:
@@ -142,7 +144,7 @@ def _model(config: Config) -> Problems:
         if width % tp:
             yield (
                 f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
-                f"Use --tensor-model-parallel-size {_or(_tensor_sizes(config))}."
+                f"Use --tensor-model-parallel-size {either(_tensor_sizes(config))}."
             )
     if positions and config.train.seq_length and config.train.seq_length > positions:
         yield (
@@ -150,6 +152,10 @@ def _model(config: Config) -> Problems:
             f"Use --max-position-embeddings {config.train.seq_length}."
         )
     yield from fp8_problems(config)
+
+
+def _of_model(config: Config) -> list[str]:
+    return [*_model(config), *variant_problems(config.model), *refusals(config)]
 
 
 def _overrides(config: Config) -> Problems:
@@ -160,11 +166,11 @@ def _overrides(config: Config) -> Problems:
     if unreadable := ask(lambda: layer_config(model, 0)):
         yield from unreadable
         return
-    said = {*check_numbers(config)[1], *_model(config), *variant_problems(model)}
+    said = {*check_numbers(config)[1], *_of_model(config)}
     for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
         layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
         sound, problems = check_numbers(replace(config, model=changed))
-        for line in [*problems, *_model(sound), *variant_problems(sound.model)]:
+        for line in [*problems, *_of_model(sound)]:
             if line not in said:
                 yield f"--per-layer-overrides, layer {layer}: {line}"
 
@@ -173,8 +179,7 @@ def _length(config: Config) -> Problems:
     t = config.train
     if t.train_iters is None and t.train_samples is None:
         yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
-    elif t.train_iters is not None and t.train_samples is not None:
-        yield f"--train-iters {t.train_iters} and --train-samples {t.train_samples}: one of them is the length."
+    if t.train_iters is not None and t.train_samples is not None:
         return
     mine, other = ("iters", "samples") if t.train_samples is None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -183,11 +188,6 @@ def _length(config: Config) -> Problems:
                 f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts {mine}. "
                 f"Use {flag(f'{name}_{mine}')}, or --train-{other}."
             )
-    if t.lr_warmup_fraction is not None and (steps := getattr(t, f"lr_warmup_{mine}")):
-        yield (
-            f"--lr-warmup-fraction {t.lr_warmup_fraction} and {flag(f'lr_warmup_{mine}')} {steps} both give the "
-            "warm-up. Leave one out."
-        )
 
 
 def _layout(config: Config) -> Problems:
@@ -219,20 +219,6 @@ def _learning_rate(config: Config) -> Problems:
     ends, low = t.decoupled_lr, t.min_lr if t.decoupled_min_lr is None else t.decoupled_min_lr
     if ends is not None and low > ends:
         yield f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. Use --decoupled-min-lr {ends / 10:g}."
-    if t.override_opt_param_scheduler and t.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--override-opt_param-scheduler takes the settings from the command line, "
-            "--use-checkpoint-opt_param-scheduler from the checkpoint. Leave one out."
-        )
-    if config.checkpoint.no_load_optim and t.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--no-load-optim begins the learning rate's curve anew, as in Megatron-LM, so there is nothing for "
-            "--use-checkpoint-opt_param-scheduler to take. Leave one out."
-        )
-    if t.lr_decay_style != "WSD":
-        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"):
-            if (value := getattr(t, name)) != getattr(TrainConfig, name):
-                yield f"{flag(name)} {value} has no effect without --lr-decay-style WSD. Add it, or leave it out."
     # The curve needs a batch, a length, and the length one way to count.
     fits = t.micro_batch_size and config.data_parallel_size
     if t.lr is not None and fits and (t.train_iters is None) != (t.train_samples is None):
@@ -241,15 +227,6 @@ def _learning_rate(config: Config) -> Problems:
 
 def _up(value: int, to: int) -> int:
     return -(-value // to) * to
-
-
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
-
-
-def _or(choices: list[int]) -> str:
-    *most, last = choices
-    return f"{', '.join(map(str, most))} or {last}" if most else str(last)
 
 
 def _widths(config: Config) -> dict[str, int]:
@@ -266,13 +243,13 @@ def _widths(config: Config) -> dict[str, int]:
 
 def _tensor_sizes(config: Config) -> list[int]:
     """Tensor-parallel sizes that fit the widths and, if any do, the number of processes; 1 always fits the widths."""
-    fits = _divisors(gcd(config.world_size, *(_widths(config).values() or (1,))))
+    fits = divisors(gcd(config.world_size, *(_widths(config).values() or (1,))))
     return [d for d in fits if config.world_size % (d * config.parallel.pipeline_model_parallel_size) == 0] or fits
 
 
 def _layouts(config: Config) -> str:
     """Tensor x pipeline sizes that these processes and this model allow, largest first."""
     world, layers = config.world_size, config.model.num_layers or 1
-    sizes = [(t, p) for t in _tensor_sizes(config) for p in _divisors(gcd(world // t, layers))]
+    sizes = [(t, p) for t in _tensor_sizes(config) for p in divisors(gcd(world // t, layers))]
     sizes.sort(key=lambda size: (-size[0] * size[1], size))
     return ", or use tensor x pipeline " + ", ".join(f"{t} x {p}" for t, p in sizes[:6]) + "."

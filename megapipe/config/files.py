@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, CONTENTS, FREE, NAMED, Idle, at_least, needs
+from megapipe.config.notes import ABOVE_0, CONTENTS, FREE, NAMED, Idle, Refused, at_least, demands, excludes, needs
 
 SAVES, LOADS = needs("save", "nothing is saved"), needs("load", "nothing is loaded")
 EVALUATES = Idle(
@@ -127,7 +127,10 @@ class DataConfig(TokenizerConfig):
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = None
+    save: Annotated[
+        str | None,
+        demands("save_interval", says="{} needs --save-interval, for example --save-interval 1000"),
+    ] = None
     """Folder for checkpoints."""
     save_interval: Annotated[int | None, at_least(1), SAVES] = None
     """Save every so many steps."""
@@ -149,9 +152,26 @@ class CheckpointConfig:
     """Load this iteration instead of the newest."""
     override_on_load: Annotated[tuple[str, ...], LOADS] = ()
     """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path."""
-    use_checkpoint_args: Annotated[bool, LOADS] = False
+    use_checkpoint_args: Annotated[
+        bool,
+        LOADS,
+        excludes("moe_use_upcycling", "{} is the dense model's architecture, and {} makes another", "Leave it out."),
+    ] = False
     """Take the architecture from the checkpoint, if there is one, instead of the flags."""
-    moe_use_upcycling: bool = False
+    moe_use_upcycling: Annotated[
+        bool,
+        Refused(
+            "{} takes the dense model from --load and saves the one with experts in --save. Give both.",
+            lambda c: c.checkpoint.load is None or c.checkpoint.save is None,
+        ),
+        demands("num_experts", says="{} needs --num-experts, for example --num-experts 8"),
+        excludes(
+            "moe_shared_expert_intermediate_size",
+            "{}: a dense model has no weights for a shared expert",
+            "Leave out {}.",
+            lambda c: c.model.has_experts,
+        ),
+    ] = False
     """Make experts of the MLPs of the dense checkpoint at --load, save them in --save, and train from there."""
     moe_upcycling_granularity: Annotated[int, at_least(1), needs("moe_use_upcycling", "no experts are made")] = 1
     """The dense checkpoint's MLP is so many times as wide as --ffn-hidden-size: an expert gets a slice of it."""
@@ -159,7 +179,14 @@ class CheckpointConfig:
     """Load the weights only and start at iteration 0."""
     no_save_optim: Annotated[bool, SAVES] = False
     """Leave the optimizer state out."""
-    no_load_optim: Annotated[bool, LOADS] = False
+    no_load_optim: Annotated[
+        bool,
+        LOADS,
+        excludes(
+            "use_checkpoint_opt_param_scheduler",
+            "{} begins the learning rate's curve anew, as in Megatron-LM, so there is nothing for {} to take",
+        ),
+    ] = False
     """Do not load the optimizer state."""
     trigger_path: str | None = None
     """Folder looked into every --log-interval steps: a file `save` or `exit` there is removed and obeyed."""

@@ -7,10 +7,8 @@ from typing import Annotated, Literal
 
 from megapipe.config.notes import FREE, LISTED, Idle, Range, at_least, needs
 
-FP8 = Idle(lambda c: c.model.fp8_format is None, "products have the type of the weights, without --fp8-format")
-DELAYED = Idle(
-    lambda c: c.model.fp8_recipe != "delayed", "scales follow from the step itself, without --fp8-recipe delayed"
-)
+FP8 = needs("fp8_format", "products have the type of the weights")
+DELAYED = needs("fp8_recipe", "scales follow from the step itself", "delayed")
 SHARED_SCALES = Idle(
     lambda c: c.model.fp8_format is not None and c.model.fp8_recipe in ("delayed", "tensorwise"),
     "rows of a layer in FP8 share a scale and are multiplied at once, with --fp8-recipe delayed or tensorwise",

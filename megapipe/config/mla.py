@@ -5,30 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, MUST, Idle, at_least
+from megapipe.config.notes import ABOVE_0, MUST, at_least, excludes, of_no_layer
 
-LATENT = Idle(
-    lambda c: not c.model.multi_latent_attention and c.model.per_layer_overrides is None,
+LATENT = of_no_layer(
+    lambda m: not m.multi_latent_attention,
     "heads are --kv-channels wide, without --multi-latent-attention",
 )
-ROPE = Idle(
-    lambda c: (
-        c.model.position_embedding_type != "rope"
-        and c.model.per_layer_overrides is None
-        and not c.model.multi_latent_attention
-    ),
+ROPE = of_no_layer(
+    lambda m: m.position_embedding_type != "rope" and not m.multi_latent_attention,
     "nothing is rotated, without --position-embedding-type rope",
 )
-HEADS = Idle(
-    lambda c: c.model.multi_latent_attention and c.model.per_layer_overrides is None,
+HEADS = of_no_layer(
+    lambda m: m.multi_latent_attention,
     "heads come from latents, with --multi-latent-attention",
 )
-STRETCHED = Idle(
-    lambda c: c.model.multi_latent_attention and c.model.rope_type != "rope" and c.model.per_layer_overrides is None,
+STRETCHED = of_no_layer(
+    lambda m: m.multi_latent_attention and m.rope_type != "rope",
     "all channels of --qk-pos-emb-head-dim are rotated, without --rope-type rope",
 )
-YARN = Idle(
-    lambda c: c.model.rope_type == "rope" and c.model.per_layer_overrides is None,
+YARN = of_no_layer(
+    lambda m: m.rope_type == "rope",
     "positions are not stretched, with --rope-type rope",
 )
 
@@ -37,7 +33,11 @@ YARN = Idle(
 class MLAConfig:
     """Queries, keys and values from latents that all heads share. Without --multi-latent-attention there are none."""
 
-    multi_latent_attention: Annotated[bool, MUST] = False
+    multi_latent_attention: Annotated[
+        bool,
+        MUST,
+        excludes("group_query_attention", "{} has a key and a value for each head", "Leave {} out."),
+    ] = False
     """Keys and values come from one latent for all heads (DeepSeek-V2), queries too with --q-lora-rank."""
     q_lora_rank: Annotated[int | None, at_least(1), MUST, LATENT] = None
     """Width of the queries' latent. Default: they come from the hidden state."""

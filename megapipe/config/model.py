@@ -20,15 +20,24 @@ from megapipe.config.notes import (
     NO_FLAG,
     Idle,
     Range,
+    Refused,
     Required,
     at_least,
+    demands,
+    excludes,
     needs,
+    of_no_layer,
 )
 
 RECOMPUTED = Idle(
     lambda c: not (c.model.recompute_granularity or c.model.recompute_activations),
     "nothing is computed again, without --recompute-granularity full",
 )
+OF_FULL = Refused(
+    "{} has no effect without --recompute-granularity full. Add it, or leave it out.",
+    lambda c: c.model.recompute_selective and c.model.recompute_granularity != "full",
+)
+ONE_MLP = "{} and {} are different activations of one MLP"
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
         int,
         LISTED,
         MUST,
-        Idle(
-            lambda c: not c.model.group_query_attention and c.model.per_layer_overrides is None,
+        of_no_layer(
+            lambda m: not m.group_query_attention,
             "each query head has its own key and value, without --group-query-attention",
         ),
     ] = 1
@@ -69,7 +78,7 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
     use_rope_scaling: Annotated[bool, MUST, ROPE, HEADS] = False
     """Llama 3.1's slower rotation of the low frequencies, made for an original length of 8192."""
-    rope_scaling_factor: Annotated[float, ABOVE_0, MUST] = 8.0
+    rope_scaling_factor: Annotated[float, ABOVE_0, MUST, demands("use_rope_scaling")] = 8.0
     """How much slower, with --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2."""
     window_size: Annotated[str | None, MUST] = None
     """Sliding window LEFT,RIGHT such as 127,0: a token sees itself and LEFT tokens before it; -1 is no limit."""
@@ -79,9 +88,9 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     """Added to the variance."""
     apply_layernorm_1p: Annotated[bool, MUST] = False
     """Norms keep their weight minus 1, so that it starts at 0."""
-    swiglu: Annotated[bool, MUST] = False
+    swiglu: Annotated[bool, MUST, excludes("quick_geglu squared_relu", ONE_MLP)] = False
     """Gated SiLU in the MLP instead of GELU."""
-    quick_geglu: Annotated[bool, MUST] = False
+    quick_geglu: Annotated[bool, MUST, excludes("squared_relu", ONE_MLP)] = False
     """Gated GELU in the MLP, as x sigmoid(1.702 x)."""
     squared_relu: Annotated[bool, MUST] = False
     """Squared ReLU in the MLP instead of GELU."""
@@ -89,8 +98,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
         bool,
         MUST,
         Idle(lambda c: c.model.gated or c.model.squared_relu, "the MLP has another activation, without GELU"),
-        Idle(
-            lambda c: c.model.disable_bias_linear and c.model.per_layer_overrides is None,
+        of_no_layer(
+            lambda m: m.disable_bias_linear,
             "GELU has its erf form anyway, with --disable-bias-linear",
         ),
     ] = False
@@ -100,8 +109,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     add_qkv_bias: Annotated[
         bool,
         MUST,
-        Idle(
-            lambda c: not c.model.disable_bias_linear and c.model.per_layer_overrides is None,
+        of_no_layer(
+            lambda m: not m.disable_bias_linear,
             "all projections have a bias, without --disable-bias-linear",
         ),
         HEADS,
@@ -161,18 +170,41 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     recompute_granularity: Annotated[Literal["full", "selective"] | None, FREE] = None
     """Compute activations again in backward: of whole layers (full), or of --recompute-modules (selective)."""
     recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...], FREE
+        tuple[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...],
+        FREE,
+        demands(
+            "recompute_granularity recompute_activations",
+            "selective",
+            True,
+            says="{} has no effect without --recompute-granularity selective. Add it, or leave it out.",
+        ),
     ] = ("core_attn",)
     """Of selective: attention without its projections, the MLP of dense layers, the outputs of a layer's norms, the
     experts with their router (moe), the shared ones alone; heads from their latents on, attention included
     (mla_up_proj). Activations of experts (moe_act) are never kept."""
-    recompute_activations: Annotated[bool, FREE] = False
+    recompute_activations: Annotated[
+        bool,
+        FREE,
+        excludes(
+            "recompute_granularity",
+            "{} means --recompute-granularity selective, but {} is given",
+            where=lambda c: c.model.recompute_granularity == "full",
+        ),
+    ] = False
     """The same as --recompute-granularity selective."""
-    recompute_method: Annotated[Literal["uniform", "block"] | None, FREE, RECOMPUTED] = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, FREE, RECOMPUTED, OF_FULL] = None
     """full in runs of --recompute-num-layers (uniform, the default), or of so many layers of each stage (block)."""
-    recompute_num_layers: Annotated[int | None, at_least(1), FREE, RECOMPUTED] = None
+    recompute_num_layers: Annotated[int | None, at_least(1), FREE, RECOMPUTED, OF_FULL] = None
     """Layers of a run, or of a stage, see --recompute-method. Default: 1."""
-    num_microbatches_with_partial_activation_checkpoints: Annotated[int | None, at_least(1), FREE] = None
+    num_microbatches_with_partial_activation_checkpoints: Annotated[
+        int | None,
+        at_least(1),
+        FREE,
+        demands(
+            "recompute_granularity recompute_activations",
+            says="{} has no effect where nothing is computed again. Add --recompute-granularity full.",
+        ),
+    ] = None
     """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs."""
     sequence_parallel: Annotated[
         bool, FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)

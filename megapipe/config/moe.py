@@ -6,9 +6,15 @@ import ast
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, BELOW_1, FREE, MUST, NAMED, Idle, at_least, needs
+from megapipe.config.notes import ABOVE_0, BELOW_1, FREE, MUST, NAMED, Idle, Refused, at_least, excludes, needs
 
 EXPERTS = needs("num_experts", "there are no experts")
+NOT_SINKHORN = excludes(
+    "moe_router_load_balancing_type",
+    "{} has no part in {}",
+    "Leave it out.",
+    lambda c: c.model.has_experts and c.model.by_sinkhorn,
+)
 
 
 @dataclass(frozen=True)
@@ -30,14 +36,16 @@ class MoEConfig:
     ] = ("aux_loss",)
     """Means of an even load: losses over a microbatch, over each sequence, over the step so far, several at once; or
     Sinkhorn's choice."""
-    moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS] = (0.0,)
+    moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS, NOT_SINKHORN] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""
     moe_z_loss_coeff: Annotated[float | None, at_least(0), NAMED, EXPERTS] = None
     """Weight of the loss on large router logits, for example 1e-3. Default: none."""
-    moe_router_score_function: Annotated[Literal["softmax", "sigmoid", "sqrtsoftplus"], MUST, EXPERTS] = "softmax"
+    moe_router_score_function: Annotated[Literal["softmax", "sigmoid", "sqrtsoftplus"], MUST, EXPERTS, NOT_SINKHORN] = (
+        "softmax"
+    )
     """From a router's logits to the scores of experts."""
     moe_router_pre_softmax: Annotated[
-        bool, MUST, EXPERTS, needs("moe_router_score_function", "there is no softmax", "softmax")
+        bool, MUST, EXPERTS, NOT_SINKHORN, needs("moe_router_score_function", "there is no softmax", "softmax")
     ] = False
     """Softmax over all experts, then the best, whose weights add up to less than 1; not over the best alone."""
     moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, NAMED, EXPERTS] = None
@@ -46,16 +54,35 @@ class MoEConfig:
         int | None, at_least(1), MUST, EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
     ] = None
     """Groups of experts of which a token may use --moe-router-group-topk."""
-    moe_router_group_topk: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
+    moe_router_group_topk: Annotated[
+        int | None,
+        at_least(1),
+        MUST,
+        EXPERTS,
+        NOT_SINKHORN,
+        Refused(
+            "{} of how many? Give --moe-router-num-groups.",
+            lambda c: c.model.has_experts and c.model.moe_router_num_groups is None,
+        ),
+    ] = None
     """Groups for each token, those with the best sum of their best scores."""
     moe_router_group_score_topk: Annotated[
         int | None, at_least(1), MUST, EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
     ] = None
     """Best scores of a group that its sum is of: 1 in DeepSeek-V2. Default: --moe-router-topk / --moe-router-group-topk
     rounded down, as in Megatron-LM."""
-    moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, MUST, EXPERTS] = None
+    moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, MUST, EXPERTS, NOT_SINKHORN] = None
     """Factor on the weights of a token's experts."""
-    moe_router_enable_expert_bias: Annotated[bool, MUST, EXPERTS] = False
+    moe_router_enable_expert_bias: Annotated[
+        bool,
+        MUST,
+        EXPERTS,
+        NOT_SINKHORN,
+        Refused(
+            "{} works on scores of sigmoid or sqrtsoftplus. Add --moe-router-score-function sigmoid.",
+            lambda c: c.model.has_experts and c.model.moe_router_score_function == "softmax",
+        ),
+    ] = False
     """A bias on each expert's score, for the choice alone, that moves each step towards an even load."""
     moe_router_bias_update_rate: Annotated[
         float, at_least(0), NAMED, EXPERTS, needs("moe_router_enable_expert_bias", "there is no bias to move")
@@ -75,7 +102,16 @@ class MoEConfig:
         Idle(lambda c: c.model.capacity_factor is None, "nothing is dropped, without --moe-expert-capacity-factor"),
     ] = "probs"
     """Which tokens an expert keeps: those of the largest weights, or the first."""
-    moe_pad_expert_input_to_capacity: Annotated[bool, NAMED, EXPERTS] = False
+    moe_pad_expert_input_to_capacity: Annotated[
+        bool,
+        NAMED,
+        EXPERTS,
+        Refused(
+            "{} pads to the rows that --moe-expert-capacity-factor allows. Add it, for example "
+            "--moe-expert-capacity-factor 1.0.",
+            lambda c: c.model.has_experts and c.model.capacity_factor is None,
+        ),
+    ] = False
     """Each expert computes as many rows as it may take, with rows that count nothing: all shapes are fixed."""
     moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], FREE, EXPERTS] = "allgather"
     """How tokens reach experts on other ranks: every rank sees all tokens, or rows go where they are needed; flex, with

@@ -1,7 +1,7 @@
 """Annotations of a field: all that its type and default do not say of its flag.
 
 `lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Whoever has to know asks for the notes of
-one kind: `checks` for ranges, `checkpoint` for what may differ on --load, `flags` for what acts and what is idle.
+one kind: `checks` for ranges and what is refused, `checkpoint` for what may differ on --load, `flags` for what is idle.
 A note such as SAVES, an Idle, names what the flag needs: it acts with --save alone.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -71,9 +71,10 @@ class Range:
         return f"must be {self.words}" + " and finite" * self.holds(value)
 
 
-def flag(field: str) -> str:
-    """The usual name of a field's flag."""
-    return f"--{field.replace('_', '-')}"
+def flag(field: str, cls: type | None = None) -> str:
+    """Return the usual name of a field's flag, or the one that the class spells."""
+    spelled = notes_of(cls, Spelled).get(field) if cls else None
+    return f"--{spelled[0].flag if spelled else field.replace('_', '-')}"
 
 
 def at_least(least: int) -> Range:
@@ -122,6 +123,11 @@ class Idle:
     text: str
 
 
+def of_no_layer(where: Callable[[Any], bool], text: str) -> Idle:
+    """Return the note of a flag that is idle in such a model, unless --per-layer-overrides has other layers."""
+    return Idle(lambda config: where(config.model) and config.model.per_layer_overrides is None, text)
+
+
 def needs(fields: str, instead: str, *values: object, least: int | None = None) -> Idle:
     """Flag that acts only beside one of some others: if that is given, has one of the values, or is at least so many.
 
@@ -132,13 +138,52 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
         given = [getattr(part, name, None) for part in vars(config).values() for name in fields.split()]
         return any(x in values if values else x if least is None else x >= least for x in given if x is not None)
 
-    names = _either(list(map(flag, fields.split())))
-    of = f" of at least {least}" if least is not None else f" {_either([*map(str, values)])}" if values else ""
+    names = either(list(map(flag, fields.split())))
+    of = f" of at least {least}" if least is not None else f" {either(values)}" if values else ""
     return Idle(lambda config: not acts(config), f"{instead}, without {names}{of}")
 
 
-def _either(names: list[str]) -> str:
-    *most, last = names
+@dataclass(frozen=True)
+class Refused:
+    """Run in which the flag, if given, is refused.
+
+    Attributes:
+        text: the sentence and its remedy, with {} for the flag as typed, and then for the other flag.
+        where: of a Config: is it such a run?
+        others: fields of flags that it does not go with, each by itself. Without any, `where` alone decides.
+    """
+
+    text: str
+    where: Callable[[Any], bool]
+    others: tuple[str, ...] = ()
+
+
+def excludes(
+    others: str,
+    why: str = "{} does not go with {}",
+    remedy: str = "Leave one out.",
+    where: Callable[[Any], bool] = lambda config: True,
+) -> Refused:
+    """Return the note of a flag that is refused next to each of the others, where a run is such."""
+    return Refused(f"{why}. {remedy}", where, tuple(others.split()))
+
+
+def demands(fields: str, *values: object, says: str = "", least: int | None = None) -> Refused:
+    """Return the note of a flag that is refused where `needs` would let it do nothing."""
+    lacking = needs(fields, "{} has no effect", *values, least=least)
+    text = f"{lacking.text.replace(',', '', 1)}. Add it, or leave it out."
+    return Refused(says or text, lacking.where)
+
+
+def typed(name: str, value: object) -> str:
+    """Return a flag with its value, as on a command line."""
+    values = value if isinstance(value, tuple) else () if value is True else (value,)
+    return " ".join((name, *(str(x).removesuffix(".0") for x in values)))
+
+
+def either(choices: Sequence[object]) -> str:
+    """Return the choices in words: a, b or c."""
+    *most, last = map(str, choices)
     return f"{', '.join(most)} or {last}" if most else last
 
 

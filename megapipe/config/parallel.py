@@ -7,7 +7,19 @@ from math import lcm
 from typing import Annotated, Any, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, CLOCK, LISTED, UP_TO_1, Idle, at_least, flag, needs
+from megapipe.config.notes import (
+    ABOVE_0,
+    CLOCK,
+    LISTED,
+    UP_TO_1,
+    Idle,
+    Refused,
+    at_least,
+    demands,
+    excludes,
+    flag,
+    needs,
+)
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
 SEVERAL_RANKS = needs("pipeline_model_parallel_size", "there is one pipeline rank", least=2)
@@ -22,7 +34,31 @@ REPLICAS = Idle(
 BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
 Module = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 """Part of a layer, by Megatron-LM's name."""
+STAGES, LAYERS = "{} and {} both say the stages of a rank", "{} and {} both say the layers of a stage"
+ENDS = (
+    excludes("pipeline_model_parallel_layout", LAYERS),
+    excludes(
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "{} and {} both say which stages get fewer layers",
+    ),
+    excludes(
+        "num_layers_per_virtual_pipeline_stage",
+        "{} makes stages uneven, {} even",
+        "Use --num-virtual-stages-per-pipeline-rank instead.",
+    ),
+)
+SAME = "{} and {} say the same"
+NOT_SEARCHED = excludes("reschedule_after", "{}: {} searches tables without copies")
 COPIES = needs("fine_grained_activation_offloading cpu_offload memory_limit_gib", "nothing is copied")
+
+
+def _shares_grads(config: Any) -> bool:
+    return bool(config.parallel.shards_grads and config.weight_replicas > 1)
+
+
+def _early(other: str, why: str) -> Refused:
+    """Return the note of an update that does not wait for what the other flag does."""
+    return excludes(other, f"{{}} updates before other ranks are done, and {{}} {why}")
 
 
 def _no_groups(config: Any) -> bool:
@@ -41,7 +77,11 @@ class ParallelConfig:
     """Ranks that share the layers among them."""
     context_parallel_size: Annotated[int, LISTED] = 1
     """Ranks that share each sequence: of 2c pieces rank r has the r-th and the r-th from the end."""
-    expert_model_parallel_size: Annotated[int, LISTED] = 1
+    expert_model_parallel_size: Annotated[
+        int,
+        LISTED,
+        demands("num_experts", says="{} shares experts, and there are none. Give --num-experts, or leave it out."),
+    ] = 1
     """Ranks that share the experts of each layer; in all else they hold the same, or parts of one layer."""
     expert_tensor_parallel_size: Annotated[int | None, LISTED, EXPERTS] = None
     """Ranks that share each expert. Default: --tensor-model-parallel-size."""
@@ -49,7 +89,14 @@ class ParallelConfig:
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
     """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
-    pipeline_costs: str | None = None
+    pipeline_costs: Annotated[
+        str | None,
+        excludes(
+            "pipeline_model_parallel_layout",
+            "{} times the stages of one split, {} makes another",
+            where=lambda c: c.parallel.pipeline_model_parallel_layout == "auto",
+        ),
+    ] = None
     """A .json of what passes and messages take, as megapipe plan --save-costs writes it. Default: by FLOPs."""
     overlap_moe_expert_parallel_comm: Annotated[
         bool,
@@ -58,33 +105,73 @@ class ParallelConfig:
             "passes have no collective to hide, without --expert-model-parallel-size, --tensor-model-parallel-size "
             "or --context-parallel-size of at least 2",
         ),
+        excludes("vocab_parallel_pipeline reschedule_after", "{} and {} each make a table of their own"),
     ] = False
     """Run two passes together wherever the schedule's ranks can, so that collectives of one hide behind the other."""
     delay_wgrad_compute: Annotated[
         bool, needs("overlap_moe_expert_parallel_comm", "schedules say where weight gradients stand")
     ] = False
     """Split backwards without a partner too, so that their weight gradients fill what would be a wait."""
-    reschedule_after: Annotated[int | None, at_least(2)] = None
+    reschedule_after: Annotated[
+        int | None,
+        at_least(2),
+        demands(
+            "pipeline_model_parallel_size",
+            says="{} orders the passes of a pipeline, and --pipeline-model-parallel-size is 1. Leave it out.",
+            least=2,
+        ),
+        excludes("freeze_all_layers", "{} orders backwards, and {} leaves none"),
+        excludes(
+            "use_megatron_fsdp use_torch_fsdp2",
+            "{} times passes, not what {} gathers and reduces beside them",
+            where=_shares_grads,
+        ),
+    ] = None
     """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it."""
-    num_layers_per_virtual_pipeline_stage: Annotated[int | None, LISTED] = None
+    num_layers_per_virtual_pipeline_stage: Annotated[
+        int | None,
+        LISTED,
+        excludes("num_virtual_stages_per_pipeline_rank", STAGES),
+        excludes("pipeline_model_parallel_layout", LAYERS),
+    ] = None
     """Layers of each stage, where a rank holds several."""
-    num_virtual_stages_per_pipeline_rank: Annotated[int | None, LISTED] = None
+    num_virtual_stages_per_pipeline_rank: Annotated[
+        int | None,
+        LISTED,
+        excludes(
+            "pipeline_model_parallel_layout",
+            STAGES,
+            where=lambda c: c.parallel.pipeline_model_parallel_layout != "auto",
+        ),
+    ] = None
     """Stages of each rank: the same by count."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
         int | None, at_least(1), Idle(_no_groups, "there is no chunk to visit, without several stages on a rank")
     ] = None
     """Microbatches that pass one chunk of a rank before the next begins, under interleaved. Default: pipeline ranks."""
-    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), *ENDS] = None
     """Layers of the first pipeline rank, over all its stages; the others share the rest evenly."""
-    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1)] = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), *ENDS] = None
     """Layers of the last pipeline rank."""
-    account_for_embedding_in_pipeline_split: Annotated[bool, SEVERAL_STAGES] = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, SEVERAL_STAGES, ENDS[0]] = False
     """The embedding counts as a layer where stages are made even."""
-    account_for_loss_in_pipeline_split: Annotated[bool, SEVERAL_STAGES] = False
+    account_for_loss_in_pipeline_split: Annotated[bool, SEVERAL_STAGES, ENDS[0]] = False
     """The output head and loss count as a layer where stages are made even."""
     pipeline_model_parallel_layout: str | None = None
     """Megatron's string of E (embedding), t (layer) and L (loss); or auto: the split of least simulated time."""
-    vocab_parallel_pipeline: bool = False
+    vocab_parallel_pipeline: Annotated[
+        bool,
+        demands(
+            "pipeline_model_parallel_size",
+            says="{} does not go with --pipeline-model-parallel-size 1. Leave one out.",
+            least=2,
+        ),
+        excludes(
+            "context_parallel_size model_provider pipeline_costs reschedule_after async_save "
+            "enable_optimizer_post_validation account_for_embedding_in_pipeline_split "
+            "account_for_loss_in_pipeline_split"
+        ),
+    ] = False
     """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
     pipeline_slices: str | None = None
     """Slices of each microbatch along its sequence: a number, or auto, which takes the one of least simulated time."""
@@ -105,7 +192,7 @@ class ParallelConfig:
         ),
     ] = False
     """Split main parameters and Adam's moments of a stage over data parallel (ZeRO-1). Same bits."""
-    use_megatron_fsdp: Annotated[bool, REPLICAS] = False
+    use_megatron_fsdp: Annotated[bool, REPLICAS, excludes("use_torch_fsdp2", SAME)] = False
     """Split more of a stage over data parallel, as --data-parallel-sharding-strategy says."""
     use_torch_fsdp2: Annotated[bool, REPLICAS] = False
     """The same, all of it, under the name that Megatron-LM has for PyTorch's."""
@@ -122,7 +209,7 @@ class ParallelConfig:
     --pipeline-costs has no a and g. 400 TFLOP/s over 50 GB/s; 1333 within a node of 300 GB/s."""
     overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
-    ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
+    ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS, excludes("ddp_num_buckets", SAME)] = None
     """Gradient elements that are reduced at once, while a stage's last weight pass does the layers before. Default:
     all of a stage, behind it."""
     ddp_num_buckets: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
@@ -135,23 +222,42 @@ class ParallelConfig:
             "weights are gathered beside passes anyway, each run of which has its own, with "
             "--data-parallel-sharding-strategy optim_grads_params",
         ),
+        Refused(
+            "{} gathers what --use-distributed-optimizer splits, beside what --overlap-grad-reduce reduces. "
+            "Add both, or leave --overlap-param-gather out.",
+            lambda c: not (c.parallel.overlap_grad_reduce and c.parallel.splits_optimizer),
+        ),
     ] = False
     """Gather the updated weights of a stage at the start of the next step, as passes A of the table."""
-    enable_optimizer_post_validation: bool = False
+    enable_optimizer_post_validation: Annotated[
+        bool,
+        _early("calculate_per_token_loss", "divides by the tokens of the whole batch"),
+        _early("error_injection_rate", "runs a step twice"),
+        _early("check_for_spiky_loss", "must know the loss of the whole batch"),
+        _early("freeze_all_layers", "updates nothing"),
+        _early("reschedule_after", "times steps that end by themselves"),
+        excludes(
+            "use_megatron_fsdp use_torch_fsdp2",
+            "{} repeats forwards after a wrong guess, and {} lets go of what they need",
+            where=_shares_grads,
+        ),
+    ] = False
     """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier."""
     post_validation_after: Annotated[
         int, at_least(0), needs("enable_optimizer_post_validation", "each update waits for the norm")
     ] = 10
     """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
-    fine_grained_activation_offloading: bool = False
+    fine_grained_activation_offloading: Annotated[bool, NOT_SEARCHED] = False
     """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L. With
     --memory-limit-gib only what has to leave, or is computed again instead (R), whatever is faster, as without this
     flag where the run does not fit."""
     activation_offload_fraction: Annotated[float, UP_TO_1, COPIES] = 1.0
     """Part of each microbatch's bytes that is copied to the host, the first of its forward."""
-    offload_modules: Annotated[tuple[Module, ...], COPIES] = ()
+    offload_modules: Annotated[
+        tuple[Module, ...], COPIES, excludes("compile", "{} names parts of a layer, and {} makes one of several")
+    ] = ()
     """The parts of a layer whose saved inputs are copied; all that a forward saved where none is named."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, NOT_SEARCHED] = False
     """The same, under the name of sail-sg's zero-bubble fork."""
     offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None
     """Stages of each rank that copy, the first ones. Default: all."""

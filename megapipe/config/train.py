@@ -18,6 +18,8 @@ from megapipe.config.notes import (
     Required,
     Spelled,
     at_least,
+    demands,
+    excludes,
     needs,
     read_by,
 )
@@ -33,6 +35,12 @@ SCALE_MOVES = Idle(
 ADAM = read_by("adam", "muon", instead="sgd has none of them")
 SGD = read_by("sgd", instead="nothing reads it, without --optimizer sgd")
 MUON = read_by("muon", instead="nothing reads it, without --optimizer muon")
+OF_WSD = demands("lr_decay_style", "WSD")
+GROWS = demands("weight_decay_incr_style", "linear", "cosine")
+ROUNDED = demands(
+    "use_precision_aware_optimizer", says="{} changes the numbers; say so with --use-precision-aware-optimizer."
+)
+OF_BF16 = demands("bf16", says="{} is for weights of --bf16. Add it, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,9 @@ class TrainConfig:
     seq_length: Annotated[int | None, Required("1024"), at_least(1), NAMED] = None
     """Tokens per sequence. Required."""
     # The length is the learning rate's where its curve has none of its own.
-    train_iters: Annotated[int | None, at_least(1), FREE] = None
+    train_iters: Annotated[
+        int | None, at_least(1), FREE, excludes("train_samples", "{} and {} both give the length of the run")
+    ] = None
     """Steps to train. This or --train-samples is required."""
     train_samples: Annotated[int | None, at_least(1), FREE] = None
     """Sequences to train on, instead of --train-iters."""
@@ -72,7 +82,7 @@ class TrainConfig:
     calculate_per_token_loss: Annotated[bool, NAMED] = False
     """Divide by the tokens of the whole global batch instead of averaging the microbatches' means."""
     # The tensors of a checkpoint say their types.
-    bf16: Annotated[bool, FREE] = False
+    bf16: Annotated[bool, FREE, excludes("fp16", "{} and {} are two types for the same weights")] = False
     """Compute in bfloat16; gradients, main parameters and optimizer state stay float32."""
     fp16: Annotated[bool, FREE] = False
     """Compute in float16 with a loss scale; gradients, main parameters and optimizer state stay float32."""
@@ -86,7 +96,7 @@ class TrainConfig:
     """Steps without overflow after which the dynamic loss scale is doubled."""
     hysteresis: Annotated[int, at_least(1), NAMED, SCALE_MOVES] = 2
     """Overflows between two increases at which the dynamic loss scale begins to be halved."""
-    grad_reduce_in_bf16: Annotated[bool, NAMED, REPLICAS] = False
+    grad_reduce_in_bf16: Annotated[bool, NAMED, REPLICAS, demands("bf16")] = False
     """Sum gradients over data-parallel ranks in bfloat16: half the bytes, three digits less. Added up in float32."""
     use_precision_aware_optimizer: Annotated[
         bool,
@@ -101,13 +111,13 @@ class TrainConfig:
     ] = False
     """Keep what the optimizer has in the types that --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and
     --exp-avg-sq-dtype say. bf16 changes the numbers."""
-    main_grads_dtype: Annotated[Literal["fp32", "bf16"], NAMED] = "fp32"
+    main_grads_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED, OF_BF16] = "fp32"
     """Of the gradients: microbatches are added up, and ranks summed, in it."""
-    main_params_dtype: Annotated[Literal["fp32", "bf16"], NAMED] = "fp32"
+    main_params_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED, OF_BF16] = "fp32"
     """Of the parameters that are updated. bf16: those of the model, with no other beside them."""
-    exp_avg_dtype: Annotated[Literal["fp32", "bf16"], NAMED] = "fp32"
+    exp_avg_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"
     """Of Adam's first moment between steps; an update computes in float32."""
-    exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], NAMED] = "fp32"
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"
     """Of Adam's second moment between steps."""
     compile: Annotated[bool, FREE] = False
     """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
@@ -139,7 +149,12 @@ class TrainConfig:
     """Steps of the curve. Default: --train-iters."""
     lr_decay_samples: Annotated[int | None, at_least(1), CURVE, HAS_CURVE] = None
     """Sequences of the curve, with --train-samples."""
-    lr_warmup_fraction: Annotated[float | None, BELOW_1, CURVE] = None
+    lr_warmup_fraction: Annotated[
+        float | None,
+        BELOW_1,
+        CURVE,
+        excludes("lr_warmup_iters lr_warmup_samples", "{} and {} both give the warm-up"),
+    ] = None
     """Warm-up as a fraction of the decay length."""
     lr_warmup_iters: Annotated[int, at_least(0), CURVE] = 0
     """Steps of linear warm-up."""
@@ -155,11 +170,13 @@ class TrainConfig:
         ),
     ] = 0.0
     """Learning rate at which the warm-up starts."""
-    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], CURVE] = "exponential"
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], CURVE, OF_WSD] = (
+        "exponential"
+    )
     """Last part of the WSD curve."""
-    lr_wsd_decay_iters: Annotated[int | None, at_least(1), CURVE] = None
+    lr_wsd_decay_iters: Annotated[int | None, at_least(1), CURVE, OF_WSD] = None
     """Steps of the last part of the WSD curve."""
-    lr_wsd_decay_samples: Annotated[int | None, at_least(1), CURVE] = None
+    lr_wsd_decay_samples: Annotated[int | None, at_least(1), CURVE, OF_WSD] = None
     """Sequences of the last part of the WSD curve."""
     weight_decay: Annotated[
         float,
@@ -170,9 +187,9 @@ class TrainConfig:
     """Decoupled; not applied to biases and other one-dimensional parameters."""
     weight_decay_incr_style: Annotated[Literal["constant", "linear", "cosine"], CURVE] = "constant"
     """--weight-decay throughout, or growing over the whole run from --start-weight-decay to --end-weight-decay."""
-    start_weight_decay: Annotated[float | None, at_least(0), CURVE] = None
+    start_weight_decay: Annotated[float | None, at_least(0), CURVE, GROWS] = None
     """Weight decay of the first step, with --weight-decay-incr-style linear or cosine."""
-    end_weight_decay: Annotated[float | None, at_least(0), CURVE] = None
+    end_weight_decay: Annotated[float | None, at_least(0), CURVE, GROWS] = None
     """Weight decay at the end of the run, likewise."""
     clip_grad: Annotated[float, at_least(0), NAMED] = 1.0
     """Largest L2 norm of the whole gradient; 0 switches clipping off."""
@@ -203,6 +220,12 @@ class TrainConfig:
         at_least(1),
         FREE,
         Idle(lambda c: c.world_size == 1, "there is no replica, without several ranks"),
+        excludes(
+            "use_megatron_fsdp use_torch_fsdp2",
+            "{} compares weights that {} leaves no rank whole",
+            where=lambda c: c.parallel.shards_weights and c.weight_replicas > 1,
+        ),
+        excludes("fp8_param_gather", "{} compares weights that {} leaves no rank whole", where=lambda c: c.gathers_fp8),
     ] = None
     """Every so many steps compare a hash of all weights over their replicas, and stop if they differ."""
     no_check_for_nan_in_loss_and_grad: Annotated[bool, FREE] = False
@@ -226,7 +249,16 @@ class TrainConfig:
     """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
     max_bad_iterations_in_a_row: Annotated[int, at_least(1), FREE] = 10
     """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls."""
-    override_opt_param_scheduler: Annotated[bool, Spelled("override-opt_param-scheduler"), FREE, LOADS] = False
+    override_opt_param_scheduler: Annotated[
+        bool,
+        Spelled("override-opt_param-scheduler"),
+        FREE,
+        LOADS,
+        excludes(
+            "use_checkpoint_opt_param_scheduler",
+            "{} takes the settings from the command line, {} from the checkpoint",
+        ),
+    ] = False
     """On --load take learning-rate and weight-decay settings from the command line, whatever the checkpoint says."""
     use_checkpoint_opt_param_scheduler: Annotated[bool, Spelled("use-checkpoint-opt_param-scheduler"), FREE, LOADS] = (
         False

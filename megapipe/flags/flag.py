@@ -8,7 +8,8 @@ import types
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megapipe.config.notes import NO_FLAG, Spelled
+from megapipe.config.notes import NO_FLAG, either
+from megapipe.config.notes import flag as named_flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Flag:
         """The values that it may have, in words."""
         kind = self.value_type
         if get_origin(kind) is Literal:
-            *most, last = map(str, get_args(kind))
-            return f"{', '.join(most)} or {last}" if most else f"only {last}"
+            choices = get_args(kind)
+            return either(choices) if len(choices) > 1 else f"only {choices[0]}"
         words = {int: "an integer", float: "a number", str: "a text"}
         return words[kind]
 
@@ -103,10 +104,9 @@ def _flags(cls: type, section: str) -> tuple[Flag, ...]:
             assert not section, "two levels: a configuration and its sections"
             found += _flags(kind, field.name)
             continue
-        named = next((note.flag for note in notes if isinstance(note, Spelled)), field.name.replace("_", "-"))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
         if get_origin(kind) in (Union, types.UnionType):
             kind = next(k for k in get_args(kind) if k is not types.NoneType)
-        found.append(Flag(f"--{named}", cls, section, field.name, kind, default))
+        found.append(Flag(named_flag(field.name, cls), cls, section, field.name, kind, default))
     return tuple(found)

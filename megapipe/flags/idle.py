@@ -5,18 +5,24 @@ Each is accepted with one line at start. In which runs a flag is idle stands at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from megapipe.config import Config
-from megapipe.config.notes import Idle, notes_of
+from megapipe.config.notes import Idle, notes_of, typed
 from megapipe.flags.flag import Flag, flags_of
 
-IDLE: tuple[tuple[Flag, Callable[[Config], bool], str], ...] = tuple(
-    (flag, note.where, note.text)
-    for flag in flags_of(Config).values()
-    for note in notes_of(flag.owner, Idle).get(flag.field, ())
-)
+T = TypeVar("T")
+
+
+def noted(kind: type[T]) -> list[tuple[Flag, T]]:
+    """Return each note of a kind with its flag."""
+    flags = flags_of(Config).values()
+    return [(flag, note) for flag in flags for note in notes_of(flag.owner, kind).get(flag.field, ())]
+
+
+IDLE = [(flag, note.where, note.text) for flag, note in noted(Idle)]
 """A flag, in which run it has nothing to act on, and what happens instead."""
 
 
@@ -25,8 +31,7 @@ def idle(config: Config) -> list[tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for flag, text in _given(config):
         value = getattr(getattr(config, flag.section), flag.field)
-        said = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        found.setdefault(flag.name, (flag.name if value is True else f"{flag.name} {said}", text))
+        found.setdefault(flag.name, (typed(flag.name, value), text))
     return list(found.values())
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.config import Config
+from megapipe.config.notes import Refused
 from megapipe.flags.different import DIFFERENT, Different
 from megapipe.flags.flag import Flag, flags_of
 from megapipe.flags.fork import SWITCHES
 from megapipe.flags.help import meaning
 from megapipe.flags.holds import HOLDS, MANY
-from megapipe.flags.idle import IDLE
+from megapipe.flags.idle import IDLE, noted
 from megapipe.flags.known import MEGATRON_FLAGS
 from megapipe.flags.parse import OLD_NAMES, text_of
 from megapipe.flags.rules import reason
@@ -32,6 +33,11 @@ def table() -> str:
     for name, rule in sorted(HOLDS.items()):
         holds[rule.because, _values(rule.values)].append(f"`{name}`")
     idle = [(flag.name, text) for flag, _, text in IDLE]
+    named = {flag.field: name for name, flag in ours.items()}
+    together = [
+        (flag.name, " ".join(named[other] for other in note.others), note.text.format("A", "B"))
+        for flag, note in noted(Refused)
+    ]
     refused: dict[str, list[str]] = defaultdict(list)
     for name in sorted(MEGATRON_FLAGS - spelled - set(HOLDS) - set(OLD_NAMES)):
         refused[reason(name) or "not implemented yet"].append(f"`{name}`")
@@ -50,6 +56,8 @@ def table() -> str:
             ),
             "\n### Accepted with a line where there is nothing to act on, as in Megatron-LM\n",
             *_rows(("flag", "what happens instead"), idle),
+            "\n### Refused with another flag, or without one\n",
+            *_rows(("A", "B", "what the line says"), together),
             f"\n### Refused in one line ({sum(map(len, refused.values()))})\n",
             *_rows(("what the line says", "flags"), ((why, " ".join(refused[why])) for why in sorted(refused))),
             "",

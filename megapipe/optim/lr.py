@@ -29,11 +29,6 @@ class WeightDecay:
         train = config.train
         start, end, style = train.start_weight_decay, train.end_weight_decay, train.weight_decay_incr_style
         if style == "constant":
-            if start is not None or end is not None:
-                given = "--end-weight-decay" if start is None else "--start-weight-decay"
-                raise ConfigError(
-                    f"{given} is for --weight-decay-incr-style linear or cosine. Add it, or leave it out."
-                )
             return WeightDecay(train.weight_decay, train.weight_decay)
         if start is None or end is None:
             both = f"--start-weight-decay {start or 0:g} --end-weight-decay {end or train.weight_decay:g}"

@@ -4,7 +4,7 @@ from megapipe.plan.make import balanced_by_cost, make_plan, moved_within, pieces
 from megapipe.plan.plan import Plan, sharing
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of, whole_step
 from megapipe.plan.slices import in_words
-from megapipe.plan.split import check_flags, counts_of, forwards, ranks_of_depths, schedule_name
+from megapipe.plan.split import chunks_of, counts_of, forwards, ranks_of_depths, schedule_name
 from megapipe.plan.state import GIB
 from megapipe.plan.table import changes, layout_of_plan, summary, table
 from megapipe.plan.work import Pieces, Work, pieces

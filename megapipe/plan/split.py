@@ -1,17 +1,15 @@
 """The way from flags to stages: which schedule, in how many stages, with which layers.
 
-Megatron's ways to say it exclude one another; here they are told apart, and compared with what the schedule has.
+Megatron's ways to say it exclude one another, see config.parallel; here they are compared with what the schedule has.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.partition.layout import AUTO, depths_of, parse_layout
 from megapipe.partition.layout import FLAG as LAYOUT
-from megapipe.partition.spans import EMBEDDING, FIRST, LAST, LOSS, nearly_even, partition
+from megapipe.partition.spans import nearly_even, partition
 from megapipe.schedule import (
     SCHEDULES,
     Costs,
@@ -35,7 +33,7 @@ PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-
 def schedule_name(config: Config) -> str:
     """The schedule asked for; without a name 1f1b, or interleaved for several stages on a rank.
 
-    Raises: ConfigError as `check_flags`.
+    Raises: ConfigError as `chunks_of`.
     """
     return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
@@ -55,7 +53,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 def forwards(config: Config, microbatches: int) -> int:
     """The forwards of a step, at the stages that the flags ask for.
 
-    Raises: ConfigError as `check_flags`.
+    Raises: ConfigError as `chunks_of`.
     """
     return config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1) * microbatches
 
@@ -87,47 +85,11 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
     return tuple(span.count for span in spans[: placement.chain])
 
 
-def check_flags(config: Config) -> None:
-    """Refuse flags that say the same thing twice or cannot be met by any schedule.
-
-    Raises: ConfigError with every problem.
-    """
-    if problems := list(_conflicts(config)):
-        raise ConfigError(problems)
-    chunks_of(config)
-
-
-def _conflicts(config: Config) -> Iterator[str]:
-    par = config.parallel
-    layout = par.pipeline_model_parallel_layout
-    given = {
-        PER_STAGE: par.num_layers_per_virtual_pipeline_stage,
-        PER_RANK: par.num_virtual_stages_per_pipeline_rank,
-        LAYOUT: layout,
-        FIRST: par.decoder_first_pipeline_num_layers,
-        LAST: par.decoder_last_pipeline_num_layers,
-        EMBEDDING: par.account_for_embedding_in_pipeline_split or None,
-        LOSS: par.account_for_loss_in_pipeline_split or None,
-    }
-    here = [name for name, value in given.items() if value is not None]
-    said = {name: name if given[name] is True else f"{name} {given[name]}" for name in here}
-    pairs = [(PER_STAGE, PER_RANK, "the stages of a rank"), (PER_STAGE, LAYOUT, "the layers of a stage")]
-    if layout != AUTO:
-        pairs.append((PER_RANK, LAYOUT, "the stages of a rank"))
-    pairs += [(end, LAYOUT, "the layers of a stage") for end in (FIRST, LAST, EMBEDDING, LOSS)]
-    pairs += [(end, counted, "which stages get fewer layers") for end in (FIRST, LAST) for counted in (EMBEDDING, LOSS)]
-    for a, b, what in pairs:
-        if a in here and b in here:
-            yield f"{said[a]} and {said[b]} both say {what}. Leave one out."
-    if layout == AUTO and par.pipeline_costs is not None:
-        yield f"{COSTS} {par.pipeline_costs} times the stages of one split, {LAYOUT} auto makes another. Leave one out."
-    for end in (FIRST, LAST):
-        if end in here and PER_STAGE in here:
-            yield f"{said[end]} makes stages uneven, {said[PER_STAGE]} even. Use {PER_RANK} instead."
-
-
 def chunks_of(config: Config) -> int | None:
-    """Stages of a rank in a chain that the flags ask for, None if they leave it open."""
+    """Return the stages of a rank in a chain that the flags ask for, None if they leave it open.
+
+    Raises: ConfigError if the layers, or the stages of a layout, do not divide so.
+    """
     par, ranks = config.parallel, config.parallel.pipeline_model_parallel_size
     layout = par.pipeline_model_parallel_layout
     if layout is not None and layout != AUTO:

@@ -10,12 +10,6 @@ from megapipe.errors import ConfigError
 from .sound import config, problem, problems, without
 
 
-def test_mock_data_and_files_exclude_each_other():
-    assert problem("--data-path a") == (
-        "--mock-data and --data-path each say where tokens come from. Leave all but one out."
-    )
-
-
 def test_no_data_and_missing_files():
     def of(*data_path):
         c = without("mock-data")
@@ -61,28 +55,6 @@ def test_nothing_is_written_below_a_file(flag, tmp_path):
     (tmp_path / "file").touch()
     (said,) = problems(f"--{flag} {tmp_path}/file/x" + " --save-interval 1" * (flag == "save"))
     assert said == f"--{flag} {tmp_path}/file/x: {tmp_path}/file is a file, not a folder. Give another name."
-
-
-def test_save_needs_an_interval():
-    assert problem("--save a") == "--save a needs --save-interval, for example --save-interval 1000"
-    assert problem("--save a --save-interval 20 --save-retain-interval 50") == (
-        "--save-retain-interval 50 is no multiple of --save-interval 20, so checkpoints to keep would not be saved. "
-        "Use --save-retain-interval 60."
-    )
-
-
-def test_load_of_a_folder_that_is_not_there():
-    assert problem("--load no/where") == (
-        "--load no/where: no such folder. To start fresh leave --load out, or let it name the folder of --save."
-    )
-
-
-def test_profiling_nothing():
-    window = "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5 --profile-ranks 0 3"
-    assert problems(window) == [
-        "--profile-step-start 5 to --profile-step-end 5 is an empty window. Use --profile-step-end 7.",
-        "--profile-ranks 3: ranks are 0 to 0",
-    ]
 
 
 def test_what_the_machine_cannot_do():

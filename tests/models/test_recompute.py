@@ -7,11 +7,9 @@ import pytest
 import torch
 from tiny import GPT2, STYLES, run_step, tokens
 
-from megapipe.checks.run import validate
-from megapipe.config import Config, ModelConfig
+from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.tokens import Documents
-from megapipe.errors import ConfigError
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.recompute import recompute, units, without_result
@@ -184,37 +182,3 @@ def test_what_is_computed_again():
     assert of(recompute_granularity="full", recompute_num_layers=2) == [(2, True), (2, True), (1, True)]
     block = of(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
     assert block == [(1, True), (1, True), (1, False), (1, False), (1, False)]
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"recompute_activations": True, "recompute_granularity": "full"},
-            "--recompute-activations means --recompute-granularity selective, but full is given. Leave one out.",
-        ),
-        (
-            {"recompute_granularity": "full", "recompute_modules": ("mlp",)},
-            "--recompute-modules mlp has no effect without --recompute-granularity selective. Add it.",
-        ),
-        (
-            {"recompute_activations": True, "recompute_modules": ("core_attn", "mla_up_proj")},
-            "--recompute-modules core_attn mla_up_proj: mla_up_proj is of --multi-latent-attention, which is not "
-            "given. Leave mla_up_proj out.",
-        ),
-        (
-            {"recompute_activations": True, "recompute_modules": ("moe", "shared_experts")},
-            "--recompute-modules moe shared_experts: the model has none of these parts, so nothing is computed again. "
-            "Leave the flag out.",
-        ),
-        (
-            {"num_microbatches_with_partial_activation_checkpoints": 2},
-            "--num-microbatches-with-partial-activation-checkpoints 2 has no effect where nothing is computed again. "
-            "Add --recompute-granularity full.",
-        ),
-    ],
-)
-def test_contradictions_are_refused(settings, sentence):
-    with pytest.raises(ConfigError) as caught:
-        validate(Config(model=ModelConfig(**settings)), has_cuda=False)
-    assert sentence in caught.value.problems

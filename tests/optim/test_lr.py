@@ -131,24 +131,3 @@ def test_weight_decay_grows_over_the_whole_run_whatever_the_learning_rate_does()
     assert LRSchedule.of(config(train_iters=9, weight_decay=0.3)).weight_decay == WeightDecay(0.3, 0.3)
     for decay in (by_iterations.weight_decay, WeightDecay(0.3, 0.3)):
         assert WeightDecay.loaded(decay.saved()) == decay
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ({"start_weight_decay": 0.1}, "--start-weight-decay is for --weight-decay-incr-style linear or cosine."),
-        ({"end_weight_decay": 0.1}, "--end-weight-decay is for --weight-decay-incr-style linear or cosine."),
-        (
-            {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1},
-            "needs two ends, for example --start-weight-decay 0 --end-weight-decay 0.1",
-        ),
-        (
-            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
-            "Use --start-weight-decay 0.1 --end-weight-decay 0.2.",
-        ),
-    ],
-)
-def test_weight_decay_without_two_ends_that_grow_is_refused(flags, line):
-    with pytest.raises(ConfigError) as caught:
-        LRSchedule.of(config(train_iters=9, **flags))
-    assert line in caught.value.problems[0]

@@ -135,7 +135,6 @@ def test_a_plan_kept_in_a_file_is_that_of_a_later_run(tmp_path, capsys):
             (ON, "--offload-modules", "expert_fc1"),
             "--offload-modules expert_fc1: nothing of what a forward keeps is theirs, so --fine-grained-activation-off",
         ),
-        ((ON, "--reschedule-after", "3"), f"{ON}: --reschedule-after searches tables without copies. Leave one of"),
     ],
 )
 def test_what_does_not_go_together_is_refused(more, told):

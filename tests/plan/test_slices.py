@@ -103,24 +103,3 @@ def test_an_order_of_slices_is_searched_for_the_costs_of_the_run():
     assert found.schedule.cuts == by_hand.schedule.cuts
     assert found.timeline.makespan < by_hand.timeline.makespan
     assert found.schedule == make_plan.__wrapped__(config(*given, "zb-auto")).schedule, "on every rank the same"
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--pipeline-slices", "x"), "--pipeline-slices x is neither a number from 1 to 64 nor auto"),
-        (("--pipeline-slices", "0"), "--pipeline-slices 0 is neither a number from 1 to 64 nor auto"),
-        (("--pipeline-slices", "2", "--vocab-parallel-pipeline"), "does not go with --vocab-parallel-pipeline"),
-        (
-            ("--pipeline-slices", "2", "--pipeline-slice-cuts", "documents"),
-            "cuts where attention ends, and without --reset-attention-mask it goes on. Add --reset-attention-mask",
-        ),
-        (
-            ("--pipeline-slices", "2", "--num-experts", "4", "--moe-expert-capacity-factor", "1"),
-            "would drop tokens by slice and not by microbatch. Leave out --moe-expert-capacity-factor.",
-        ),
-        (("--pipeline-slices", "8", "--seq-length", "7"), "and it is too short. Use --seq-length 8."),
-    ],
-)
-def test_what_does_not_go_with_slices_is_said(more, said):
-    assert any(said in problem for problem in flag_problems(config(*more)))

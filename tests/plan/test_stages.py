@@ -17,43 +17,6 @@ def test_a_layout_says_how_many_stages_a_rank_has():
     assert stages("--num-layers 3 --pipeline-model-parallel-layout Et|ttL --pipeline-schedule dualpipe", 2)[1] == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "--num-layers 80 --num-layers-per-virtual-pipeline-stage 2",
-            "--num-layers 80 does not fill stages of --num-layers-per-virtual-pipeline-stage 2 on 16 ranks: "
-            "80 = 32 x 2 + 16.\n      Use --num-layers 64, or --num-layers 96, or "
-            "--num-layers-per-virtual-pipeline-stage 1, or --num-layers-per-virtual-pipeline-stage 5.",
-        ),
-        (
-            "--num-layers 3 --pipeline-model-parallel-layout Et|ttL",
-            "lists 2 stages, which --pipeline-model-parallel-size 16 does not divide. List 16 stages; a stage may be",
-        ),
-        (
-            "--num-layers 3 --pipeline-model-parallel-layout Et|(|)*14,tL",
-            "lists 2 layers, but --num-layers is 3. Make them equal.",
-        ),
-        (
-            "--num-layers 32 --pipeline-model-parallel-layout E(t|)*31tL --pipeline-schedule 1f1b",
-            "lists 32 stages, but 1f1b on 16 ranks cuts the model in 16. List 16 stages, or use --pipeline-schedule "
-            "interleaved.",
-        ),
-        (
-            "--num-layers 32 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule zb-v",
-            "--num-virtual-stages-per-pipeline-rank 3, but zb-v has 2 on each rank. Leave it out, or use",
-        ),
-        (
-            "--num-layers 32 --num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule zb-v",
-            "--num-layers-per-virtual-pipeline-stage 2 makes 16 stages, but zb-v on 16 ranks cuts the model in 32.",
-        ),
-        ("--num-layers 16 --pipeline-model-parallel-layout tE", "E, the embedding, comes after other stages"),
-    ],
-)
-def test_stages_that_cannot_be_are_refused_with_what_can(flags, sentence):
-    assert sentence in problems(f"--pipeline-model-parallel-size 16 {flags}", 16)
-
-
 FLAGS = {
     "per stage": "--num-layers-per-virtual-pipeline-stage 1",
     "per rank": "--num-virtual-stages-per-pipeline-rank 2",
@@ -89,9 +52,3 @@ def test_auto_takes_virtual_stages_but_no_other_split():
     assert "both say the layers of a stage" in problems(
         f"--pipeline-model-parallel-size 2 {auto} --decoder-first-pipeline-num-layers 1", 2
     )
-
-
-def test_an_unknown_schedule_and_a_broken_layout_are_said_at_once():
-    text = problems("--num-layers 4 --pipeline-schedule zbv --pipeline-model-parallel-layout Ett", 1)
-    assert "unknown schedule zbv" in text
-    assert "L, the loss, stands there 0 times; it must be the last letter, once. In a shell, | needs quotes" in text

@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import pytest
 from short_run import alone, config, run_of
 from tiny import STYLES
 
-from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
@@ -51,18 +49,3 @@ def test_a_run_measures_its_passes_and_goes_on_under_a_better_table_with_the_sam
     assert ": under slow.csv its passes take" in said
     assert "less. The run goes on under it." in said
     assert "rescheduling gained" in said
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ({"pp": 1}, "orders the passes of a pipeline, and --pipeline-model-parallel-size is 1."),
-        ({"pp": 2, "schedule": "dualpipe"}, "searches orders of one copy of the model; dualpipe has two."),
-        ({"pp": 2, "after": 1}, "--reschedule-after 1 must be at least 2"),
-        ({"pp": 2, "after": 30}, "--reschedule-after 30 leaves nothing of --train-iters 20 to gain in."),
-    ],
-)
-def test_where_nothing_can_be_rescheduled_the_run_is_refused(flags, text):
-    asked = config(STYLES["gpt2"], **{k: v for k, v in flags.items() if k != "after"})
-    asked = replace(asked, parallel=replace(asked.parallel, reschedule_after=flags.get("after", 5)))
-    assert any(text in problem for problem in flag_problems(asked))

@@ -36,13 +36,11 @@ class Copies(NamedTuple):
 
     @classmethod
     def asked(cls, config: Config) -> Self | None:
-        """The copies that flags ask for; None if none does. Raises: ConfigError beside --reschedule-after."""
+        """Return the copies that flags ask for; None if none does."""
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
         flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
-        if par.reschedule_after is not None:
-            raise ConfigError(f"{flag}: --reschedule-after searches tables without copies. Leave one of them out.")
         return cls.of(config, flag)
 
     @classmethod

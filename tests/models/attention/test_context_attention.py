@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.checks.context import context_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, share_of
@@ -107,33 +106,6 @@ def config(c: int = 2, seq_length: int = 48, **model) -> Config:
         train=TrainConfig(seq_length=seq_length),
         world_size=c,
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (
-            config(seq_length=50),
-            "--seq-length 50 does not divide into 2 x --context-parallel-size 2 pieces: 50 = 4 x 12 + 2. "
-            "Use --seq-length 48 or 52.",
-        ),
-        (
-            config(4, cp_comm_type=("a2a",), num_query_groups=2),
-            "--cp-comm-type a2a deals heads to ranks, and --num-query-groups 2 does not divide by "
-            "--context-parallel-size 4. Use --cp-comm-type p2p.",
-        ),
-        (
-            config(cp_comm_type=("p2p", "a2a")),
-            "--cp-comm-type p2p a2a: a way for each layer is not implemented. Use --cp-comm-type p2p.",
-        ),
-        (
-            config(cp_comm_type=("ring",)),
-            "--cp-comm-type ring is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p.",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said_in_a_line(given, sentence):
-    assert list(context_problems(given)) == [sentence]
 
 
 def test_a_kernel_of_whole_sequences_has_nothing_to_do_in_a_ring():

@@ -7,7 +7,6 @@ import pytest
 from short_run import config
 from tiny import STYLES
 
-from megapipe.checks.training import training_problems
 from megapipe.optim.rule import multiply
 from megapipe.plan import make_plan
 from megapipe.schedule import SCHEDULES, Exchange, Kind, ScheduleError, build, lower, verify
@@ -125,12 +124,3 @@ def test_the_plan_counts_what_is_kept_until_v(zero, kept):
     for rank, work in enumerate(before.works):
         # the tied head of the last rank has the first one's bytes too
         assert after.state_bytes[rank] - before.state_bytes[rank] == kept * work.parameters
-
-
-def test_what_must_be_known_before_an_update_is_refused_beside_it():
-    plain = config(STYLES["gpt2"], calculate_per_token_loss=True)
-    late = replace(plain, parallel=replace(plain.parallel, enable_optimizer_post_validation=True))
-    assert list(training_problems(late)) == [
-        "--enable-optimizer-post-validation updates before other ranks are done, and --calculate-per-token-loss "
-        "divides by the tokens of the whole batch. Leave one of them out."
-    ]

@@ -1,0 +1,39 @@
+"""Flags that do not go together, or lack what they need: notes of their fields say which, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.config.notes import Refused, flag, notes_of, typed
+
+_ROWS = tuple(
+    (name, note)
+    for section in Config().sections
+    for name, notes in notes_of(type(section), Refused).items()
+    for note in notes
+)
+
+
+def refusals(config: Config, among: Collection[str] = ()) -> Iterator[str]:
+    """Yield the sentence of each note that refuses these flags, in the order of the fields.
+
+    among: fields whose notes are asked, all if there are none.
+    """
+    given = dict(pair for section in config.sections for pair in _given(section))
+    for name, note in _ROWS:
+        if name in given and (not among or name in among) and note.where(config):
+            others = [given[other] for other in note.others if other in given]
+            yield from (note.text.format(given[name], other) for other in others)
+            if not note.others:
+                yield note.text.format(given[name])
+
+
+def _given(section: Any) -> Iterator[tuple[str, str]]:
+    """Yield the fields that have not their defaults, each with its flag as typed."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if value != field.default:
+            yield field.name, typed(flag(field.name, type(section)), value)
