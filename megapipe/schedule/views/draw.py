@@ -76,7 +76,9 @@ def is_dark(colour: str) -> bool:
 
 def short(value: float) -> str:
     """A number as people write it: five digits, no trailing zeros, never an exponent from rounding."""
-    return f"{value:.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+    # A sum is a hair off what others of the same number are, and halves would be rounded both ways.
+    exact = float(f"{value:.12g}")
+    return f"{exact:.0f}" if abs(exact) >= 1e5 else f"{exact:.5g}"
 
 
 def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str:

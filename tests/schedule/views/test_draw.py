@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
 from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
-from megapipe.schedule.views.draw import COLOURS, shades, to_svg
+from megapipe.schedule.views.draw import COLOURS, shades, short, to_svg
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from megapipe.schedule.weights.sharded import with_sharded_weights
@@ -214,3 +214,11 @@ def test_gathers_and_sums_shorter_than_a_column_are_seen(width):
     made = with_sharded_weights(build("1f1b", 4, 8), costs)
     lanes = [line for line in to_terminal(made, costs, width=width).splitlines() if " dp |" in line]
     assert [("A" in line, "R" in line) for line in lanes] == [(True, True)] * 4
+
+
+@pytest.mark.parametrize("number", [49.3125, 24.5625, 24.1875, 297.0])
+def test_a_number_that_a_sum_missed_by_a_hair_is_written_as_the_number(number):
+    """One table of a comparison had 49.312 and 49.313 for the same time."""
+    said = {short(number * (1 + hair)) for hair in (-1e-15, 0, 1e-15, 4e-15)}
+    assert len(said) == 1
+    assert float(said.pop()) == pytest.approx(number, rel=3e-5)  # five digits
