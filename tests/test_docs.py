@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import pkgutil
 import re
 import shlex
 import sys
@@ -166,3 +167,11 @@ def test_every_page_stands_in_the_sites_table_of_contents():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert set(re.findall(r"[\w/]+\.md", nav)) == pages | {"index.md", "api.md"}
+
+
+def test_the_api_page_has_what_a_model_and_a_data_set_need_and_each_name_is_there():
+    """An own data set needs the fields of Datasets, which stood in no page."""
+    names = re.findall(r"^::: (\S+)$", hooks.api(), re.M)
+    for name in names:
+        assert pkgutil.resolve_name(name)
+    assert {"Datasets", "Batch", "ModelConfig", "LayerSpan"} <= {name.rpartition(".")[2] for name in names}

@@ -35,7 +35,13 @@ API = {
         *(f"megapipe.schedule.views.{name}" for name in ("compare", "terminal", "draw", "timeline", "perfetto"))
     ],
     "A run": ["megapipe.training.pretrain", "megapipe.training.seams"],
-    "Models": ["megapipe.models.provider", "megapipe.models.gpt"],
+    "Data sets and batches": [
+        *(f"megapipe.data.{name}" for name in ("build.Datasets", "gpt_dataset.TokenDataset", "loader.Batch"))
+    ],
+    "Models": [
+        *("megapipe.models.provider", "megapipe.models.gpt"),
+        *("megapipe.config.model.ModelConfig", "megapipe.partition.spans.LayerSpan"),
+    ],
     "Optimizers": ["megapipe.optim.rule"],
     "Megatron's step": ["megapipe.pipeline_parallel.contracts.forward_backward"],
     "Errors and tests": ["megapipe.errors", "megapipe.testing"],
